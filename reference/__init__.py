@@ -1,0 +1,49 @@
+"""The text-book floor: every algorithm of specdecode for one request, in NumPy and float64.
+
+Read the rooms in this order: [`philox`][reference.philox] (noise), [`selection`][reference.selection] (how any token is
+drawn), [`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
+[`synthetic`][reference.synthetic]. Each has a `verify` that returns the very tokens which the package returns for the
+same logits, seed and position.
+
+This package imports nothing of specdecode and specdecode imports nothing of it: an oracle that shared code with what it
+judges would be no oracle.
+"""
+
+from typing import NamedTuple
+
+
+class Verdict(NamedTuple):
+    """What one verification step decides for one request."""
+
+    token_ids: list[int]
+    """Accepted drafts, then the one recovered or bonus token."""
+
+    margin: float
+    """How far the closest of the step's decisions was from falling the other way, in nats.
+
+    An implementation that rounds by less than this must return the same tokens.
+    """
+
+    invalid: bool = False
+    """Whether a target row that decided a token had no finite logit and no `+inf`."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens."""
+        return len(self.token_ids) - 1
+
+
+def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
+    """Return the drafts that count: those before the first id that is no token (-1 pads ragged batches).
+
+    >>> leading_drafts([4, 2, -1, 3], vocab_size=5)
+    [4, 2]
+    >>> leading_drafts([4, 5], vocab_size=5)
+    [4]
+    """
+    drafts = []
+    for token in draft_token_ids:
+        if not 0 <= token < vocab_size:
+            break
+        drafts.append(int(token))
+    return drafts

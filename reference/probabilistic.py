@@ -1,0 +1,146 @@
+"""Probabilistic verification: accept by likelihood ratio, repair with the residual.
+
+The draft x was drawn from q; the output must be distributed as p.
+
+1. Accept x with probability min(1, p(x) / q(x)).
+2. After a rejection draw the *recovered* token from the residual, proportional to max(0, p - q).
+3. If every draft stood, draw a *bonus* token from p.
+
+Token v comes out as an accepted draft with probability q(v) min(1, p(v)/q(v)) = min(p(v), q(v)). A rejection happens with
+probability 1 - sum min(p, q) = sum max(0, p - q) = Z, and then gives v with max(0, p(v) - q(v)) / Z. Together
+min(p, q) + max(0, p - q) = p: exact for every p and q, and no method can accept a single draft more often.
+
+A deterministic drafter (n-gram look-up, greedy) is the point mass q(x) = 1: accept with p(x), and the residual is p
+without x.
+
+The recovered token must not share noise with the draft, or the law is not p: hence the two domains of
+[`selection`][reference.selection]. Left out: drafting several candidates a position. Sources: Leviathan, Kalman, Matias
+(2023), algorithm 1; Chen et al., "Accelerating large language model decoding with speculative sampling" (2023),
+algorithm 2.
+"""
+
+import numpy as np
+
+from reference import Verdict, greedy, leading_drafts
+from reference.philox import Domain, uniform
+from reference.selection import Choice, is_invalid, log_softmax, sample, select
+
+
+def acceptance_probability(target_prob, draft_prob):
+    """Return min(1, p(x) / q(x)), and 0 where either is 0.
+
+    >>> acceptance_probability(0.2, 0.5), acceptance_probability(0.5, 0.2), acceptance_probability(0.5, 0.0)
+    (0.4, 1, 0)
+    """
+    if target_prob == 0 or draft_prob == 0:
+        return 0
+    return min(1, target_prob / draft_prob)
+
+
+def residual(target_probs, draft_probs):
+    """Return max(0, p - q), normalised; p itself where nothing is left.
+
+    >>> residual(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3])).tolist()
+    [1.0, 0.0, 0.0]
+    >>> residual(np.array([0.5, 0.5]), np.array([0.5, 0.5])).tolist()
+    [0.5, 0.5]
+    """
+    weights = np.maximum(0, target_probs - draft_probs)
+    total = weights.sum()
+    return weights / total if total > 0 else target_probs
+
+
+def acceptance_rate(target_probs, draft_probs):
+    """Return alpha = sum min(p, q), the probability that a draft from q stands.
+
+    >>> round(float(acceptance_rate(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3]))), 12)
+    0.6
+    """
+    return np.minimum(target_probs, draft_probs).sum()
+
+
+def expected_tokens(alpha, num_draft_tokens: int):
+    """Return the mean number of tokens a step emits when every draft stands with probability alpha, independently.
+
+    1 + alpha + ... + alpha^K = (1 - alpha^(K+1)) / (1 - alpha); Leviathan et al. (2023), equation 1.
+
+    >>> round(expected_tokens(0.8, 5), 2)
+    3.69
+    """
+    return sum(alpha**i for i in range(num_draft_tokens + 1))
+
+
+def draft_log_softmax(draft_logits, offset: int, token: int, vocab_size: int, temperature: float):
+    """Return log q at one position: the point mass on the draft where the drafter gave no logits."""
+    if draft_logits is None:
+        return np.where(np.arange(vocab_size) == token, 0.0, -np.inf)
+    return log_softmax(draft_logits[offset], temperature)
+
+
+def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> Choice:
+    """Decide whether a draft stands: log u <= log p(x) - log q(x).
+
+    In logarithms, because p and q underflow long before their ratio loses its meaning.
+
+    >>> accepts(np.log(0.3), np.log(0.2), np.log(0.5)).index, accepts(np.log(0.5), np.log(0.2), np.log(0.5)).index
+    (1, 0)
+    >>> accepts(np.log(1e-9), np.log(0.5), -np.inf).index
+    0
+    """
+    if target_logprob == -np.inf or draft_logprob == -np.inf:
+        return Choice(0, np.inf)
+    slack = target_logprob - draft_logprob - log_uniform
+    return Choice(int(slack >= 0), abs(slack))
+
+
+def recover(target_logprobs, draft_logprobs, seed: int, position: int) -> Choice:
+    """Draw the recovered token from the residual.
+
+    >>> recover(np.log([0.5, 0.3, 0.2]), np.log([0.1, 0.6, 0.3]), seed=0, position=0).index
+    0
+    """
+    probs = residual(np.exp(target_logprobs), np.exp(draft_logprobs))
+    with np.errstate(divide="ignore"):
+        return select(np.log(probs), seed, position)
+
+
+def verify(
+    target_logits, draft_token_ids, draft_logits=None, *, temperature: float = 1.0, seed: int = 0, position: int = 0
+) -> Verdict:
+    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or a bonus token.
+
+    Args:
+        target_logits: [num_draft_tokens + 1, vocab] raw logits.
+        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None for a deterministic
+            drafter. Scaled by the same temperature.
+        temperature: 0 is greedy.
+        seed: the request's seed.
+        position: absolute position of the first draft token.
+
+    >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
+    >>> verify(target, [0], draft, seed=1).token_ids       # 0.9 / 0.5 > 1: always accepted
+    [0, 1]
+    >>> verify(target, [1], draft, seed=1).token_ids       # accepted one time in five; the residual holds token 0 alone
+    [0]
+    """
+    if temperature == 0:
+        return greedy.verify(target_logits, draft_token_ids)
+    vocab_size = len(target_logits[0])
+    drafts = leading_drafts(draft_token_ids, vocab_size)
+    margin, invalid = np.inf, False
+    for offset, token in enumerate(drafts):
+        target_logprobs = log_softmax(target_logits[offset], temperature)
+        draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, temperature)
+        invalid |= is_invalid(target_logits[offset])
+
+        log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
+        accepted = accepts(log_uniform, target_logprobs[token], draft_logprobs[token])
+        margin = min(margin, accepted.margin)
+        if not accepted.index:
+            recovered = recover(target_logprobs, draft_logprobs, seed, position + offset)
+            return Verdict([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)
+
+    last_row = target_logits[len(drafts)]
+    bonus = sample(last_row, temperature=temperature, seed=seed, position=position + len(drafts))
+    return Verdict([*drafts, bonus.index], min(margin, bonus.margin), invalid | is_invalid(last_row))

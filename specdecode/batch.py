@@ -1,0 +1,201 @@
+"""What goes into a backend and what comes out: arguments checked once, at the door."""
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+INT64 = torch.iinfo(torch.int64)
+
+
+class SamplerOutput(NamedTuple):
+    """What one verification step decided, for a batch of requests."""
+
+    token_ids: Tensor
+    """[batch, num_draft_tokens + 1] int64: accepted drafts, one recovered or bonus token, then -1."""
+
+    num_accepted: Tensor
+    """[batch] int32: accepted draft tokens."""
+
+    num_draft_tokens: Tensor
+    """[batch] int32: draft tokens that the request had, -1 padding not counted."""
+
+    invalid: Tensor
+    """[batch] bool: a target row that decided a token had no finite logit (all NaN or -inf; it emits token 0)."""
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """[batch] int32: emitted tokens, `num_accepted + 1`."""
+        return self.num_accepted + 1
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """Logits rows to draw one token from each, checked."""
+
+    logits: Tensor  # [batch, vocab] any float
+    temperature: Tensor | float  # [batch] any float, or one for all
+    seeds: Tensor  # [batch] int64
+    positions: Tensor  # [batch] int64
+
+    @classmethod
+    def check(
+        cls, logits: Tensor, temperature: Tensor | float, seeds: Tensor | int | None, positions: Tensor | None
+    ) -> "RowBatch":
+        """Build a batch from a caller's arguments.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value.
+        """
+        batch, _ = check_logits("logits", logits, ("batch", "vocab"))
+        return cls(
+            logits.detach(),
+            check_temperature(temperature, batch, logits.device),
+            check_seeds(seeds, batch, logits.device),
+            check_positions(positions, batch, logits.device),
+        )
+
+
+@dataclass(frozen=True)
+class VerificationBatch:
+    """The one bundle of tensors that both backends receive, checked."""
+
+    target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float
+    draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64
+    draft_logits: Tensor | None  # [batch, num_draft_tokens, vocab] any float
+    draft_logsumexp: Tensor | None  # [batch, num_draft_tokens] float32
+    temperature: Tensor | float  # [batch] any float, or one for all
+    seeds: Tensor  # [batch] int64
+    positions: Tensor  # [batch] int64
+
+    @classmethod
+    def check(
+        cls,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        draft_logits: Tensor | None,
+        draft_logsumexp: Tensor | None,
+        temperature: Tensor | float,
+        seeds: Tensor | int | None,
+        positions: Tensor | None,
+    ) -> "VerificationBatch":
+        """Build a batch from a caller's arguments.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value.
+        """
+        batch, rows, vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+        if rows == 0:
+            raise ValueError("target_logits: shape [batch, num_draft_tokens + 1, vocab] needs a row to emit from, got 0")
+        device, drafts = target_logits.device, (batch, rows - 1)
+        check_tensor("draft_token_ids", draft_token_ids, INTEGERS, drafts, device)
+        if draft_logits is not None:
+            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, vocab), device)
+        if draft_logsumexp is not None:
+            check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
+            if draft_logits is None:
+                raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
+        check_token_ids(draft_token_ids, vocab)
+        return cls(
+            target_logits.detach(),
+            draft_token_ids,
+            None if draft_logits is None else draft_logits.detach(),
+            None if draft_logsumexp is None else draft_logsumexp.detach(),
+            check_temperature(temperature, batch, device),
+            check_seeds(seeds, batch, device),
+            check_positions(positions, batch, device),
+        )
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Tell whether reading a value of the tensor is free, not a wait for a device."""
+    return tensor.device.type == "cpu"
+
+
+def check_tensor(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise unless `tensor` is a plain tensor of one of the dtypes, of this shape, on this device."""
+    check_type(name, tensor, dtypes)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")
+
+
+def check_type(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless `tensor` is a plain tensor of one of the dtypes."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+        raise TypeError(f"{name}: expected a dense tensor that holds data, got a {kind} one")
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torch.Size:
+    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape."""
+    check_type(name, logits, FLOATS)
+    if logits.ndim != len(dimensions):
+        raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(logits.shape)}")
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
+    return logits.shape
+
+
+def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
+    """Raise on an id outside the vocabulary where looking is free; elsewhere backends treat it as -1."""
+    if not on_host(draft_token_ids):
+        return
+    ended = (draft_token_ids == -1).cumsum(dim=1) > 0
+    wrong = ((draft_token_ids < 0) | (draft_token_ids >= vocab)) & ~ended
+    if wrong.any():
+        token = int(draft_token_ids[wrong][0])
+        raise ValueError(f"draft_token_ids: expected ids in [0, {vocab}), or -1 for no draft, got {token}")
+
+
+def check_temperature(temperature: Tensor | float, batch: int, device: torch.device) -> Tensor | float:
+    """Return a temperature as a float or a [batch] tensor; values are checked where looking is free."""
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature, FLOATS, (batch,), device)
+        if on_host(temperature) and not ((temperature >= 0) & temperature.isfinite()).all():
+            raise ValueError(f"temperature: expected finite numbers >= 0, got {temperature.tolist()}")
+        return temperature.detach()
+    if isinstance(temperature, bool) or not isinstance(temperature, Real):
+        raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature: expected a finite number >= 0, got {temperature}")
+    return float(temperature)
+
+
+def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor:
+    """Return seeds as a [batch] int64 tensor: s, s + 1, ... of one int, fresh ones of None."""
+    if seeds is None:
+        return torch.randint(INT64.min, INT64.max, (batch,), dtype=torch.int64, device=device)
+    if isinstance(seeds, Tensor):
+        check_tensor("seeds", seeds, (torch.int64,), (batch,), device)
+        return seeds
+    if isinstance(seeds, bool) or not isinstance(seeds, Integral):
+        raise TypeError(f"seeds: expected an int, a [batch] int64 tensor or None, got {type(seeds).__name__}")
+    if not INT64.min <= seeds <= INT64.max:
+        raise ValueError(f"seeds: expected an int of 64 bits, got {seeds}")
+    return torch.arange(batch, dtype=torch.int64, device=device) + int(seeds)
+
+
+def check_positions(positions: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """Return positions as a [batch] int64 tensor: zeros of None."""
+    if positions is None:
+        return torch.zeros(batch, dtype=torch.int64, device=device)
+    check_tensor("positions", positions, (torch.int64,), (batch,), device)
+    if on_host(positions) and (positions < 0).any():
+        raise ValueError(f"positions: expected numbers >= 0, got {positions.tolist()}")
+    return positions

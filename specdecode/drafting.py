@@ -1,0 +1,56 @@
+"""Drawing tokens one row at a time: plain seeded sampling, and the drafter's side of a verification method."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from specdecode import eager
+from specdecode.batch import RowBatch
+from specdecode.noise import SELECT
+
+
+class DraftOutput(NamedTuple):
+    """One drafting step: a token per request, and what verification would otherwise have to compute again."""
+
+    token_ids: Tensor
+    """[batch] int64."""
+
+    logsumexp: Tensor
+    """[batch] float32: logsumexp(logits / temperature), 0 for greedy requests."""
+
+
+def sample(
+    logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    seeds: int | Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Draw one token per row from softmax(logits / temperature), reproducibly.
+
+    The token depends on the row's logits, temperature, seed and position, and on nothing else. `strict` verification
+    returns exactly these tokens.
+
+    Args:
+        logits: [batch, vocab] raw logits, float16, bfloat16, float32 or float64.
+        temperature: one number >= 0 or a [batch] float tensor; 0 takes the argmax.
+        seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
+        positions: [batch] int64, the absolute position of the token drawn; None means 0.
+
+    Returns:
+        [batch] int64 token ids. A row without a finite logit gives token 0.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument of the wrong shape, device or value.
+
+    Example:
+        >>> import torch
+        >>> from specdecode import sample
+        >>> logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 0.0, 5.0]])
+        >>> sample(logits, temperature=0.8, seeds=7)
+        tensor([1, 2])
+        >>> sample(logits, temperature=0)
+        tensor([1, 2])
+    """
+    token_ids, _ = eager.sample(RowBatch.check(logits, temperature, seeds, positions), SELECT)
+    return token_ids

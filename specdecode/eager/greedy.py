@@ -1,0 +1,19 @@
+"""Greedy in PyTorch: maxima of raw logits, no softmax."""
+
+import torch
+from torch import Tensor
+
+
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's argmax, the lowest id on ties and NaN counting as -inf, and whether it has nothing to choose from.
+
+    Args:
+        logits: [rows, vocab] any float.
+
+    Returns:
+        [rows] int64 and [rows] bool.
+    """
+    # Upcasting is exact, and maxima of half-precision rows are slow on the CPU.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    peak, index = logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=1)
+    return index, peak == -torch.inf

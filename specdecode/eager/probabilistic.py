@@ -1,0 +1,129 @@
+"""Probabilistic in PyTorch: accept by likelihood ratio, repair with the residual."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import on_host
+from specdecode.eager.greedy import argmax
+from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, select
+from specdecode.eager.steps import Steps
+from specdecode.eager.strict import sample
+from specdecode.noise import SELECT
+
+
+def logprob(logits: Tensor, token_ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of one token per row, [rows], and whether the row has nothing to choose from."""
+    scaled, peak = centre(logits, temperature)
+    picked = scaled.gather(1, token_ids[:, None]).squeeze(1)
+    return picked - scaled.exp_().sum(dim=1).log(), peak == -torch.inf
+
+
+def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
+    """Return log p(x) of each row's draft, and whether its target row has nothing to choose from."""
+    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
+    return by_chunks(logprob, steps.vocab, steps.target_logits[rows, offset], token_ids, temperature)
+
+
+def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
+    """Return log q(x) of each row's draft: 0 for a deterministic drafter; no row is read where its logsumexp is known."""
+    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
+    if steps.draft_logits is None:
+        return torch.zeros_like(temperature)
+    if steps.draft_logsumexp is None:
+        return by_chunks(logprob, steps.vocab, steps.draft_logits[rows, offset], token_ids, temperature)[0]
+    logit = steps.draft_logits[steps.requests[rows], offset, token_ids].to(temperature.dtype)
+    logsumexp = steps.draft_logsumexp[rows, offset].to(temperature.dtype)
+    # A row whose logsumexp is infinite is a point mass: on a +inf, or on token 0 where everything is -inf.
+    on_point = torch.where(logsumexp > 0, logit == torch.inf, token_ids == 0)
+    point_mass = torch.zeros_like(logit).masked_fill(~on_point, -torch.inf)
+    return torch.where(logsumexp.isinf(), point_mass, logit / temperature - logsumexp)
+
+
+def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor) -> Tensor:
+    """Return weights proportional to max(0, p - q), or to p where nothing is left.
+
+    Args:
+        target: [rows, vocab] raw logits.
+        draft: [rows, vocab] raw logits, or None for the point mass on the rejected draft.
+        temperature: [rows], > 0.
+        token_ids: [rows] the rejected drafts.
+
+    Returns:
+        [rows, vocab] weights.
+    """
+    target_scaled, _ = centre(target, temperature)
+    target_weights = target_scaled.exp()
+    if draft is None:
+        weights = target_weights.scatter(1, token_ids[:, None], 0)
+    else:
+        # max(0, p - q) = p (1 - q/p) where q < p, and log(q/p) keeps its precision where p and q are close.
+        draft_scaled, _ = centre(draft, temperature)
+        log_sum_ratio = draft_scaled.exp().sum(dim=1, keepdim=True).log() - target_weights.sum(dim=1, keepdim=True).log()
+        log_ratio = draft_scaled.sub_(target_scaled).sub_(log_sum_ratio)
+        log_ratio.nan_to_num_(nan=0, posinf=0, neginf=-torch.inf).clamp_(max=0)  # NaN: p = q = 0
+        weights = log_ratio.expm1_().neg_().mul_(target_weights)
+    empty = weights.amax(dim=1, keepdim=True) == 0
+    if on_host(empty) and not empty.any():
+        return weights
+    return torch.where(empty, target_weights, weights)
+
+
+def recover(steps: Steps, rows: Rows) -> tuple[Tensor]:
+    """Draw the recovered token of requests whose draft at `num_accepted` was rejected, [rows] int64."""
+
+    def draw(requests: Tensor, offset: Tensor) -> tuple[Tensor]:
+        # Where every draft stood there is no draft row: take the last one, whose result is discarded.
+        draft_offset = offset.clamp(max=steps.num_draft_tokens - 1)
+        draft = None if steps.draft_logits is None else steps.draft_logits[requests, draft_offset]
+        token_ids, temperature = steps.draft_token_ids[requests, draft_offset], steps.temperature[requests]
+        weights = residual_weights(steps.target_logits[requests, offset], draft, temperature, token_ids)
+        positions = steps.positions[requests] + offset
+        return (select(weights, block_sums(weights), steps.seeds[requests], positions, SELECT),)
+
+    return by_chunks(draw, steps.vocab, steps.requests[rows], steps.num_accepted[rows].to(torch.int64))
+
+
+def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
+    """Accept drafts by likelihood ratio up to the first rejection; return the recovered or bonus token.
+
+    Args:
+        steps: the batch and its running state.
+        verdict: replaces the accept test by another one, given the position's offset and the test's result.
+
+    Returns:
+        [batch] int64: the token after the accepted drafts.
+    """
+    log_uniforms = steps.uniforms().to(steps.temperature.dtype).log()
+    greedy = steps.temperature == 0
+    for offset in range(steps.num_draft_tokens):
+        matters = steps.standing & steps.has_draft[:, offset]
+        accepted = torch.zeros_like(steps.standing)
+
+        def accept(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
+            target, invalid = target_logprob(steps, rows, offset)
+            draft = draft_logprob(steps, rows, offset)
+            possible = (target > -torch.inf) & (draft > -torch.inf)
+            return possible & (log_uniforms[rows, offset] <= target - draft), invalid | steps.invalid[rows]
+
+        def match(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
+            token_ids, invalid = by_chunks(argmax, steps.vocab, steps.target_logits[rows, offset])
+            return token_ids == steps.draft_token_ids[rows, offset], invalid | steps.invalid[rows]
+
+        fill((accepted, steps.invalid), matters & ~greedy, accept)
+        fill((accepted, steps.invalid), matters & greedy, match)
+        steps.advance(offset, accepted if verdict is None else verdict(offset, accepted))
+
+    emitted = torch.zeros_like(steps.seeds)
+
+    def draw(rows: Rows) -> tuple[Tensor, Tensor]:
+        offset = steps.num_accepted[rows].to(torch.int64)
+        logits, positions = steps.target_logits[steps.requests[rows], offset], steps.positions[rows] + offset
+        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions)
+        return token_ids, invalid | steps.invalid[rows]
+
+    rejected = ~greedy & (steps.num_accepted < steps.has_draft.sum(dim=1))
+    fill((emitted, steps.invalid), ~rejected, draw)
+    fill((emitted,), rejected, lambda rows: recover(steps, rows))
+    return emitted

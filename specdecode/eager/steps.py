@@ -1,0 +1,65 @@
+"""The state of a verification step in PyTorch: which requests still stand, position by position."""
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.eager.philox import uniform
+from specdecode.noise import Domain
+
+
+class Steps:
+    """A batch with its scalars as tensors, and the running state of its requests.
+
+    `standing` holds for the requests all of whose drafts have been accepted so far: only their next row matters.
+    """
+
+    def __init__(self, batch: VerificationBatch) -> None:
+        self.target_logits = batch.target_logits
+        self.draft_logits, self.draft_logsumexp = batch.draft_logits, batch.draft_logsumexp
+        self.seeds, self.positions = batch.seeds, batch.positions
+        size, rows, self.vocab = batch.target_logits.shape
+        self.num_draft_tokens = rows - 1
+
+        logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
+        self.temperature = row_temperature(batch.temperature, *logits)
+
+        valid = (batch.draft_token_ids >= 0) & (batch.draft_token_ids < self.vocab)
+        self.draft_token_ids = batch.draft_token_ids.to(torch.int64).where(valid, 0)
+        self.has_draft = valid.cumprod(dim=1).to(torch.bool)
+
+        self.requests = torch.arange(size, device=batch.seeds.device)
+        self.standing = torch.ones(size, dtype=torch.bool, device=batch.seeds.device)
+        self.num_accepted = torch.zeros(size, dtype=torch.int32, device=batch.seeds.device)
+        self.invalid = torch.zeros_like(self.standing)
+
+    def uniforms(self) -> Tensor:
+        """Return the accept decisions' uniforms, [batch, num_draft_tokens] float32."""
+        offsets = torch.arange(self.num_draft_tokens, device=self.seeds.device)
+        positions = self.positions[:, None] + offsets
+        return uniform(self.seeds[:, None], positions, torch.zeros_like(positions), Domain.ACCEPT)
+
+    def advance(self, offset: int, accepted: Tensor) -> None:
+        """Record which requests' drafts at `offset` are accepted."""
+        self.standing &= accepted & self.has_draft[:, offset]
+        self.num_accepted += self.standing
+
+    def output(self, emitted: Tensor) -> SamplerOutput:
+        """Assemble the result from the token after each request's accepted drafts, [batch] int64."""
+        offsets = torch.arange(self.num_draft_tokens + 1, device=emitted.device)
+        accepted = torch.nn.functional.pad(self.draft_token_ids, (0, 1))
+        last = self.num_accepted[:, None]
+        token_ids = torch.where(offsets < last, accepted, torch.where(offsets == last, emitted[:, None], -1))
+        drafted = self.has_draft.sum(dim=1, dtype=torch.int32)
+        return SamplerOutput(token_ids, self.num_accepted, drafted, self.invalid)
+
+
+def row_temperature(temperature: Tensor | float, *logits: Tensor) -> Tensor:
+    """Return one temperature per request in the dtype to compute in: float64 for float64 logits, else float32.
+
+    Values that could not be checked on the host are made harmless: NaN and negative ones are greedy, infinite ones finite.
+    """
+    dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in logits} else torch.float32
+    if not isinstance(temperature, Tensor):
+        return torch.full((len(logits[0]),), temperature, dtype=dtype, device=logits[0].device)
+    return temperature.to(dtype).nan_to_num(nan=0).clamp(min=0)

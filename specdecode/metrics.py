@@ -1,0 +1,175 @@
+"""Acceptance statistics over many verification steps: the numbers that people compare drafters by.
+
+Everything is derived from two counts per draft position i, summed over all requests and steps:
+
+    drafted_i    requests that had a draft at position i
+    accepted_i   requests whose drafts through position i were all accepted
+
+so drafts = drafted_0, draft tokens = sum of drafted_i, accepted tokens = sum of accepted_i.
+"""
+
+import math
+
+import torch
+
+from specdecode.batch import SamplerOutput
+from specdecode.synthetic import checked_count
+
+
+class AcceptanceStats:
+    """Accumulate acceptance statistics on the device, and read them when wanted.
+
+    `update` never synchronises: the counts stay on the device of the outputs until a property is read or the statistics
+    are printed, which waits for the device. They are int64, so they are exact.
+
+    A *draft* is one request's proposal in one step: at least one draft token. A request that had none in a step is not
+    counted in that step, neither as a draft nor in a mean. Before the first draft all rates and the length are NaN.
+
+    Args:
+        num_draft_tokens: K, the most draft tokens of a request and step that an output may hold; at least 1.
+        device: where to count. None means on the device of the first output, with counters made by the first update.
+            Name it if that update is to be captured in a CUDA graph: counters must exist before a capture.
+
+    Raises:
+        TypeError: `num_draft_tokens` is not an int.
+        ValueError: `num_draft_tokens` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from specdecode import AcceptanceStats, RejectionSampler
+        >>> stats = AcceptanceStats(num_draft_tokens=2)
+        >>> target_logits = torch.zeros(2, 3, 5)
+        >>> target_logits[:, :, 3] = 1.0  # the greedy token is always 3
+        >>> draft_token_ids = torch.tensor([[3, 4], [3, -1]])  # the second request has one draft token
+        >>> stats.update(RejectionSampler("strict")(target_logits, draft_token_ids, temperature=0.0))
+        >>> stats.drafts, stats.draft_tokens, stats.accepted_tokens
+        (2, 3, 2)
+        >>> stats.per_position
+        [1.0, 0.0]
+        >>> print(stats)
+        -------- Speculative decoding --------
+        Acceptance rate (%):             66.67
+        Acceptance length:                2.00
+        Drafts:                              2
+        Draft tokens:                        3
+        Accepted tokens:                     2
+        Per-position acceptance (%):
+          Position 0:                   100.00
+          Position 1:                     0.00
+        --------------------------------------
+    """
+
+    def __init__(self, num_draft_tokens: int, device: torch.device | str | None = None) -> None:
+        self.num_draft_tokens = checked_count("num_draft_tokens", num_draft_tokens)
+        self._counts = None if device is None else self._new_counts(device)
+
+    def update(self, output: SamplerOutput) -> None:
+        """Count one verification step, without synchronising.
+
+        In a captured CUDA graph every replay counts its step again.
+
+        Args:
+            output: what the sampler returned, for at most `num_draft_tokens` draft tokens per request.
+
+        Raises:
+            TypeError: `output` is not a SamplerOutput.
+            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are.
+            RuntimeError: there are no counters yet and a CUDA graph is being captured.
+        """
+        if not isinstance(output, SamplerOutput):
+            raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
+        width = output.token_ids.shape[1] - 1
+        if width > self.num_draft_tokens:
+            raise ValueError(
+                f"output: expected at most num_draft_tokens = {self.num_draft_tokens} draft tokens per request, "
+                f"got {width} (token_ids of shape {list(output.token_ids.shape)})"
+            )
+        device = output.num_accepted.device
+        if self._counts is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "device: expected by AcceptanceStats when its first update is captured in a CUDA graph, got None; "
+                    "counters made inside a capture would start from zero at every replay"
+                )
+            self._counts = self._new_counts(device)
+        if device != self._counts.device:
+            raise ValueError(f"output: expected on {self._counts.device}, where the counters are, got {device}")
+        reached = torch.stack((output.num_accepted, output.num_draft_tokens))  # [2, batch]
+        positions = torch.arange(self.num_draft_tokens, device=device)
+        self._counts += (reached[:, :, None] > positions).sum(dim=1)
+
+    def reset(self) -> None:
+        """Start again from zero, for example after a warm-up. Captured graphs go on counting."""
+        if self._counts is not None:
+            self._counts.zero_()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens, in [0, 1]; NaN before the first draft. Synchronises."""
+        accepted, drafted = self._read()
+        return _ratio(sum(accepted), sum(drafted))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean emitted tokens per draft, the recovered or bonus token counted: 1 + accepted tokens / drafts.
+
+        NaN before the first draft. Synchronises.
+        """
+        accepted, drafted = self._read()
+        return 1 + _ratio(sum(accepted), drafted[0])
+
+    @property
+    def per_position(self) -> list[float]:
+        """The joint rate of each position: drafts accepted through it / all drafts, too short ones included.
+
+        `num_draft_tokens` floats in [0, 1], non-increasing; NaN before the first draft. Synchronises.
+        """
+        accepted, drafted = self._read()
+        return [_ratio(count, drafted[0]) for count in accepted]
+
+    @property
+    def drafts(self) -> int:
+        """Verifications of at least one draft token, summed over requests and steps. Synchronises."""
+        return self._read()[1][0]
+
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens verified. Synchronises."""
+        return sum(self._read()[1])
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens accepted; recovered and bonus tokens are not drafts. Synchronises."""
+        return sum(self._read()[0])
+
+    def __str__(self) -> str:
+        """Lay the statistics out as a block to paste into a report. Synchronises once."""
+        accepted, drafted = self._read()
+        rows = [
+            ("Acceptance rate (%):", f"{100 * _ratio(sum(accepted), sum(drafted)):.2f}"),
+            ("Acceptance length:", f"{1 + _ratio(sum(accepted), drafted[0]):.2f}"),
+            ("Drafts:", f"{drafted[0]}"),
+            ("Draft tokens:", f"{sum(drafted)}"),
+            ("Accepted tokens:", f"{sum(accepted)}"),
+            ("Per-position acceptance (%):", ""),
+            *((f"  Position {i}:", f"{100 * _ratio(n, drafted[0]):.2f}") for i, n in enumerate(accepted)),
+        ]
+        lines = [f"{label:<28}{value:>10}".rstrip() for label, value in rows]
+        width = max(map(len, lines))
+        return "\n".join([" Speculative decoding ".center(width, "-"), *lines, "-" * width])
+
+    def _new_counts(self, device: torch.device | str) -> torch.Tensor:
+        """Return zeros for accepted_i and drafted_i, [2, num_draft_tokens] int64."""
+        with torch.inference_mode(False):  # an inference tensor could only be updated in inference mode
+            return torch.zeros(2, self.num_draft_tokens, dtype=torch.int64, device=device)
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        """Return accepted_i and drafted_i for every position, waiting for the device."""
+        if self._counts is None:
+            return [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
+        accepted, drafted = self._counts.tolist()
+        return accepted, drafted
+
+
+def _ratio(count: int, total: int) -> float:
+    return count / total if total else math.nan

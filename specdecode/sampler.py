@@ -1,0 +1,175 @@
+"""The public face: check the arguments, hand the bundle to a backend, return what it decided."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from specdecode import eager
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.drafting import DraftOutput
+from specdecode.noise import DRAFT, SELECT
+from specdecode.synthetic import AcceptanceSchedule
+
+Method = Literal["strict", "probabilistic", "synthetic"]
+Backend = Literal["auto", "triton", "eager"]
+
+
+class RejectionSampler:
+    """Verify drafted tokens against the target model's logits.
+
+    | method | accepts draft x at a position | on rejection emits |
+    |---|---|---|
+    | `"strict"` | iff x is the target's own seeded sample y | y |
+    | `"probabilistic"` | with probability min(1, p(x) / q(x)) | a draw from max(0, p - q), normalised |
+    | `"synthetic"` | at the scheduled rate, whatever the logits say | what the method it imitates would |
+
+    p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last draft stood, a
+    bonus token is drawn from p. Requests of temperature 0 are greedy in every method: a draft stands iff it is the argmax
+    of the raw target logits. The output of `"strict"` and `"probabilistic"` is distributed exactly as if the target had
+    sampled alone; that of `"strict"` is, token for token, what [`sample`][specdecode.sample] returns without any drafts.
+    `"synthetic"` is for load tests: it costs what `"probabilistic"` does with the same arguments (what `"strict"` does
+    without draft logits) and only the verdict is scheduled.
+
+    Args:
+        method: `"strict"`, `"probabilistic"` or `"synthetic"`.
+        backend: `"eager"` is batched PyTorch; `"triton"` is not available yet; `"auto"` takes the best one there is.
+        schedule: how often `"synthetic"` accepts, and for it alone.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an unknown method or backend, or a schedule missing or out of place.
+
+    Example:
+        >>> import torch
+        >>> from specdecode import RejectionSampler
+        >>> sampler = RejectionSampler("probabilistic")
+        >>> target_logits = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(0))
+        >>> draft_logits = target_logits[:, :3] + 0.1
+        >>> draft_token_ids = draft_logits.argmax(dim=-1)
+        >>> output = sampler(target_logits, draft_token_ids, draft_logits, temperature=0.7, seeds=1)
+        >>> output.num_accepted  # the draft's distribution is the target's: all stand
+        tensor([3, 3], dtype=torch.int32)
+
+    References:
+        Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2
+        (`"probabilistic"`). Daliri et al. 2024, arXiv 2408.07978, algorithm 2 (`"strict"`).
+    """
+
+    def __init__(
+        self, method: Method, *, backend: Backend = "auto", schedule: AcceptanceSchedule | None = None
+    ) -> None:
+        if method not in get_args(Method):
+            raise ValueError(f"method: expected one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+        if backend == "triton":
+            raise ValueError("backend: 'triton' is not available in this version, use 'eager' or 'auto'")
+        if schedule is not None and not isinstance(schedule, AcceptanceSchedule):
+            raise TypeError(f"schedule: expected an AcceptanceSchedule, got {type(schedule).__name__}")
+        if method == "synthetic" and schedule is None:
+            raise ValueError("schedule: method 'synthetic' needs one, such as AcceptanceSchedule.from_mean_rate(...)")
+        if method != "synthetic" and schedule is not None:
+            raise ValueError(f"schedule: only method 'synthetic' takes one, got one for {method!r}")
+        self.method = method
+        self.backend = backend
+        self.schedule = schedule
+        self._rates: dict[torch.device, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """Show how the sampler was made."""
+        schedule = "" if self.schedule is None else f", schedule={self.schedule!r}"
+        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule})"
+
+    def __call__(
+        self,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        draft_logits: Tensor | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        seeds: int | Tensor | None = None,
+        positions: Tensor | None = None,
+        draft_logsumexp: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Verify one step of drafts.
+
+        A request's result depends on its own logits, drafts, temperature, seed and positions alone: not on the batch,
+        its slot or the padding.
+
+        Args:
+            target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
+                is the target's distribution of the token at draft i, the last row that of the bonus token. NaN counts as
+                -inf; a row that holds +inf is the point mass on its first.
+            draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and what follows
+                are ignored, and the row at that place gives the bonus token.
+            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, scaled by the same
+                temperature. None means a deterministic drafter (n-gram look-up, greedy). `"strict"` has no use for them.
+            temperature: one number >= 0 or a [batch] float tensor; 0 is greedy.
+            seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
+            positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
+                means 0. A request that keeps its seed over several steps must pass them, or noise repeats.
+            draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft], which
+                saves reading the draft rows again.
+
+        Returns:
+            Accepted drafts and the one token after them, with counts.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value. On a CUDA device values are not looked at: an id
+                outside the vocabulary counts as -1, a temperature that is NaN or negative as 0.
+        """
+        batch = VerificationBatch.check(
+            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        )
+        return eager.verify(self.method, batch, self._conditional_rates(batch))
+
+    def draft(
+        self,
+        logits: Tensor,
+        temperature: float | Tensor = 1.0,
+        seeds: int | Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> DraftOutput:
+        """Draw one draft token per request with the noise that this sampler's method wants.
+
+        `"strict"` wants its drafts to share the target's noise, which is what makes them agree; every other method must
+        have drafts that do not, or its output is not distributed as the target's. This method cannot pick the wrong one.
+
+        Args:
+            logits: [batch, vocab] the draft model's raw logits.
+            temperature: as for the sampler.
+            seeds: as for the sampler; pass the same ones.
+            positions: [batch] int64, the absolute position of the token drawn; None means 0.
+
+        Returns:
+            Token ids, and the logsumexp that verification takes as `draft_logsumexp`.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> draft = RejectionSampler("strict").draft(torch.tensor([[0.0, 9.0]]), seeds=0, positions=torch.tensor([12]))
+            >>> draft.token_ids, draft.logsumexp
+            (tensor([1]), tensor([9.0001]))
+        """
+        batch = RowBatch.check(logits, temperature, seeds, positions)
+        return DraftOutput(*eager.sample(batch, SELECT if self.method == "strict" else DRAFT))
+
+    def _conditional_rates(self, batch: VerificationBatch) -> Tensor | None:
+        """Return the schedule's rates on the batch's device, copied there once."""
+        if self.schedule is None:
+            return None
+        num_draft_tokens = batch.draft_token_ids.shape[1]
+        if num_draft_tokens > self.schedule.num_draft_tokens:
+            known = self.schedule.num_draft_tokens
+            raise ValueError(f"draft_token_ids: the schedule has rates for {known} drafts, got {num_draft_tokens}")
+        device = batch.target_logits.device
+        if device not in self._rates:
+            rates = torch.tensor(self.schedule.conditional_rates, dtype=torch.float32, device=device)
+            self._rates[device] = rates
+        return self._rates[device]

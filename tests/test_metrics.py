@@ -1,0 +1,250 @@
+"""Acceptance statistics: the counts against plain Python, the printed block, and updates that wait for no device."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput
+
+
+def make_output(
+    accepted: list[int], drafted: list[int] | None = None, width: int = 3, device: str = "cpu"
+) -> SamplerOutput:
+    """Return what a sampler returns for these accepted and drafted tokens per request, of `width` slots for drafts."""
+    token_ids = [[7] * (count + 1) + [-1] * (width - count) for count in accepted]
+    return SamplerOutput(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device).reshape(len(accepted), width + 1),
+        num_accepted=torch.tensor(accepted, dtype=torch.int32, device=device),
+        num_draft_tokens=torch.tensor(drafted or [width] * len(accepted), dtype=torch.int32, device=device),
+        invalid=torch.zeros(len(accepted), dtype=torch.bool, device=device),
+    )
+
+
+def assert_counts(stats: AcceptanceStats, steps: list[tuple[int, int]]) -> None:
+    """Assert that the statistics are those of (accepted, drafted) pairs, one per request and step."""
+    steps = [(accepted, drafted) for accepted, drafted in steps if drafted > 0]
+    accepted = [accepted for accepted, _ in steps]
+    assert stats.drafts == len(steps)
+    assert stats.draft_tokens == sum(drafted for _, drafted in steps)
+    assert stats.accepted_tokens == sum(accepted)
+    assert stats.acceptance_rate == sum(accepted) / sum(drafted for _, drafted in steps)
+    assert stats.acceptance_length == pytest.approx(sum(count + 1 for count in accepted) / len(steps))
+    assert stats.per_position == [
+        sum(count > i for count in accepted) / len(steps) for i in range(stats.num_draft_tokens)
+    ]
+
+
+def random_steps(seed: int, batch: int, width: int) -> list[tuple[int, int]]:
+    generator = random.Random(seed)
+    drafted = [generator.randint(0, width) for _ in range(batch)]
+    return [(generator.randint(0, count), count) for count in drafted]
+
+
+@pytest.mark.parametrize("width", [1, 3, 5])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_counts_are_exact_over_ragged_updates(batch: int, width: int) -> None:
+    stats = AcceptanceStats(num_draft_tokens=5)
+    seen = [(2, 3)]
+    stats.update(make_output([2], [3]))
+    for step in range(10):
+        steps = random_steps(step, batch, width)
+        stats.update(make_output([accepted for accepted, _ in steps], [drafted for _, drafted in steps], width))
+        seen += steps
+        assert_counts(stats, seen)
+
+
+def test_rates_by_hand() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([3, 1, 0]))
+    stats.update(make_output([1], [2]))
+    assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (4, 11, 5)
+    assert stats.acceptance_rate == 5 / 11
+    assert stats.acceptance_length == 1 + 5 / 4
+    assert stats.per_position == [3 / 4, 1 / 4, 1 / 4]
+
+
+def test_requests_without_drafts_do_not_count() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([2, 0, 0], [3, 0, 0]))
+    stats.update(make_output([0, 0], width=0))
+    stats.update(make_output([]))
+    assert_counts(stats, [(2, 3)])
+
+
+def test_narrower_outputs_leave_later_positions_empty() -> None:
+    stats = AcceptanceStats(num_draft_tokens=4)
+    stats.update(make_output([2, 1], width=2))
+    assert stats.per_position == [1.0, 0.5, 0.0, 0.0]
+
+
+def published_statistics() -> AcceptanceStats:
+    """Return 10,000 drafts of three tokens with the per-position rates 66.63, 62.25 and 53.09 %."""
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([3] * 5309 + [2] * (6225 - 5309) + [1] * (6663 - 6225) + [0] * (10_000 - 6663)))
+    return stats
+
+
+def test_definitions_are_those_of_vllm_pull_request_37238() -> None:
+    stats = published_statistics()
+    assert round(100 * stats.acceptance_rate, 2) == 60.66
+    assert round(stats.acceptance_length, 2) == 2.82
+    assert stats.per_position == [0.6663, 0.6225, 0.5309]
+
+
+def test_printed_block() -> None:
+    assert str(published_statistics()).splitlines() == [
+        "-------- Speculative decoding --------",
+        "Acceptance rate (%):             60.66",
+        "Acceptance length:                2.82",
+        "Drafts:                          10000",
+        "Draft tokens:                    30000",
+        "Accepted tokens:                 18197",
+        "Per-position acceptance (%):",
+        "  Position 0:                    66.63",
+        "  Position 1:                    62.25",
+        "  Position 2:                    53.09",
+        "--------------------------------------",
+    ]
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_nothing_drafted_is_nan_and_prints(device: str | None) -> None:
+    stats = AcceptanceStats(num_draft_tokens=2, device=device)
+    assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (0, 0, 0)
+    assert math.isnan(stats.acceptance_rate)
+    assert math.isnan(stats.acceptance_length)
+    assert len(stats.per_position) == 2
+    assert all(map(math.isnan, stats.per_position))
+    assert str(stats).count("nan") == 4
+
+
+def test_types_are_python_numbers() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([1]))
+    assert {type(count) for count in (stats.drafts, stats.draft_tokens, stats.accepted_tokens)} == {int}
+    assert {type(rate) for rate in (stats.acceptance_rate, stats.acceptance_length, *stats.per_position)} == {float}
+
+
+def test_reset_starts_again() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.reset()
+    stats.update(make_output([3, 3]))
+    stats.reset()
+    assert stats.drafts == 0
+    stats.update(make_output([1]))
+    assert_counts(stats, [(1, 3)])
+
+
+def test_update_reads_no_values() -> None:
+    AcceptanceStats(num_draft_tokens=3).update(make_output([1, 2], device="meta"))  # which have none
+
+
+def test_update_leaves_the_output_as_it_was() -> None:
+    output = make_output([1, 2], [3, 2])
+    before = [tensor.clone() for tensor in output]
+    AcceptanceStats(num_draft_tokens=3).update(output)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(output, before, strict=True))
+
+
+def test_statistics_begun_in_inference_mode_go_on_outside() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    with torch.inference_mode():
+        stats.update(make_output([1]))
+    stats.update(make_output([2]))
+    assert_counts(stats, [(1, 3), (2, 3)])
+
+
+def test_synthetic_verification_is_measured_at_its_schedule() -> None:
+    batch = 20_000
+    schedule = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=3)
+    sampler = RejectionSampler("synthetic", schedule=schedule)
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(sampler(torch.zeros(batch, 4, 5), torch.zeros(batch, 3, dtype=torch.int64), seeds=0))
+    for measured, rate in zip(stats.per_position, schedule.joint_rates, strict=True):
+        assert measured == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / batch))  # false alarm 6e-7 each
+    assert stats.acceptance_rate == pytest.approx(0.69, abs=0.02)
+
+
+def test_wider_outputs_are_refused() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    with pytest.raises(ValueError, match=r"output: expected at most num_draft_tokens = 3 draft tokens .* got 4"):
+        stats.update(make_output([1], width=4))
+    assert stats.drafts == 0
+
+
+def test_outputs_on_another_device_are_refused() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3, device="meta")
+    with pytest.raises(ValueError, match="output: expected on meta, where the counters are, got cpu"):
+        stats.update(make_output([1]))
+
+
+@pytest.mark.parametrize("output", [None, torch.zeros(1, 4), (1, 2, 3, 4)])
+def test_other_things_than_outputs_are_refused(output: object) -> None:
+    with pytest.raises(TypeError, match="output: expected a SamplerOutput, got"):
+        AcceptanceStats(num_draft_tokens=3).update(output)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "error"),
+    [(0, ValueError), (-1, ValueError), (True, TypeError), (3.0, TypeError), (None, TypeError), ("3", TypeError)],
+)
+def test_bad_draft_counts_are_named(num_draft_tokens: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"num_draft_tokens: expected a positive int, got {num_draft_tokens!r}"):
+        AcceptanceStats(num_draft_tokens)  # type: ignore[arg-type]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_update_never_synchronises() -> None:
+    output = make_output([1, 2], device="cuda")
+    stats = AcceptanceStats(num_draft_tokens=3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats.update(output)
+        stats.update(output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_counts(stats, [(1, 3), (2, 3)] * 2)
+
+
+@needs_cuda
+@pytest.mark.parametrize("begun", ["by device", "by update"])
+def test_every_replay_of_a_captured_update_counts(begun: str) -> None:
+    output = make_output([1, 2], [3, 2], device="cuda")
+    stats = AcceptanceStats(num_draft_tokens=3, device="cuda" if begun == "by device" else None)
+    steps = []
+    if begun == "by update":
+        stats.update(output)
+        steps += [(1, 3), (2, 2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats.update(output)
+    for _ in range(3):
+        graph.replay()
+        steps += [(1, 3), (2, 2)]
+    assert_counts(stats, steps)
+    output.num_accepted.copy_(torch.tensor([0, 1]))
+    graph.replay()
+    assert_counts(stats, [*steps, (0, 3), (1, 2)])
+    stats.reset()
+    graph.replay()
+    assert_counts(stats, [(0, 3), (1, 2)])
+
+
+@needs_cuda
+def test_counters_are_not_made_inside_a_capture() -> None:
+    output = make_output([1, 2], device="cuda")
+    stats = AcceptanceStats(num_draft_tokens=3)
+    with (
+        pytest.raises(RuntimeError, match=r"device: expected by AcceptanceStats .* got None"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        output.num_accepted + 1  # an empty graph would warn
+        stats.update(output)
+    stats.update(output)
+    assert_counts(stats, [(1, 3), (2, 3)])
