@@ -19,6 +19,10 @@ acceptance-length option for `minimum_variance`.
 
 import numpy as np
 
+from reference import Verdict, greedy, leading_drafts, probabilistic
+from reference.philox import Domain, uniform
+from reference.selection import is_invalid, log_softmax, sample
+
 
 def conditional_rates(base_rate, decay, num_draft_tokens):
     """The conditional rate starts at the base rate and decays from position to position: c_i = a d^i.
@@ -135,6 +139,51 @@ def minimum_variance(acceptance_length, num_draft_tokens):
     return np.clip(accepted - np.arange(num_draft_tokens), 0.0, 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Verification with a schedule: `verify(...)` goes here.
-# ---------------------------------------------------------------------------------------------------------------------
+def verify(
+    target_logits,
+    draft_token_ids,
+    draft_logits=None,
+    *,
+    conditional_rates,
+    temperature: float = 1.0,
+    seed: int = 0,
+    position: int = 0,
+) -> Verdict:
+    """Accept the draft at offset i iff u_i <= c_i; then emit what the method that is imitated would emit there.
+
+    With draft logits that method is probabilistic, which draws a recovered token from the residual; without, it is strict,
+    which emits the target's own sample. Temperature 0 is greedy and emits the argmax. After all drafts every method emits
+    a bonus token.
+
+    Args:
+        target_logits: [num_draft_tokens + 1, vocab] raw logits.
+        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None.
+        conditional_rates: [num_draft_tokens] c_i.
+        temperature: 0 is greedy.
+        seed: the request's seed.
+        position: absolute position of the first draft token.
+
+    >>> rows = np.zeros((3, 4))
+    >>> verify(rows, [1, 2], conditional_rates=[1.0, 0.0], temperature=0.0).token_ids
+    [1, 0]
+    """
+    drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
+    margin, offset = np.inf, 0
+    while offset < len(drafts):
+        slack = conditional_rates[offset] - uniform(seed, position + offset, 0, Domain.ACCEPT)
+        margin = min(margin, abs(float(slack)))
+        if slack < 0:
+            break
+        offset += 1
+
+    row, where = target_logits[offset], {"seed": seed, "position": position + offset}
+    if temperature == 0:
+        emitted = greedy.argmax(row)
+    elif offset == len(drafts) or draft_logits is None:
+        emitted = sample(row, temperature=temperature, **where)
+    else:
+        logprobs = log_softmax(row, temperature), log_softmax(draft_logits[offset], temperature)
+        emitted = probabilistic.recover(*logprobs, **where)
+    invalid = any(is_invalid(read) for read in target_logits[: offset + 1])
+    return Verdict([*drafts[:offset], emitted.index], min(margin, emitted.margin), invalid)

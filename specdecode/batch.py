@@ -93,7 +93,9 @@ class VerificationBatch:
         """
         batch, rows, vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
         if rows == 0:
-            raise ValueError("target_logits: shape [batch, num_draft_tokens + 1, vocab] needs a row to emit from, got 0")
+            raise ValueError(
+                "target_logits: shape [batch, num_draft_tokens + 1, vocab] needs a row to emit from, got 0"
+            )
         device, drafts = target_logits.device, (batch, rows - 1)
         check_tensor("draft_token_ids", draft_token_ids, INTEGERS, drafts, device)
         if draft_logits is not None:

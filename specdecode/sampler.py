@@ -2,7 +2,6 @@
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from specdecode import eager
@@ -74,7 +73,6 @@ class RejectionSampler:
         self.method = method
         self.backend = backend
         self.schedule = schedule
-        self._rates: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
         """Show how the sampler was made."""
@@ -123,7 +121,12 @@ class RejectionSampler:
         batch = VerificationBatch.check(
             target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         )
-        return eager.verify(self.method, batch, self._conditional_rates(batch))
+        if self.schedule is not None and batch.draft_token_ids.shape[1] > self.schedule.num_draft_tokens:
+            most, got = self.schedule.num_draft_tokens, batch.draft_token_ids.shape[1]
+            raise ValueError(
+                f"draft_token_ids: expected at most {most} drafts, as many as the schedule has rates, got {got}"
+            )
+        return eager.verify(self.method, batch, self.schedule)
 
     def draft(
         self,
@@ -159,17 +162,3 @@ class RejectionSampler:
         """
         batch = RowBatch.check(logits, temperature, seeds, positions)
         return DraftOutput(*eager.sample(batch, SELECT if self.method == "strict" else DRAFT))
-
-    def _conditional_rates(self, batch: VerificationBatch) -> Tensor | None:
-        """Return the schedule's rates on the batch's device, copied there once."""
-        if self.schedule is None:
-            return None
-        num_draft_tokens = batch.draft_token_ids.shape[1]
-        if num_draft_tokens > self.schedule.num_draft_tokens:
-            known = self.schedule.num_draft_tokens
-            raise ValueError(f"draft_token_ids: the schedule has rates for {known} drafts, got {num_draft_tokens}")
-        device = batch.target_logits.device
-        if device not in self._rates:
-            rates = torch.tensor(self.schedule.conditional_rates, dtype=torch.float32, device=device)
-            self._rates[device] = rates
-        return self._rates[device]

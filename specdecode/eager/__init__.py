@@ -4,6 +4,8 @@ On the CPU only the rows that matter are computed: not those after a rejection, 
 other devices counting them would mean waiting for the device, so every row is computed and masked.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,20 +13,20 @@ from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import probabilistic, strict, synthetic
 from specdecode.eager.steps import Steps, row_temperature
 from specdecode.noise import Domain
+from specdecode.synthetic import AcceptanceSchedule
+
+METHODS: dict[str, Callable[[Steps], Tensor]] = {
+    "strict": strict.verify,
+    "probabilistic": probabilistic.verify,
+    "synthetic": synthetic.verify,
+}
 
 
 @torch.no_grad()
-def verify(method: str, batch: VerificationBatch, conditional_rates: Tensor | None = None) -> SamplerOutput:
+def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
-    steps = Steps(batch)
-    if method == "strict":
-        emitted = strict.verify(steps)
-    elif method == "probabilistic":
-        emitted = probabilistic.verify(steps)
-    else:
-        assert conditional_rates is not None
-        emitted = synthetic.verify(steps, conditional_rates)
-    return steps.output(emitted)
+    steps = Steps(batch, schedule)
+    return steps.output(METHODS[method](steps))
 
 
 @torch.no_grad()

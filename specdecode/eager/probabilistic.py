@@ -23,7 +23,8 @@ def logprob(logits: Tensor, token_ids: Tensor, temperature: Tensor) -> tuple[Ten
 def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
     """Return log p(x) of each row's draft, and whether its target row has nothing to choose from."""
     token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
-    return by_chunks(logprob, steps.vocab, steps.target_logits[rows, offset], token_ids, temperature)
+    target, invalid = by_chunks(logprob, steps.vocab, steps.target_logits[rows, offset], token_ids, temperature)
+    return target, invalid
 
 
 def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
@@ -60,7 +61,9 @@ def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, 
     else:
         # max(0, p - q) = p (1 - q/p) where q < p, and log(q/p) keeps its precision where p and q are close.
         draft_scaled, _ = centre(draft, temperature)
-        log_sum_ratio = draft_scaled.exp().sum(dim=1, keepdim=True).log() - target_weights.sum(dim=1, keepdim=True).log()
+        log_sum_ratio = (
+            draft_scaled.exp().sum(dim=1, keepdim=True).log() - target_weights.sum(dim=1, keepdim=True).log()
+        )
         log_ratio = draft_scaled.sub_(target_scaled).sub_(log_sum_ratio)
         log_ratio.nan_to_num_(nan=0, posinf=0, neginf=-torch.inf).clamp_(max=0)  # NaN: p = q = 0
         weights = log_ratio.expm1_().neg_().mul_(target_weights)
@@ -70,10 +73,10 @@ def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, 
     return torch.where(empty, target_weights, weights)
 
 
-def recover(steps: Steps, rows: Rows) -> tuple[Tensor]:
+def recover(steps: Steps, rows: Rows) -> tuple[Tensor, ...]:
     """Draw the recovered token of requests whose draft at `num_accepted` was rejected, [rows] int64."""
 
-    def draw(requests: Tensor, offset: Tensor) -> tuple[Tensor]:
+    def draw(requests: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
         # Where every draft stood there is no draft row: take the last one, whose result is discarded.
         draft_offset = offset.clamp(max=steps.num_draft_tokens - 1)
         draft = None if steps.draft_logits is None else steps.draft_logits[requests, draft_offset]

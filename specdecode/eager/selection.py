@@ -66,11 +66,11 @@ def centre(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
 
 def block_sums(weights: Tensor) -> Tensor:
     """Return the sum of each block of each row, [rows, num_blocks]; the last block may be short."""
-    whole = weights.shape[1] // BLOCK_SIZE
-    sums = weights[:, : whole * BLOCK_SIZE].unflatten(1, (whole, BLOCK_SIZE)).sum(dim=2)
-    if whole * BLOCK_SIZE == weights.shape[1]:
-        return sums
-    return torch.cat([sums, weights[:, whole * BLOCK_SIZE :].sum(dim=1, keepdim=True)], dim=1)
+    rows, vocab = weights.shape
+    whole = vocab // BLOCK_SIZE
+    sums = weights[:, : whole * BLOCK_SIZE].view(rows, whole, BLOCK_SIZE).sum(dim=2)
+    rest = weights[:, whole * BLOCK_SIZE :]
+    return sums if rest.shape[1] == 0 else torch.cat([sums, rest.sum(dim=1, keepdim=True)], dim=1)
 
 
 def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[Domain, Domain]) -> Tensor:

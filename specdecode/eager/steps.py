@@ -6,6 +6,7 @@ from torch import Tensor
 from specdecode.batch import SamplerOutput, VerificationBatch
 from specdecode.eager.philox import uniform
 from specdecode.noise import Domain
+from specdecode.synthetic import AcceptanceSchedule
 
 
 class Steps:
@@ -14,7 +15,8 @@ class Steps:
     `standing` holds for the requests all of whose drafts have been accepted so far: only their next row matters.
     """
 
-    def __init__(self, batch: VerificationBatch) -> None:
+    def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
+        self.conditional_rates = () if schedule is None else schedule.conditional_rates
         self.target_logits = batch.target_logits
         self.draft_logits, self.draft_logsumexp = batch.draft_logits, batch.draft_logsumexp
         self.seeds, self.positions = batch.seeds, batch.positions
