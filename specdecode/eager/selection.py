@@ -13,8 +13,11 @@ from specdecode.batch import on_host
 from specdecode.eager.philox import gumbel
 from specdecode.noise import BLOCK_SIZE, Domain
 
-CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
 """Logits upcast at a time: what stays in a core's cache, or what keeps a GPU busy."""
+
+CHUNK_NOISE = {"cpu": 2**16, "cuda": 2**26}
+"""Numbers drawn at a time, likewise: Philox makes many temporaries of int64."""
 
 Rows = Tensor | slice
 
@@ -38,7 +41,8 @@ def fill(outputs: tuple[Tensor, ...], mask: Tensor, compute: Callable[[Rows], tu
 def by_chunks(compute: Callable[..., tuple[Tensor, ...]], vocab: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply `compute` to a few rows of the tensors at a time and concatenate what it returns."""
     device = tensors[0].device.type
-    step = max(1, CHUNK_ELEMENTS.get(device, 2**22) // vocab)
+    most_logits, most_noise = CHUNK_LOGITS.get(device, 2**22), CHUNK_NOISE.get(device, 2**22)
+    step = max(1, min(most_logits // vocab, most_noise // min(vocab, BLOCK_SIZE)))
     starts = range(0, len(tensors[0]), step)
     parts = [compute(*(tensor[start : start + step] for tensor in tensors)) for start in starts]
     return tuple(torch.cat(column) for column in zip(*parts))
@@ -87,9 +91,11 @@ def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, doma
         [rows] int64 token ids.
     """
     seeds, positions = seeds[:, None], positions[:, None]
-    block_ids = torch.arange(sums.shape[1], device=sums.device)
-    block_noise = gumbel(seeds, positions, block_ids, domains[0], sums.dtype)
-    block = (sums.log() + block_noise).argmax(dim=1, keepdim=True)
+    num_blocks = sums.shape[1]
+    block = torch.zeros_like(seeds)
+    if num_blocks > 1:
+        block_noise = gumbel(seeds, positions, torch.arange(num_blocks, device=sums.device), domains[0], sums.dtype)
+        block = (sums.log() + block_noise).argmax(dim=1, keepdim=True)
 
     vocab = weights.shape[1]
     token_ids = block * BLOCK_SIZE + torch.arange(min(BLOCK_SIZE, vocab), device=sums.device)

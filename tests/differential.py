@@ -1,0 +1,85 @@
+"""Random batches, and the comparison of a backend's tokens with the reference's, one request at a time."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from reference import Verdict
+
+BANDS = {torch.float64: 1e-9}
+"""How close, in nats, a decision of the reference must be for a backend to be allowed to decide otherwise.
+
+float64 rows are worked on in float64. All others are in float32, whose rounding moves a score of size 40 by about 1e-5.
+A band of 1e-4 excuses about one request in 2,000; the tests count how many it did.
+"""
+FLOAT32_BAND = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """The arguments of one call."""
+
+    target_logits: Tensor
+    draft_token_ids: Tensor
+    draft_logits: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+    @property
+    def band(self) -> float:
+        return BANDS.get(self.target_logits.dtype, FLOAT32_BAND)
+
+    def to(self, device: str) -> "Case":
+        return replace(self, **{name: value.to(device) for name, value in vars(self).items()})
+
+    def request(self, index: int) -> dict:
+        """The reference's view of one request: float64 rows and plain numbers."""
+        return {
+            "temperature": float(self.temperature[index]),
+            "seed": int(self.seeds[index]),
+            "position": int(self.positions[index]),
+        }
+
+    def rows(self, index: int) -> tuple:
+        """(target_logits, draft_token_ids, draft_logits) of one request."""
+        return (
+            self.target_logits[index].double().cpu().numpy(),
+            self.draft_token_ids[index].tolist(),
+            self.draft_logits[index].double().cpu().numpy(),
+        )
+
+
+def case(batch: int, drafts: int, vocab: int, dtype: torch.dtype, *, greedy: float = 0.25, seed: int = 0) -> Case:
+    """A batch with drafts near their rows' peaks, ragged -1 padding, and some requests greedy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def chance(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    target = 3 * normal(batch, drafts + 1, vocab)
+    draft = target[:, :drafts] + 0.6 * normal(batch, drafts, vocab)
+    noise = -torch.log(-torch.log(chance(batch, drafts, vocab).clamp(1e-6, 1 - 1e-6)))
+    token_ids = (draft + noise).argmax(dim=2)
+    token_ids[chance(batch, drafts) < 0.1] = -1
+    temperature = 0.3 + 1.2 * chance(batch)
+    temperature[chance(batch) < greedy] = 0
+    limits = torch.iinfo(torch.int64)
+    seeds = torch.randint(limits.min, limits.max, (batch,), generator=generator)
+    positions = torch.randint(0, 2**40, (batch,), generator=generator)
+    return Case(target.to(dtype), token_ids, draft.to(dtype), temperature, seeds, positions)
+
+
+def assert_same_tokens(token_ids: Tensor, verdicts: list[Verdict], band: float) -> None:
+    """Each request's tokens are the reference's, but where the reference itself was within the band."""
+    excused = 0
+    for got, verdict in zip(token_ids.tolist(), verdicts):
+        padded = verdict.token_ids + [-1] * (len(got) - len(verdict.token_ids))
+        if got != padded:
+            assert verdict.margin <= band, f"{got} != {padded}, decided by {verdict.margin:.2e} nats"
+            excused += 1
+    assert excused <= 1 + len(verdicts) // 100

@@ -1,0 +1,67 @@
+"""Greedy requests: maxima only, in every method."""
+
+import pytest
+import torch
+
+from reference import greedy
+from specdecode import AcceptanceSchedule, RejectionSampler
+from specdecode.eager import selection
+from tests.differential import assert_same_tokens, case
+
+METHODS = {
+    "strict": RejectionSampler("strict"),
+    "probabilistic": RejectionSampler("probabilistic"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 5003])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_greedy_equals_the_reference_token_for_token(place, method, vocab, dtype):
+    backend, device = place
+    batch = case(60, 3, vocab, dtype, seed=vocab)
+    moved = batch.to(device)
+    output = RejectionSampler(method, backend=backend)(
+        moved.target_logits, moved.draft_token_ids, moved.draft_logits, temperature=0
+    )
+    verdicts = [greedy.verify(*batch.rows(index)[:2]) for index in range(60)]
+    assert_same_tokens(output.token_ids, verdicts, band=0)
+
+
+def test_half_precision_ties_go_to_the_lowest_id(place):
+    backend, device = place
+    logits = torch.zeros(1, 2, 3000, dtype=torch.bfloat16, device=device)
+    logits[0, :, [5, 6, 2500]] = 1
+    output = RejectionSampler("strict", backend=backend)(logits, torch.tensor([[5]], device=device), temperature=0)
+    assert output.token_ids.tolist() == [[5, 5]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
+    batch = case(40, 3, 500, torch.float32, greedy=0.5)
+    random = int((batch.temperature > 0).sum())
+    rows_seen = []
+    centre = selection.centre
+
+    def counting(logits, temperature):
+        assert (temperature > 0).all()
+        rows_seen.append(len(logits))
+        return centre(logits, temperature)
+
+    for room in ("strict", "probabilistic"):
+        monkeypatch.setattr(f"specdecode.eager.{room}.centre", counting)
+    RejectionSampler(method)(
+        batch.target_logits, batch.draft_token_ids, batch.draft_logits, temperature=batch.temperature, seeds=0
+    )
+    # A random request reads at most 4 target and 4 draft rows; were greedy ones computed too, temperature 0 would show.
+    assert 0 < sum(rows_seen) <= 8 * random
+
+
+def test_a_synthetic_schedule_rules_over_greedy_requests_too(place):
+    backend, device = place
+    schedule = AcceptanceSchedule.from_rates([1.0, 1.0, 0.0])
+    target = torch.eye(4, device=device)[None].repeat(2, 1, 1)
+    output = RejectionSampler("synthetic", backend=backend, schedule=schedule)(
+        target, torch.tensor([[3, 3, 3], [3, -1, 3]], device=device), temperature=0
+    )
+    assert output.token_ids.tolist() == [[3, 3, 2, -1], [3, 1, -1, -1]]

@@ -1,0 +1,89 @@
+"""Probabilistic verification: tokens against the reference, and the laws of what comes out."""
+
+import numpy as np
+import pytest
+import torch
+
+from reference import probabilistic
+from specdecode import RejectionSampler
+from specdecode.eager.probabilistic import residual_weights
+from tests import laws
+from tests.differential import assert_same_tokens, case
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
+@pytest.mark.parametrize("drafts", [0, 1, 4])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
+def test_probabilistic_equals_the_reference_token_for_token(place, deterministic, drafts, vocab, dtype):
+    backend, device = place
+    batch = case(40, drafts, vocab, dtype, seed=vocab + drafts)
+    moved = batch.to(device)
+    output = RejectionSampler("probabilistic", backend=backend)(
+        moved.target_logits,
+        moved.draft_token_ids,
+        None if deterministic else moved.draft_logits,
+        temperature=moved.temperature,
+        seeds=moved.seeds,
+        positions=moved.positions,
+    )
+    verdicts = []
+    for index in range(40):
+        target, token_ids, draft = batch.rows(index)
+        verdicts.append(
+            probabilistic.verify(target, token_ids, None if deterministic else draft, **batch.request(index))
+        )
+    assert_same_tokens(output.token_ids, verdicts, batch.band)
+
+
+@pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
+@pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
+def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):
+    backend, device = place
+    model = laws.tables(vocab, drafts, history, seed=vocab)
+    sampler = RejectionSampler("probabilistic", backend=backend)
+    result = laws.run(sampler, model, device, own_drafts=own_drafts, temperature=0.8)
+    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model, 0.8))
+    counts = np.bincount(result.num_accepted, minlength=drafts + 1)
+    laws.assert_law(counts, laws.accepted_law(model, np.minimum, 0.8))
+
+
+def test_a_deterministic_drafter_leaves_the_law_alone(place):
+    backend, device = place
+    model = laws.tables(4, 3, history=True)
+    # The drafter always proposes its likeliest token: q is a point mass, and no draft logits are given.
+    greedy = [np.where(rows == rows.max(axis=1, keepdims=True), 0.0, -np.inf) for rows in model.draft]
+    sampler = RejectionSampler("probabilistic", backend=backend)
+    result = laws.run(sampler, model, device, own_drafts=False, draft_logits=False, draft_rows=greedy)
+    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model))
+    model.draft = greedy
+    counts = np.bincount(result.num_accepted, minlength=4)
+    laws.assert_law(counts, laws.accepted_law(model, np.minimum))
+
+
+def test_drafts_that_share_the_targets_noise_would_break_the_law(place):
+    # What `draft` protects from: strict's drafts, verified by probabilistic. The check above has to see it.
+    backend, device = place
+    model = laws.tables(5, 2, history=False, seed=5)
+
+    class WrongDomain(RejectionSampler):
+        def draft(self, *args):
+            return RejectionSampler("strict").draft(*args)
+
+    result = laws.run(WrongDomain("probabilistic", backend=backend), model, device, own_drafts=True)
+    assert laws.p_value(laws.counts_of_tokens(model, result), laws.joint_law(model)) < laws.FALSE_ALARM
+
+
+@pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
+def test_residual_weights_stay_accurate_where_target_and_draft_nearly_agree(closeness):
+    generator = torch.Generator().manual_seed(0)
+    target = 2 * torch.randn(4, 3000, generator=generator)
+    draft = target + closeness * torch.randn(4, 3000, generator=generator)
+    one = torch.ones(4)
+    weights = residual_weights(target, draft, one, torch.zeros(4, dtype=torch.int64)).double()
+    exact = residual_weights(target.double(), draft.double(), one.double(), torch.zeros(4, dtype=torch.int64))
+    law, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
+    # float32 logits of size 8 carry errors of 5e-7 themselves, so log(q/p) does too: relative to the closeness.
+    assert ((law - expected).abs().sum(dim=1) / 2).max() < 2e-6 / closeness + 1e-6

@@ -1,0 +1,67 @@
+"""Strict verification: tokens against the reference and plain sampling, and the laws of acceptance."""
+
+import numpy as np
+import pytest
+import torch
+
+from reference import strict
+from specdecode import RejectionSampler, sample
+from tests import laws
+from tests.differential import assert_same_tokens, case
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
+@pytest.mark.parametrize("drafts", [0, 1, 4])
+def test_strict_equals_the_reference_token_for_token(place, drafts, vocab, dtype):
+    backend, device = place
+    batch = case(40, drafts, vocab, dtype, seed=vocab + drafts)
+    moved = batch.to(device)
+    output = RejectionSampler("strict", backend=backend)(
+        moved.target_logits,
+        moved.draft_token_ids,
+        temperature=moved.temperature,
+        seeds=moved.seeds,
+        positions=moved.positions,
+    )
+    verdicts = [strict.verify(*batch.rows(index)[:2], **batch.request(index)) for index in range(40)]
+    assert_same_tokens(output.token_ids, verdicts, batch.band)
+
+
+def test_every_emitted_token_is_what_plain_sampling_says(place):
+    backend, device = place
+    batch = case(200, 5, 700, torch.float32).to(device)
+    sampler = RejectionSampler("strict", backend=backend)
+    drafts = torch.stack(
+        [
+            sampler.draft(batch.draft_logits[:, i], batch.temperature, batch.seeds, batch.positions + i).token_ids
+            for i in range(5)
+        ],
+        dim=1,
+    )
+    output = sampler(
+        batch.target_logits, drafts, temperature=batch.temperature, seeds=batch.seeds, positions=batch.positions
+    )
+    plain = torch.stack(
+        [sample(batch.target_logits[:, i], batch.temperature, batch.seeds, batch.positions + i) for i in range(6)],
+        dim=1,
+    )
+    emitted = output.token_ids != -1
+    assert torch.equal(output.token_ids[emitted], plain[emitted])
+    assert output.num_accepted.float().mean() > 2  # shared noise makes drafts agree, so many positions are tested
+
+
+@pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
+@pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
+def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):
+    backend, device = place
+    model = laws.tables(vocab, drafts, history, seed=vocab)
+    result = laws.run(RejectionSampler("strict", backend=backend), model, device, own_drafts=own_drafts)
+
+    def stands(p, q):
+        return np.array(strict.match_probabilities(list(p), list(q))) if own_drafts else p * q
+
+    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model))
+    laws.assert_law(np.bincount(result.num_accepted, minlength=drafts + 1), laws.accepted_law(model, stands))
