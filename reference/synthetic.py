@@ -171,9 +171,10 @@ def verify(
     drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
     margin, offset = np.inf, 0
     while offset < len(drafts):
-        slack = conditional_rates[offset] - uniform(seed, position + offset, 0, Domain.ACCEPT)
-        margin = min(margin, abs(float(slack)))
-        if slack < 0:
+        number = uniform(seed, position + offset, 0, Domain.ACCEPT)
+        with np.errstate(divide="ignore"):
+            margin = min(margin, abs(float(np.log(conditional_rates[offset]) - np.log(number))))
+        if number > conditional_rates[offset]:
             break
         offset += 1
 

@@ -103,6 +103,21 @@ class AcceptanceStats:
         if self._counts is not None:
             self._counts.zero_()
 
+    def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
+        """Return the statistics of both together, such as those of several runs or workers. Synchronises.
+
+        Raises:
+            ValueError: they are not for the same `num_draft_tokens`.
+        """
+        if not isinstance(other, AcceptanceStats):
+            return NotImplemented
+        if other.num_draft_tokens != self.num_draft_tokens:
+            expected, got = self.num_draft_tokens, other.num_draft_tokens
+            raise ValueError(f"other: expected statistics for num_draft_tokens = {expected}, got {got}")
+        total = AcceptanceStats(self.num_draft_tokens, device="cpu")
+        total._counts = torch.tensor(self._read()) + torch.tensor(other._read())
+        return total
+
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted tokens, in [0, 1]; NaN before the first draft. Synchronises."""

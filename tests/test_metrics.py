@@ -248,3 +248,17 @@ def test_counters_are_not_made_inside_a_capture() -> None:
         stats.update(output)
     stats.update(output)
     assert_counts(stats, [(1, 3), (2, 3)])
+
+
+def test_statistics_of_several_runs_add_up() -> None:
+    first, second, both = (AcceptanceStats(num_draft_tokens=3) for _ in range(3))
+    for stats, seed in ((first, 0), (second, 1)):
+        accepted, drafted = zip(*random_steps(seed, batch=20, width=3))
+        output = make_output(list(accepted), list(drafted))
+        stats.update(output)
+        both.update(output)
+    assert str(first + second) == str(both)
+    with pytest.raises(ValueError, match="^other:"):
+        first + AcceptanceStats(num_draft_tokens=2)
+    with pytest.raises(TypeError):
+        first + 1

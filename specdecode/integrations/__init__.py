@@ -1,0 +1,1 @@
+"""Ties to other libraries, each in a module of its own that alone imports that library."""

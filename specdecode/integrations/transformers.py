@@ -1,0 +1,528 @@
+"""Speculative generation with Hugging Face models: batches, caches that roll back, streaming.
+
+One step drafts up to K tokens for every request, scores them all in one call of the target and lets the sampler decide.
+The tokens of a batch stand right-aligned in one tensor, and the caches hold the same columns:
+
+    one step    . . a b c | x y z      three drafts each: the first request keeps x, then emits u;
+                d e f g h | x y z      the second keeps all three, then emits v
+    the next    . . . . a b c x u      everything ends at the right edge again, and the caches have been
+                d e f g h x y z v      moved alike: rejected columns are gone, no holes are left to mask
+
+So a request's columns are consecutive whatever the others accept. Masks that count columns (sliding windows, ALiBi) stay
+right, memory stays at the longest request, and for one request, or equal acceptance, moving is a crop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import takewhile
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from specdecode import AcceptanceStats, RejectionSampler
+from specdecode.batch import check_seeds, check_temperature, check_tensor, check_type
+from specdecode.sampler import Method
+
+__all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
+
+CACHED_BY_COLUMN = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types, as model configs name them, that keep keys and values per token."""
+
+
+class TokenKind(IntEnum):
+    """What a generated token is."""
+
+    PLAIN = 0
+    """Sampled from the target where nothing was drafted."""
+    ACCEPTED = 1
+    """A draft that stands."""
+    RECOVERED = 2
+    """Emitted in place of a rejected draft."""
+    BONUS = 3
+    """Emitted after drafts that all stand."""
+
+
+class Step(NamedTuple):
+    """What one step gave one request: the argument of `on_step`."""
+
+    request: int
+    """Row of `input_ids`."""
+
+    token_ids: list[int]
+    """New tokens, a stop token included: accepted drafts, then at most one other."""
+
+    kinds: list[TokenKind]
+    """What each of them is."""
+
+    draft_token_ids: list[int]
+    """What was drafted, rejected or not."""
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What `generate` returns, with tensors on the device of `input_ids`."""
+
+    sequences: Tensor
+    """[batch, prompt + most new tokens] int64: the prompts as given, new tokens, then padding: the target's pad token, else
+    the first stop token, else 0."""
+
+    num_generated: Tensor
+    """[batch] int64: new tokens, a stop token included."""
+
+    token_kinds: Tensor
+    """[batch, most new tokens] int8: the `TokenKind` of each new token, -1 in the padding."""
+
+    stats: AcceptanceStats | None
+    """Acceptance as the sampler saw it, None without a drafter. Requests that have ended, and drafts past the length limit
+    or behind a drafted stop token, are not verified and so not counted. The acceptance length counts a token after every
+    verification, even after an accepted stop token, where none is kept."""
+
+    target_calls: int
+    """Forward passes of the target."""
+
+    draft_calls: int
+    """Forward passes of the draft model; 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Draft what followed the last tokens when they occurred before: a drafter without a model.
+
+    The longest suffix of at most `max_ngram` tokens that occurred before counts, and of its occurrences the latest. A
+    continuation that reaches the end of the sequence goes on with itself, so loops are drafted at full length.
+
+    Args:
+        max_ngram: the longest suffix to look for, at least 1.
+
+    Raises:
+        ValueError: `max_ngram` is not a positive int.
+
+    Example:
+        >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6], [0, 0, 1, 2, 3, 4]])
+        >>> PromptLookup().propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)
+        tensor([[ 7,  8,  5,  6,  7],
+                [-1, -1, -1, -1, -1]])
+
+    Source: Saxena, prompt lookup decoding (2023).
+    """
+
+    max_ngram: int = 3
+
+    def __post_init__(self) -> None:
+        _check_count("max_ngram", self.max_ngram)
+
+    def propose(self, token_ids: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
+        """Look the drafts up.
+
+        Args:
+            token_ids: [batch, width] int64, right-aligned.
+            lengths: [batch] int64: how many of a row's last columns are its tokens.
+            num_draft_tokens: K.
+
+        Returns:
+            [batch, K] int64: drafts, or a row of -1 where nothing was found.
+        """
+        width = token_ids.shape[1]
+        columns = torch.arange(width, device=token_ids.device)
+        source = torch.full_like(lengths, -1)  # the column behind the best occurrence
+        for size in range(1, min(self.max_ngram, width - 1) + 1):  # a longer match replaces a shorter one
+            windows = token_ids[:, :-1].unfold(1, size, 1)  # [batch, width - size, size]
+            starts = columns[: width - size]
+            matches = (windows == token_ids[:, None, -size:]).all(-1) & (starts >= (width - lengths)[:, None])
+            latest = torch.where(matches, starts, -1).amax(1)
+            source = torch.where(latest >= 0, latest + size, source)
+        offsets = torch.arange(num_draft_tokens, device=token_ids.device) % (width - source)[:, None]
+        drafts = token_ids.gather(1, (source[:, None] + offsets).clamp(min=0))
+        return torch.where(source[:, None] >= 0, drafts, -1)
+
+
+@torch.no_grad()
+def generate(
+    target: Any,
+    draft: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    method: Method | RejectionSampler = "probabilistic",
+    num_draft_tokens: int = 4,
+    max_new_tokens: int | None = None,
+    max_length: int | None = None,
+    temperature: float | Tensor = 1.0,
+    seeds: int | Tensor | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    on_step: Callable[[Step], object] | None = None,
+) -> GenerationOutput:
+    """Generate with the target model's own law, in fewer calls of it than tokens.
+
+    A request's tokens depend on its prompt, temperature and seed, up to rounding in the models: not on the rest of the
+    batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those of
+    `draft=None`. Temperature 0 is greedy decoding.
+
+    Both models run as they are: put them in evaluation mode, or dropout is part of their laws.
+
+    Args:
+        target: Hugging Face causal language model that caches keys and values only; sliding windows are fine.
+        draft: such a model with the target's tokenizer, a `PromptLookup`, or None to sample token by token. Vocabulary
+            sizes may differ by 1 %, as one tokenizer is padded to several sizes.
+        input_ids: [batch, prompt] int64, padded on the left.
+        attention_mask: [batch, prompt] bool, int32 or int64, 0 = padding; None = no padding.
+        method: a verification method, or a sampler, such as a synthetic one with its schedule.
+        num_draft_tokens: K, the most drafts per step and request, at least 1. Near the end there are fewer.
+        max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`.
+        max_length: the most columns of `sequences`, prompt and padding included, as in transformers.
+        temperature: float or [batch]; 0 = greedy.
+        seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
+        eos_token_id: stop token or tokens; None = those of the target's generation config, [] = none.
+        on_step: called with a `Step` for every request and step, as soon as its tokens are known.
+
+    Returns:
+        The sequences and how they came about.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: an argument is out of range or does not fit the others, a model's state cannot be rolled back, or the
+            target's logits are all NaN or -inf.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+        >>> target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).eval()
+        >>> draft = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+        >>> prompt = torch.tensor([[1, 5, 9]])
+        >>> options = dict(max_new_tokens=8, seeds=0, eos_token_id=[])
+        >>> speculative = generate(target, draft, prompt, method="strict", **options)
+        >>> plain = generate(target, None, prompt, **options)
+        >>> torch.equal(speculative.sequences, plain.sequences)
+        True
+    """
+    sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
+    _check_count("num_draft_tokens", num_draft_tokens)
+    target_model = _CachedModel("target", target)
+    draft_model = None if draft is None or isinstance(draft, PromptLookup) else _CachedModel("draft", draft)
+    mask = _check_prompts(input_ids, attention_mask, target_model.vocab_size)
+    prompt_lengths = mask.sum(1).tolist()
+    max_new_tokens = _check_max_new_tokens(max_new_tokens, max_length, input_ids.shape[1])
+    target_model.check_length(max(prompt_lengths) + max_new_tokens)
+    if draft_model is not None:
+        draft_model.check_length(max(prompt_lengths) + max_new_tokens)
+        draft_model.check_vocab_size(target_model.vocab_size)
+
+    device, batch = target.device, len(prompt_lengths)
+    tokens = input_ids.masked_fill(~mask, 0)[:, -max(prompt_lengths) :].to(device)
+    seeds = check_seeds(_on(device, seeds), batch, device)
+    temperature = check_temperature(_on(device, temperature), batch, device)
+    stop_ids = _stop_ids(target, eos_token_id)
+    requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
+    stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
+
+    live = requests
+    while live:
+        before = [request.length for request in live]
+        lengths = torch.tensor(before, device=device)
+        # Each request stops drafting one short of its own limit, to leave room for the token that follows: what it emits
+        # must not depend on how far the others have to go.
+        allowed = [min(num_draft_tokens, request.limit - request.length - 1) for request in live]
+        drafts = _Drafts(tokens[:, :0])
+        if draft_model is not None:
+            vocab_size = target_model.vocab_size
+            drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), temperature, seeds)
+        elif draft is not None:
+            found = draft.propose(tokens, lengths, max(allowed))
+            drafts = _Drafts(found if (found >= 0).any() else tokens[:, :0])
+        draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=device), stop_ids)
+        num_drafts = draft_ids.shape[1]
+
+        candidates = torch.cat([tokens, drafts.token_ids.clamp(min=0)], dim=1)
+        output = sampler(
+            target_model.logits(candidates, lengths + num_drafts, keep=num_drafts + 1),
+            draft_ids,
+            drafts.logits,
+            temperature=temperature,
+            seeds=seeds,
+            positions=lengths,
+            draft_logsumexp=drafts.logsumexp,
+        )
+        if stats is not None:
+            stats.update(output)
+
+        columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
+        for request, (invalid, *ids) in zip(live, columns.tolist()):
+            if invalid:
+                raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
+            step = request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
+            if on_step is not None:
+                on_step(step)
+
+        rows = [i for i, request in enumerate(live) if not request.finished]
+        if not rows:
+            break
+        live = [live[i] for i in rows]
+        alignment = _Alignment(rows, before, [request.length for request in live], tokens.shape[1], device)
+        tokens = alignment(torch.cat([tokens, output.token_ids], dim=1), alignment.width, dim=1)
+        seeds = alignment.select(seeds)
+        temperature = alignment.select(temperature) if isinstance(temperature, Tensor) else temperature
+        target_model.realign(alignment)
+        if draft_model is not None:
+            draft_model.realign(alignment)
+
+    generated = _padded([request.token_ids for request in requests], _pad_id(target, stop_ids), torch.int64)
+    return GenerationOutput(
+        sequences=torch.cat([input_ids, generated.to(input_ids.device)], dim=1),
+        num_generated=torch.tensor([len(request.token_ids) for request in requests], device=input_ids.device),
+        token_kinds=_padded([request.kinds for request in requests], -1, torch.int8).to(input_ids.device),
+        stats=stats,
+        target_calls=target_model.calls,
+        draft_calls=0 if draft_model is None else draft_model.calls,
+    )
+
+
+class _Drafts(NamedTuple):
+    token_ids: Tensor  # [requests, drafts] int64, -1 = none
+    logits: Tensor | None = None  # [requests, drafts, vocab]; None = a deterministic drafter, or not needed
+    logsumexp: Tensor | None = None  # [requests, drafts] float32
+
+
+def _draft(
+    draft_model: _CachedModel,
+    vocab_size: int,
+    sampler: RejectionSampler,
+    tokens: Tensor,
+    lengths: Tensor,
+    num_draft_tokens: int,
+    temperature: float | Tensor,
+    seeds: Tensor,
+) -> _Drafts:
+    """Draft with the draft model, token by token."""
+    width, logits, logsumexp = tokens.shape[1], [], []
+    for i in range(num_draft_tokens):
+        row = draft_model.logits(tokens, lengths + i, keep=1)[:, 0]
+        # Fitted to the target's vocabulary, whose law must not change: tokens that the draft lacks are never drafted.
+        missing = vocab_size - row.shape[-1]
+        row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, :vocab_size]
+        drawn = sampler.draft(row, temperature, seeds=seeds, positions=lengths + i)
+        tokens = torch.cat([tokens, drawn.token_ids[:, None]], dim=1)
+        logits.append(row)
+        logsumexp.append(drawn.logsumexp)
+    if not logits or sampler.method == "strict":  # strict has no use for them
+        return _Drafts(tokens[:, width:])
+    return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), torch.stack(logsumexp, dim=1))
+
+
+def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int]) -> Tensor:
+    """End each request's drafts where it may have no more, and behind a stop token."""
+    columns = torch.arange(draft_ids.shape[1], device=draft_ids.device)
+    stops = torch.isin(draft_ids, torch.tensor(stop_ids, dtype=torch.int64, device=draft_ids.device))
+    return draft_ids.masked_fill((stops.cumsum(1) > stops) | (columns >= allowed[:, None]), -1)
+
+
+@dataclass
+class _Request:
+    """One row of `input_ids` on its way. It leaves the batch when it is finished."""
+
+    row: int
+    length: int  # tokens so far, padding not counted
+    limit: int  # the most it may have
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    finished: bool = False
+
+    def advance(self, token_ids: list[int], draft_ids: list[int], stop_ids: list[int]) -> Step:
+        """Take what a step emitted, up to a stop token."""
+        emitted = list(takewhile(lambda token: token >= 0, token_ids))
+        drafted = list(takewhile(lambda token: token >= 0, draft_ids))
+        num_accepted = len(emitted) - 1
+        last = TokenKind.RECOVERED if num_accepted < len(drafted) else TokenKind.BONUS if drafted else TokenKind.PLAIN
+        end = next((i + 1 for i, token in enumerate(emitted) if token in stop_ids), None)
+        step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
+        self.token_ids += step.token_ids
+        self.kinds += step.kinds
+        self.length += len(step.token_ids)
+        self.finished = end is not None or self.length == self.limit
+        return step
+
+
+class _Alignment:
+    """Where the columns of the next step come from: rows that stay, each moved to end at the right edge again.
+
+    A row's padding on the left goes from old_width - before to width - after, so its column j is column
+    j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.
+    """
+
+    def __init__(
+        self, rows: list[int], before: list[int], after: list[int], old_width: int, device: torch.device
+    ) -> None:
+        self.width = max(after)
+        shifts = [(old_width - before[row]) - (self.width - length) for row, length in zip(rows, after)]
+        self.max_shift = max(shifts)
+        self.is_crop = min(shifts) == self.max_shift
+        self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
+        columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]
+        self.columns = columns.clamp(min=0)  # any column will do as padding
+
+    def select(self, values: Tensor) -> Tensor:
+        """Keep the rows that stay."""
+        return values if self.rows is None else values[self.rows.to(values.device)]
+
+    def __call__(self, values: Tensor, num_columns: int, dim: int) -> Tensor:
+        """Return the first `num_columns` new columns, which are at `dim`; requests are at 0."""
+        values = self.select(values)
+        if self.is_crop:
+            return values.narrow(dim, self.max_shift, num_columns)
+        columns = self.columns[:, :num_columns].to(values.device)
+        shape = [1] * values.ndim
+        shape[0], shape[dim] = columns.shape
+        return values.take_along_dim(columns.view(shape), dim)
+
+
+class _CachedModel:
+    """A model with the keys and values of the columns that it has seen."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        config: Any = getattr(model, "config", None)
+        if not callable(model) or not hasattr(config, "get_text_config"):
+            raise TypeError(f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}")
+        text_config = config.get_text_config()
+        others = set(getattr(text_config, "layer_types", None) or ()) - CACHED_BY_COLUMN
+        if config.is_encoder_decoder or getattr(model, "_is_stateful", False) or others:
+            layers = f" with layers of type {', '.join(sorted(others))}" if others else ""
+            raise ValueError(
+                f"{name}: expected a decoder that keeps only keys and values, which rejected drafts can be removed from, "
+                f"got {type(model).__name__}{layers}"
+            )
+        self.name = name
+        self.model = model
+        self.vocab_size: int = text_config.vocab_size
+        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.calls = 0
+        # Made without the config, so that sliding-window layers keep all and can be rolled back beyond their window.
+        self.cache = DynamicCache()
+        self.parameters = inspect.signature(model.forward).parameters
+        self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
+
+    def logits(self, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
+        """Return the logits of the last `keep` columns, feeding the model those that its cache lacks.
+
+        Args:
+            tokens: [requests, width] int64, right-aligned.
+            lengths: [requests] int64: how many of a row's last columns are its tokens.
+            keep: how many columns' logits to return.
+
+        Returns:
+            [requests, keep, vocab] any float.
+        """
+        width, cached, device = tokens.shape[1], self.cache.get_seq_length(), self.model.device
+        positions = torch.arange(width, device=tokens.device) - (width - lengths)[:, None]
+        # Drafts that a request may not have can lie beyond the last position; nobody looks at their logits.
+        position_ids = positions[:, cached:].clamp(0, self.max_positions and self.max_positions - 1)
+        options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
+        output = self.model(
+            # A draft model need not know all tokens of the target: what it makes of others only costs acceptance.
+            input_ids=tokens[:, cached:].clamp(max=self.vocab_size - 1).to(device),
+            attention_mask=(positions >= 0).long().to(device),
+            past_key_values=self.cache,
+            use_cache=True,
+            **{name: value for name, value in options.items() if self.takes_any or name in self.parameters},
+        )
+        self.calls += 1
+        if {layer.get_seq_length() for layer in self._layers()} != {width}:
+            raise ValueError(f"{self.name}: expected a model that fills its cache, got {type(self.model).__name__}")
+        logits: Tensor = output.logits
+        return logits[:, -keep:].to(tokens.device)
+
+    def realign(self, alignment: _Alignment) -> None:
+        """Move the cached columns to where the next step has them, without those of rejected drafts.
+
+        The next step's last token was not fed yet. Nor was the last draft to a draft model, which lacks it where all drafts
+        stand: then every request is fed that column again.
+        """
+        num_columns = min(alignment.width - 1, self.cache.get_seq_length() - alignment.max_shift)
+        for layer in self._layers():
+            layer.keys = alignment(layer.keys, num_columns, dim=-2)
+            layer.values = alignment(layer.values, num_columns, dim=-2)
+
+    def check_length(self, length: int) -> None:
+        if self.max_positions is not None and length > self.max_positions:
+            raise ValueError(
+                f"max_new_tokens: the {self.name} model has {self.max_positions} positions, the longest request could "
+                f"have {length} tokens"
+            )
+
+    def check_vocab_size(self, target_vocab_size: int) -> None:
+        if abs(self.vocab_size - target_vocab_size) > 0.01 * target_vocab_size:
+            raise ValueError(
+                f"{self.name}: expected a model with the target's tokenizer, of {target_vocab_size} tokens give or take "
+                f"1 % of padding, got {self.vocab_size} tokens"
+            )
+
+    def _layers(self) -> list[Any]:
+        return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
+
+
+def _check_count(name: str, value: object) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a positive int, got {value!r}")
+    return int(value)
+
+
+def _check_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_width: int) -> int:
+    if max_new_tokens is not None and max_length is None:
+        return _check_count("max_new_tokens", max_new_tokens)
+    if max_length is None or max_new_tokens is not None:
+        raise ValueError(f"max_new_tokens: expected it or max_length, got {max_new_tokens} and {max_length}")
+    if _check_count("max_length", max_length) <= prompt_width:
+        raise ValueError(f"max_length: expected more than the {prompt_width} columns of input_ids, got {max_length}")
+    return max_length - prompt_width
+
+
+def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
+    """Return which columns are tokens, [batch, prompt] bool."""
+    check_type("input_ids", input_ids, (torch.int64,))
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids: expected shape [batch, prompt], neither of them 0, got {list(input_ids.shape)}")
+    mask = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        dtypes = (torch.bool, torch.int32, torch.int64)
+        check_tensor("attention_mask", attention_mask, dtypes, tuple(input_ids.shape), input_ids.device)
+        mask = attention_mask.bool()
+        if (attention_mask != mask).any():
+            raise ValueError("attention_mask: expected 0 or 1 everywhere, got other numbers")
+        wrong = ~(mask[:, -1] & (mask[:, 1:] >= mask[:, :-1]).all(1))
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            got = f"{attention_mask[row].tolist()} in row {row}"
+            raise ValueError(f"attention_mask: expected padding on the left only, then a token or more, got {got}")
+    unknown = mask & ((input_ids < 0) | (input_ids >= vocab_size))
+    if unknown.any():
+        raise ValueError(f"input_ids: expected ids in [0, {vocab_size}), got {int(input_ids[unknown][0])}")
+    return mask
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
+    if eos_token_id is None:
+        eos_token_id = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    if eos_token_id is None:
+        return []
+    return [eos_token_id] if isinstance(eos_token_id, int) else [int(token) for token in eos_token_id]
+
+
+def _pad_id(target: Any, stop_ids: list[int]) -> int:
+    pad_id = getattr(getattr(target, "generation_config", None), "pad_token_id", None)
+    return int(pad_id) if pad_id is not None else stop_ids[0] if stop_ids else 0
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int, dtype: torch.dtype) -> Tensor:
+    """Return [rows, longest row]."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)

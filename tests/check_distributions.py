@@ -1,0 +1,23 @@
+"""Check what the wheel and the sdist hold: `python tests/check_distributions.py WHEEL SDIST`."""
+
+import sys
+import tarfile
+import zipfile
+
+REQUIRED = {"specdecode/py.typed", "specdecode/demo/target/model.safetensors", "specdecode/demo/draft/model.safetensors"}
+
+
+def main(wheel: str, sdist: str) -> None:
+    files = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0].split("-")[0] for name in files} == {"specdecode"}, "the wheel holds specdecode alone"
+    assert files >= REQUIRED, REQUIRED - files
+    names = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    required = REQUIRED | {"reference/probabilistic.py", "tests/test_probabilistic.py", "LICENSE", "pyproject.toml"}
+    assert names >= required, required - names
+    strays = {name for name in names | files if "__pycache__" in name or "/." in name}
+    assert not strays, strays
+    print(f"{len(files)} files in the wheel, {len(names)} in the sdist")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,382 @@
+"""Exact laws by enumeration: run the code under proof once for every way that chance can fall.
+
+`law(experiment)` runs `experiment(chance)` along every path of random outcomes and adds up the paths' probabilities. The
+experiment may ask `chance.draw(probabilities)` itself, and inside `ideal_noise(chance)` so does the reference: only the
+noise functions `uniform` and `gumbel` are replaced, by ideal random numbers that are not drawn but *decided as far as
+the code asks*:
+
+- A uniform number u knows nothing but an interval. Comparing f(u) with a threshold, f monotone, splits the interval in
+  two, and each side is enumerated with its share.
+- Gumbel numbers G(v), added to log w(v) and put through argmax, are a race of exponential clocks that v wins with
+  probability w(v) / W. Each v is enumerated with that.
+
+Both are remembered by (seed, position, index, domain). Asked twice, the same number answers consistently: a uniform with
+what is left of its interval, a race of the same clocks at other weights with its law given the first winner
+(`shared_race`). So noise that is shared where it must not be is seen exactly, too. Where the enumeration would need more
+than this (three different races of the same clocks), it raises instead of guessing.
+
+Left out: margins, which are inf here, and the last bits of real noise, which has 2^64 values where ideal noise has a
+continuum.
+"""
+
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
+from unittest import mock
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+import reference
+from reference import philox, selection
+
+ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
+
+DUST = 1e-14
+"""Probabilities below are rounding errors of the code under proof: not worth a path."""
+
+Key = tuple[int, int, int]  # (seed, position, domain)
+
+
+class Chance:
+    """The choices of one run: those of `plan` first, then the first possible one each time.
+
+    The runs that were not taken are left in `pending`.
+    """
+
+    def __init__(self, plan: tuple[int, ...] = ()) -> None:
+        self.plan = plan
+        self.taken: tuple[int, ...] = ()
+        self.pending: list[tuple[int, ...]] = []
+        self.probability: Fraction | float = 1
+
+    def draw(self, probabilities: Sequence) -> int:
+        """Return an index of `probabilities`, which must be a law."""
+        assert all(probability >= -DUST for probability in probabilities), f"not a law: {probabilities}"
+        assert abs(sum(probabilities) - 1) < 1e-12, f"not a law, the sum is {sum(probabilities)}"
+        if len(self.taken) < len(self.plan):
+            choice = self.plan[len(self.taken)]
+        else:
+            choice, *others = (index for index, probability in enumerate(probabilities) if probability > DUST)
+            self.pending += [(*self.taken, other) for other in others]
+        self.taken += (choice,)
+        self.probability *= probabilities[choice]
+        return choice
+
+
+def law(experiment: Callable[[Chance], Hashable]) -> dict:
+    """Return the probability of each outcome of the experiment; a fraction where all that it drew from were fractions.
+
+    >>> fair, biased = [Fraction(1, 2), Fraction(1, 2)], [Fraction(2, 3), Fraction(1, 3)]
+    >>> heads = law(lambda chance: chance.draw(fair) + chance.draw(biased))
+    >>> {number: str(probability) for number, probability in sorted(heads.items())}
+    {0: '1/3', 1: '1/2', 2: '1/6'}
+    """
+    outcomes: dict = defaultdict(int)
+    plans: list[tuple[int, ...]] = [()]
+    while plans:
+        chance = Chance(plans.pop())
+        outcome = experiment(chance)
+        outcomes[outcome] += chance.probability
+        plans += chance.pending
+    return dict(outcomes)
+
+
+def marginal(joint: Mapping, part: Callable) -> dict:
+    """Return the law of `part(outcome)`."""
+    outcomes: dict = defaultdict(int)
+    for outcome, probability in joint.items():
+        outcomes[part(outcome)] += probability
+    return dict(outcomes)
+
+
+def total_variation(one: Mapping, other: Mapping) -> Fraction | float:
+    """Return half the sum of the differences: 0 iff the laws are the same."""
+    return sum(abs(one.get(outcome, 0) - other.get(outcome, 0)) for outcome in {*one, *other}) / 2
+
+
+def shared_race(first: Sequence, second: Sequence) -> list[list]:
+    """Return joint[i][j], the probability that the same clocks let i win at the weights `first` and j at `second`.
+
+    Clock v rings at E_v / w_v, the E_v being standard exponential. Let i win the first race at time s and j != i the
+    second at time r s. Neither may be beaten in the other's race, so first[j] / second[j] < r < first[i] / second[i], and
+    no E_v may be less than max(first[v], r second[v]) s. Integrating s out leaves first[i] second[j] / A(r)^2 with
+    A(r) = sum of max(first[v], r second[v]) over all v, which is linear in r between the ratios first[v] / second[v], and
+    the integral of 1 / (a + b r)^2 is -1 / (b (a + b r)). What is left of P(i wins the first race) is joint[i][i].
+
+    >>> for row in shared_race([Fraction(1, 3), Fraction(2, 3)], [Fraction(2, 3), Fraction(1, 3)]):
+    ...     print(*row)
+    1/3 0
+    1/3 1/3
+    """
+    first, second = ([weight / sum(weights) for weight in weights] for weights in (first, second))
+    ratios = [p / q if q else np.inf for p, q in zip(first, second)]
+    joint = [[0 * p for _ in second] for p in first]
+    for i, j in np.ndindex(len(first), len(second)):
+        if i == j or not first[i] or not second[j]:
+            continue
+        corners = sorted({ratio for ratio in ratios if ratios[j] <= ratio <= ratios[i]})
+        for start, end in pairwise(corners):
+            constant = sum(p for p, ratio in zip(first, ratios) if ratio >= end)
+            slope = sum(q for q, ratio in zip(second, ratios) if ratio <= start)
+            below, above = (0 if r == np.inf else 1 / (slope * (constant + slope * r)) for r in (end, start))
+            joint[i][j] += first[i] * second[j] * (above - below)
+    for i, row in enumerate(joint):
+        row[i] = first[i] - sum(row)
+    return joint
+
+
+class Noise:
+    """What has been decided about the ideal random numbers of one run."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.chance = chance
+        self.intervals: dict[tuple[Key, int], tuple[float, float]] = {}
+        self.races: dict[Key, list[tuple[dict[int, float], int]]] = {}
+
+    def uniform(self, seed: int, position: int, index: int, domain: int) -> "Uniform":
+        """Stand in for `reference.philox.uniform`."""
+        return Uniform(self, ((seed, position, domain), int(index)))
+
+    def gumbel(self, seed: int, position: int, index: np.ndarray, domain: int) -> "Gumbels":
+        """Stand in for `reference.philox.gumbel`."""
+        return Gumbels(self, (seed, position, domain), [int(i) for i in index])
+
+    def is_below(self, number: tuple[Key, int], threshold: float) -> bool:
+        """Decide whether a uniform number is below the threshold."""
+        if number[0] in self.races:
+            raise NotImplementedError(f"{number} is both a uniform number and a clock")
+        low, high = self.intervals.get(number, (0.0, 1.0))
+        middle = min(max(float(threshold), low), high)
+        share = (middle - low) / (high - low)
+        below = bool(self.chance.draw([1 - share, share]))
+        self.intervals[number] = (low, middle) if below else (middle, high)
+        return below
+
+    def winner(self, key: Key, weights: dict[int, float]) -> int:
+        """Decide which index wins the race of the key's clocks at these weights."""
+        if any(key == other for other, _ in self.intervals):
+            raise NotImplementedError(f"{key} is both a uniform number and a clock")
+        total = sum(weights.values())
+        weights = {index: weight / total for index, weight in weights.items()}
+        earlier = [race for race in self.races.setdefault(key, []) if not weights.keys().isdisjoint(race[0])]
+        for before, won in earlier:
+            if before.keys() == weights.keys() and all(abs(before[i] - weights[i]) < DUST for i in weights):
+                return won
+        indices = sorted(weights)
+        if not earlier:
+            probabilities = [weights[i] for i in indices]
+        elif len(earlier) == 1:
+            before, won = earlier[0]
+            indices = sorted({*before, *weights})
+            joint = shared_race(*([float(race.get(i, 0)) for i in indices] for race in (before, weights)))
+            given = joint[indices.index(won)]
+            probabilities = [probability / sum(given) for probability in given]
+        else:
+            raise NotImplementedError(f"three different races of the clocks {key}")
+        won = indices[self.chance.draw(probabilities)]
+        self.races[key].append((weights, won))
+        return won
+
+
+class Uniform(NDArrayOperatorsMixin):
+    """A monotone function of a uniform number that is decided only by comparing it."""
+
+    def __init__(self, noise: Noise, number, inverse: Callable = lambda value: value, rising: bool = True) -> None:
+        self.noise, self.number, self.inverse, self.rising = noise, number, inverse, rising
+
+    def __array_ufunc__(self, ufunc, method, *inputs):
+        """Follow log, differences with numbers, comparisons with numbers, and nothing else."""
+        left, right = (*inputs, None)[:2]
+        if ufunc is np.log:
+            return Uniform(self.noise, self.number, lambda value: self.inverse(np.exp(value)), self.rising)
+        if ufunc is np.absolute:
+            return np.inf  # a margin
+        if ufunc is np.subtract and right is self:
+            return Uniform(self.noise, self.number, lambda value: self.inverse(left - value), not self.rising)
+        if ufunc is np.subtract and left is self:
+            return Uniform(self.noise, self.number, lambda value: self.inverse(value + right), self.rising)
+        less, greater = (np.less, np.less_equal), (np.greater, np.greater_equal)
+        if ufunc not in (*less, *greater):
+            return NotImplemented
+        asked_below = (ufunc in less) == (left is self)
+        threshold = self.inverse(right if left is self else left)
+        below = self.noise.is_below(self.number, threshold)
+        return np.bool_(below == (asked_below == self.rising))
+
+    def __float__(self) -> float:
+        """A margin, too."""
+        return np.inf
+
+    __hash__ = None
+
+
+class Gumbels(NDArrayOperatorsMixin):
+    """Gumbel numbers that can be added to log-weights, and then raced."""
+
+    def __init__(self, noise: Noise, key: Key, indices: list[int], log_weights: np.ndarray | None = None) -> None:
+        self.noise, self.key, self.indices, self.log_weights = noise, key, indices, log_weights
+
+    def __array_ufunc__(self, ufunc, method, *inputs):
+        """Follow one addition, and nothing else."""
+        (log_weights,) = (part for part in inputs if part is not self)
+        if ufunc is not np.add or self.log_weights is not None or len(log_weights) != len(self.indices):
+            return NotImplemented
+        return Gumbels(self.noise, self.key, self.indices, np.asarray(log_weights))
+
+    def __array_function__(self, function, types, args, kwargs):
+        """Follow argmax. Without the winner nothing is left: margins are not followed."""
+        if function is np.argmax:
+            weights = np.exp(self.log_weights - self.log_weights.max())
+            return self.indices.index(self.noise.winner(self.key, dict(zip(self.indices, weights.tolist()))))
+        return np.empty(0) if function is np.delete else NotImplemented
+
+    __hash__ = None
+
+
+@contextmanager
+def ideal_noise(chance: Chance) -> Iterator[Noise]:
+    """Replace the noise of every room of the reference that draws any, while the context lasts."""
+    noise = Noise(chance)
+    with ExitStack() as patches:
+        for stand_in in (noise.uniform, noise.gumbel):
+            for room in rooms_that_use(getattr(philox, stand_in.__name__)):
+                if room is not philox:  # where they are at home they compute what is not replaced
+                    patches.enter_context(mock.patch.object(room, stand_in.__name__, stand_in))
+        yield noise
+
+
+def rooms_that_use(function: Callable) -> list:
+    """Return the modules of the reference that know the function by its name."""
+    return [room for room in ROOMS if getattr(room, function.__name__, None) is function]
+
+
+# --- Language models as tables, and decoding with them ---------------------------------------------------------------
+
+Table = Callable[[tuple[int, ...]], list[Fraction]]
+"""The probabilities of the next token, given the tokens so far."""
+
+
+def normalised(weights: Sequence) -> list[Fraction]:
+    """Return the weights as fractions of their sum."""
+    return [Fraction(int(weight), int(sum(weights))) for weight in weights]
+
+
+def iid(*weights: int) -> Table:
+    """A model that does not listen."""
+    return lambda prefix: normalised(weights)
+
+
+def history(seed: int, vocab_size: int, zeros: int = 0) -> Table:
+    """A model with another random row after every prefix, `zeros` of each row's probabilities being 0."""
+
+    @cache
+    def row(prefix: tuple[int, ...]) -> list[Fraction]:
+        random = np.random.default_rng([seed, *(token + 1 for token in prefix)])
+        weights = random.integers(1, 10, size=vocab_size)
+        weights[random.permutation(vocab_size)[:zeros]] = 0
+        return normalised(weights)
+
+    return row
+
+
+def likeliest(model: Table) -> Table:
+    """A model that is certain of what the given one thinks likeliest."""
+
+    def row(prefix: tuple[int, ...]) -> list[Fraction]:
+        probabilities = model(prefix)
+        best = probabilities.index(max(probabilities))
+        return normalised([int(token == best) for token in range(len(probabilities))])
+
+    return row
+
+
+def logits(probabilities: Sequence[Fraction], temperature: float = 1.0) -> np.ndarray:
+    """Return raw logits whose softmax at the temperature has the probabilities; their own sum of exponentials is not 1."""
+    with np.errstate(divide="ignore"):
+        return temperature * (1.5 + np.log(np.array(probabilities, dtype=np.float64)))
+
+
+def sequence_law(model: Table, num_tokens: int) -> dict[tuple[int, ...], Fraction]:
+    """Return the probability of every sequence of tokens that the model alone would say."""
+    sequences: dict[tuple[int, ...], Fraction] = {(): Fraction(1)}
+    for _ in range(num_tokens):
+        sequences = {
+            (*prefix, token): probability * share
+            for prefix, probability in sequences.items()
+            for token, share in enumerate(model(prefix))
+            if share
+        }
+    return sequences
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of models, and how to decode with them."""
+
+    target: Table
+    draft: Table
+    drafts: tuple[int, ...]
+    """Draft tokens of each speculative step. After the last step the target goes on alone."""
+
+    num_tokens: int
+    """How many tokens to look at: what the last step says beyond is cut off."""
+
+    temperature: float = 1.0
+    slots: int = 0
+    """Width of a ragged batch: the step's arrays have at least so many draft slots, unused ones filled with rubbish."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return len(self.target(()))
+
+
+def decode(chance: Chance, case: Case, verify: Callable, domains: tuple, seed: int = 11, position: int = 7) -> tuple:
+    """Decode speculatively with ideal noise; return (tokens, accepted drafts of each step).
+
+    Args:
+        chance: what decides.
+        case: the models.
+        verify: (target_logits, draft_token_ids, draft_logits, *, temperature, seed, position) -> Verdict.
+        domains: of the drafts' noise.
+        seed: the request's seed.
+        position: absolute position of the first token.
+    """
+    tokens: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    keywords = {"temperature": case.temperature, "seed": seed}
+
+    def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
+        return logits(model(prefix), case.temperature)
+
+    with ideal_noise(chance):
+        for num_drafts in case.drafts:
+            drafts: tuple[int, ...] = ()
+            for offset in range(num_drafts):
+                here = position + len(tokens) + offset
+                proposal = selection.sample(
+                    row(case.draft, tokens + drafts), **keywords, position=here, domains=domains
+                )
+                drafts += (proposal.index,)
+            padding = max(case.slots - num_drafts, 0)
+            rubbish = [np.full(case.vocab_size, np.nan)] * padding
+            verdict = verify(
+                [*(row(case.target, tokens + drafts[:offset]) for offset in range(num_drafts + 1)), *rubbish],
+                [*drafts, -1, *([0] * padding)][: num_drafts + padding],
+                [*(row(case.draft, tokens + drafts[:offset]) for offset in range(num_drafts)), *rubbish],
+                **keywords,
+                position=position + len(tokens),
+            )
+            assert not verdict.invalid, "a row was looked at that does not matter"
+            tokens += tuple(verdict.token_ids)
+            accepted += (verdict.num_accepted,)
+        while len(tokens) < case.num_tokens:
+            tokens += (selection.sample(row(case.target, tokens), **keywords, position=position + len(tokens)).index,)
+    return tokens[: case.num_tokens], accepted

@@ -1,0 +1,50 @@
+"""Mutants: the reference with one snippet of one function's source replaced by a mistake that people make.
+
+A check that passes the reference and fails on its mutants is known to see what it claims to see. A snippet that is no
+longer in the source, because the reference was rewritten, is an error: the mutant has to be written anew.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from tests.enumeration import rooms_that_use
+
+
+class Mutant(NamedTuple):
+    """A mistake, and the check that must fail on it."""
+
+    mistake: str
+    function: Callable
+    old: str
+    new: str
+    check: Callable[[], None]
+
+    def __str__(self) -> str:
+        """Name the test."""
+        return f"{self.function.__module__.split('.')[-1]}.{self.function.__name__}: {self.mistake}"
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """Run the reference with the mistake in it, in every room that uses the function."""
+    source, name = inspect.getsource(mutant.function), mutant.function.__name__
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant}: the snippet is there {source.count(mutant.old)} times: {mutant.old}")
+    scope: dict = {}
+    exec(source.replace(mutant.old, mutant.new), vars(sys.modules[mutant.function.__module__]), scope)
+    with ExitStack() as patches:
+        for room in rooms_that_use(mutant.function):
+            patches.enter_context(mock.patch.object(room, name, scope[name]))
+        yield
+
+
+def assert_caught(mutant: Mutant) -> None:
+    """The check fails, on an assertion and not by accident."""
+    with planted(mutant), pytest.raises(AssertionError):
+        mutant.check()

@@ -1,0 +1,806 @@
+"""The reference's output has the target's law: proved by enumeration, and every known way to break it is seen to break it.
+
+The code under proof is the reference's `verify` itself, driven through every draft path, accept decision and emission by
+`tests.enumeration`, whose only stand-in is ideal noise. Laws are compared to 1e-12; the text-book formulas, which take
+fractions, exactly. Each check is then run against *mutants*: the reference with one snippet of its source replaced by a
+mistake that people make. A check that does not fail on its mutants proves nothing.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import binom, chi2, ncx2
+
+import reference
+from reference import greedy, philox, probabilistic, selection, strict, synthetic
+from tests.enumeration import (
+    Case,
+    Chance,
+    decode,
+    history,
+    ideal_noise,
+    iid,
+    law,
+    likeliest,
+    logits,
+    marginal,
+    normalised,
+    sequence_law,
+    shared_race,
+    total_variation,
+)
+from tests.laws import FALSE_ALARM, assert_law
+from tests.mutants import Mutant, assert_caught
+
+EXACT = 1e-12
+"""Laws of the float64 code agree with the fractions to this; they do to about 3e-16."""
+
+CASES = {
+    "iid-V3-K2": Case(iid(1, 2, 3), iid(3, 1, 1), (2,), 3),
+    "iid-V2-K3": Case(iid(1, 3), iid(2, 1), (3,), 4),
+    "iid-V4-K1": Case(iid(1, 2, 3, 4), iid(4, 1, 1, 1), (1,), 2),
+    "history-V3-K2": Case(history(1, 3), history(2, 3), (2,), 3),
+    "history-V2-K3": Case(history(3, 2), history(4, 2), (3,), 4),
+    "history-V3-K3": Case(history(5, 3, zeros=1), history(6, 3, zeros=1), (3,), 4),
+    "history-V4-K1": Case(history(7, 4), history(8, 4), (1,), 2),
+    "same-models": Case(history(1, 3), history(1, 3), (2,), 3),
+    "disjoint-supports": Case(iid(1, 2, 0, 0), iid(0, 0, 1, 2), (2,), 3),
+    "truncated-supports": Case(history(1, 4, zeros=2), history(2, 4, zeros=1), (2,), 3),
+    "point-mass-draft": Case(history(1, 3), likeliest(history(2, 3)), (2,), 3),
+    "point-mass-target": Case(likeliest(history(1, 3)), history(2, 3), (2,), 3),
+    "ragged-1-of-3": Case(history(1, 3), history(2, 3), (1,), 3, slots=3),
+    "ragged-0-of-2": Case(history(1, 3), history(2, 3), (0,), 2, slots=2),
+    "temperature-0.6": Case(history(1, 3), history(2, 3), (2,), 3, temperature=0.6),
+    "temperature-2": Case(history(1, 3), history(2, 3), (2,), 3, temperature=2.0),
+    "one-more-token": Case(history(1, 3), history(2, 3), (1,), 3),
+    "steps-history": Case(history(1, 3), history(2, 3), (2, 1), 4),
+    "steps-iid": Case(iid(1, 2), iid(3, 1), (2, 2), 4),
+}
+
+
+# --- Verification methods, and the acceptance that each promises -------------------------------------------------------
+
+
+class Method(NamedTuple):
+    """A way to verify: `verify` of a room, which noise its drafts are drawn with, and how often a draft stands."""
+
+    verify: Callable
+    domains: tuple
+    stands: Callable
+    """(target row, draft row) -> for each token, the probability that the draft is this token and stands."""
+
+
+def overlap(target_row: list, draft_row: list) -> list:
+    return [min(p, q) for p, q in zip(target_row, draft_row)]
+
+
+def agreement(target_row: list, draft_row: list) -> list:
+    return [p * q for p, q in zip(target_row, draft_row)]
+
+
+def coupled(target_row: list, draft_row: list) -> list:
+    joint = shared_race(target_row, draft_row)
+    return [joint[token][token] for token in range(len(target_row))]
+
+
+def verify_probabilistic(target_logits, draft_token_ids, draft_logits, **keywords):
+    return probabilistic.verify(target_logits, draft_token_ids, draft_logits, **keywords)
+
+
+def verify_without_draft_logits(target_logits, draft_token_ids, draft_logits, **keywords):
+    return probabilistic.verify(target_logits, draft_token_ids, **keywords)
+
+
+def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
+    return strict.verify(target_logits, draft_token_ids, **keywords)
+
+
+METHODS = {
+    "probabilistic": Method(verify_probabilistic, selection.DRAFT, overlap),
+    # Whatever the drafter is, taking its draft for certain gives p; it is accepted as often as by strict.
+    "no-draft-logits": Method(verify_without_draft_logits, selection.DRAFT, agreement),
+    "strict": Method(verify_strict, selection.DRAFT, agreement),
+    "strict-shared-noise": Method(verify_strict, selection.SELECT, coupled),
+}
+
+BEYOND = {("strict-shared-noise", "steps-history")}
+"""Three different races of the same clocks: the enumeration says that it cannot do them."""
+
+
+def assert_same_law(got: dict, expected: dict) -> None:
+    assert abs(sum(got.values()) - 1) < EXACT
+    distance = float(total_variation(got, expected))
+    assert distance < EXACT, f"the law is wrong by a total variation of {distance:.3g}"
+
+
+def accepted_law(case: Case, stands: Callable) -> dict[int, Fraction]:
+    """Return the law of the first step's number of accepted drafts, from the chance that a draft stands."""
+    reached, at_least = {(): Fraction(1)}, [Fraction(1)]
+    for _ in range(case.drafts[0]):
+        reached = {
+            (*prefix, token): probability * share
+            for prefix, probability in reached.items()
+            for token, share in enumerate(stands(case.target(prefix), case.draft(prefix)))
+        }
+        at_least.append(sum(reached.values()))
+    return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
+
+
+def check_method(name: str, case: Case) -> None:
+    """The joint law of the tokens is the target's, and the number of accepted drafts has the promised law."""
+    method = METHODS[name]
+    joint = law(lambda chance: decode(chance, case, method.verify, method.domains))
+    assert_same_law(marginal(joint, lambda outcome: outcome[0]), sequence_law(case.target, case.num_tokens))
+    accepted = marginal(joint, lambda outcome: outcome[1][0])
+    assert_same_law(accepted, accepted_law(case, method.stands))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_joint_law_of_the_tokens_is_the_targets(method, case):
+    if (method, case) in BEYOND:
+        with pytest.raises(NotImplementedError, match="three different races"):
+            check_method(method, CASES[case])
+    else:
+        check_method(method, CASES[case])
+
+
+# --- The text-book formulas, in fractions ------------------------------------------------------------------------------
+
+
+def text_book_step(chance: Chance, case: Case, num_drafts: int) -> tuple:
+    """Algorithm 1 of Leviathan et al. with the reference's formulas on fractions; return (tokens, accepted drafts)."""
+    tokens: tuple = ()
+    while len(tokens) < num_drafts:
+        target_row, draft_row = (np.array(model(tokens), dtype=object) for model in (case.target, case.draft))
+        draft = chance.draw(draft_row)
+        acceptance = probabilistic.acceptance_probability(target_row[draft], draft_row[draft])
+        if not chance.draw([1 - acceptance, acceptance]):
+            accepted = len(tokens)
+            tokens += (chance.draw(probabilistic.residual(target_row, draft_row)),)
+            break
+        tokens += (draft,)
+    else:
+        accepted = num_drafts
+    while len(tokens) <= num_drafts:
+        tokens += (chance.draw(case.target(tokens)),)
+    return tokens, accepted
+
+
+def check_formulas(case: Case) -> None:
+    num_drafts = case.drafts[0]
+    joint = law(lambda chance: text_book_step(chance, case, num_drafts))
+    tokens = marginal(joint, lambda outcome: outcome[0])
+    assert tokens == sequence_law(case.target, num_drafts + 1)
+    accepted = marginal(joint, lambda outcome: outcome[1])
+    expected = accepted_law(case, overlap)
+    assert accepted == {n: probability for n, probability in expected.items() if probability}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_formulas_are_exact_in_fractions(case):
+    check_formulas(CASES[case])
+
+
+def check_closed_forms(target_weights: tuple, draft_weights: tuple, num_drafts: int) -> None:
+    """With models that do not listen the accepted length is a stopped geometric number."""
+    case = Case(iid(*target_weights), iid(*draft_weights), (num_drafts,), num_drafts + 1)
+    rows = (np.array(model(()), dtype=object) for model in (case.target, case.draft))
+    alpha = probabilistic.acceptance_rate(*rows)
+    accepted = marginal(law(lambda chance: text_book_step(chance, case, num_drafts)), lambda outcome: outcome[1])
+    geometric = {n: alpha**n * (1 - alpha) for n in range(num_drafts)} | {num_drafts: alpha**num_drafts}
+    assert accepted == {n: probability for n, probability in geometric.items() if probability}
+    mean_tokens = 1 + sum(n * probability for n, probability in accepted.items())
+    assert mean_tokens == probabilistic.expected_tokens(alpha, num_drafts)
+    if alpha != 1:
+        assert mean_tokens == (1 - alpha ** (num_drafts + 1)) / (1 - alpha)
+
+
+CLOSED_FORMS = [
+    ((1, 2, 3), (3, 1, 1), 1),
+    ((1, 2, 3), (3, 1, 1), 3),
+    ((1, 2), (2, 1), 5),
+    ((1, 2), (1, 2), 3),
+    ((1, 0), (0, 1), 3),
+    ((1, 2, 3, 4), (0, 3, 2, 1), 2),
+]
+
+
+@pytest.mark.parametrize(("target_weights", "draft_weights", "num_drafts"), CLOSED_FORMS)
+def test_the_accepted_length_has_its_closed_forms(target_weights, draft_weights, num_drafts):
+    check_closed_forms(target_weights, draft_weights, num_drafts)
+
+
+def check_published_speedups() -> None:
+    """Table 1 of Leviathan et al.: alpha, K, cost factor in operations, tokens per call of the target."""
+    for alpha, num_drafts, operations, speedup in [
+        (0.6, 2, 1.53, 1.96),
+        (0.7, 3, 1.58, 2.53),
+        (0.8, 2, 1.23, 2.44),
+        (0.8, 5, 1.63, 3.69),
+        (0.9, 2, 1.11, 2.71),
+        (0.9, 10, 1.60, 6.86),
+    ]:
+        tokens = probabilistic.expected_tokens(alpha, num_drafts)
+        assert abs(tokens - speedup) < 0.005 + 1e-9
+        assert abs((num_drafts + 1) / tokens - operations) < 0.005 + 1e-9
+
+
+def test_expected_tokens_are_the_published_speedups():
+    check_published_speedups()
+
+
+# --- Deterministic drafters, zeros, and greedy -------------------------------------------------------------------------
+
+
+def check_deterministic(case: Case) -> None:
+    """A drafter that always says its likeliest token, and gives no logits: the draft stands with p(x)."""
+    certain = replace(case, draft=likeliest(case.draft))
+    check_method("no-draft-logits", certain)
+    with_logits = law(lambda chance: decode(chance, certain, verify_probabilistic, selection.DRAFT))
+    without = law(lambda chance: decode(chance, certain, verify_without_draft_logits, selection.DRAFT))
+    assert_same_law(without, with_logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_deterministic_drafter_needs_no_logits(case):
+    check_deterministic(CASES[case])
+
+
+def check_impossible_drafts() -> None:
+    """A draft that either model holds impossible never stands, however it came to be proposed."""
+    possible, impossible = [Fraction(1, 2), Fraction(1, 2)], [Fraction(0), Fraction(1)]
+    for target_row, draft_row in product([possible, impossible], repeat=2):
+        if target_row is draft_row is possible:
+            continue
+        assert probabilistic.acceptance_probability(target_row[0], draft_row[0]) == 0
+        target_logits, draft_logits = [logits(target_row)] * 2, [logits(draft_row)]
+
+        def step(chance: Chance, target_logits=target_logits, draft_logits=draft_logits) -> int:
+            with ideal_noise(chance):
+                return probabilistic.verify(target_logits, [0], draft_logits).num_accepted
+
+        assert_same_law(law(step), {0: 1})
+
+
+def test_impossible_drafts_never_stand():
+    check_impossible_drafts()
+
+
+GREEDY_ROWS = [
+    [1.0, 1.0, 0.0],
+    [0.0, 2.0, 2.0],
+    [3.0, 1.0, 3.0],
+    [np.nan, 1.0, 1.0],
+    [-np.inf, -np.inf, 0.5],
+    [7.0] * 3,
+]
+"""Rows with ties, whose lowest ids win."""
+
+VERIFIERS = {
+    "greedy": lambda rows, drafts: greedy.verify(rows, drafts),
+    "strict": lambda rows, drafts: strict.verify(rows, drafts, temperature=0),
+    "probabilistic": lambda rows, drafts: probabilistic.verify(rows, drafts, rows, temperature=0),
+}
+
+
+def likeliest_token(row: list[float]) -> int:
+    return min(range(len(row)), key=lambda token: (-row[token] if row[token] == row[token] else math.inf, token))
+
+
+def check_greedy(name: str, num_drafts: int = 2) -> None:
+    """Every draft path, over targets whose row depends on the whole path, gives what the target alone would say."""
+    for start in range(len(GREEDY_ROWS)):
+        check_greedy_from(start, VERIFIERS[name], num_drafts)
+
+
+def check_greedy_from(start: int, verify: Callable, num_drafts: int) -> None:
+    def row(prefix: tuple) -> list[float]:
+        return GREEDY_ROWS[(start + sum((token + 1) * 5**i for i, token in enumerate(prefix))) % len(GREEDY_ROWS)]
+
+    alone: tuple = ()
+    while len(alone) <= num_drafts:
+        alone += (likeliest_token(row(alone)),)
+    for drafts in product(range(3), repeat=num_drafts):
+        rows = [row(drafts[:offset]) for offset in range(num_drafts + 1)]
+        agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
+        assert verify(rows, list(drafts)).token_ids == list(alone[: agreed + 1])
+        # The first `n` drafts of a ragged request, rubbish behind them.
+        for n in range(num_drafts):
+            padded = [*drafts[:n], -1, *alone[n + 1 : num_drafts]]
+            ragged = [*rows[: n + 1], *([[9.0, 0.0, 0.0]] * (num_drafts - n))]
+            assert verify(ragged, padded).token_ids == list(alone[: min(agreed, n) + 1])
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_temperature_0_says_what_the_target_alone_would_say(name):
+    check_greedy(name)
+
+
+def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
+    """With real noise, token for token: whatever the drafts are, out comes what plain sampling says."""
+    model = history(9, 3)
+    for seed, position in [(0, 0), (1, 5), (-3, 2**40)]:
+        where = {"seed": seed, "temperature": 0.8}
+        alone: tuple = ()
+        while len(alone) <= num_drafts:
+            alone += (selection.sample(logits(model(alone)), position=position + len(alone), **where).index,)
+        for drafts in product(range(3), repeat=num_drafts):
+            rows = [logits(model(drafts[:offset])) for offset in range(num_drafts + 1)]
+            agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
+            got = strict.verify(rows, list(drafts), position=position, **where)
+            assert got.token_ids == list(alone[: agreed + 1])
+
+
+def test_strict_says_token_for_token_what_plain_sampling_says():
+    check_strict_is_plain_sampling()
+
+
+# --- Synthetic acceptance ----------------------------------------------------------------------------------------------
+
+RATES = [Fraction(9, 10), Fraction(1, 3), Fraction(1, 2)]
+
+
+def scheduled_law(case: Case, with_draft_logits: bool) -> dict:
+    """Return the joint law of (tokens, accepted drafts) of a step whose verdicts are scheduled."""
+    (num_drafts,) = case.drafts
+    outcomes: dict = {}
+    for drafts, probability in sequence_law(case.draft, num_drafts).items():
+        standing = probability
+        for n in range(num_drafts + 1):
+            target_row = case.target(drafts[:n])
+            emitted = target_row
+            if n < num_drafts and with_draft_logits:
+                left = [max(Fraction(0), p - q) for p, q in zip(target_row, case.draft(drafts[:n]))]
+                emitted = [weight / sum(left) for weight in left] if any(left) else target_row
+            stops = 1 - RATES[n] if n < num_drafts else 1
+            for token, share in enumerate(emitted):
+                outcome = (*drafts[:n], token), (n,)
+                outcomes[outcome] = outcomes.get(outcome, 0) + standing * stops * share
+            standing *= 1 - stops
+    return outcomes
+
+
+def check_synthetic(case: Case, with_draft_logits: bool) -> None:
+    def verify(target_logits, draft_token_ids, draft_logits, **keywords):
+        rows = draft_logits if with_draft_logits else None
+        rates = [float(rate) for rate in RATES]
+        return synthetic.verify(target_logits, draft_token_ids, rows, conditional_rates=rates, **keywords)
+
+    def step(chance: Chance) -> tuple:
+        tokens, accepted = decode(chance, replace(case, num_tokens=1 + case.drafts[0]), verify, selection.DRAFT)
+        return tokens[: accepted[0] + 1], accepted
+
+    assert_same_law(law(step), scheduled_law(case, with_draft_logits))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "steps" not in name])
+@pytest.mark.parametrize("with_draft_logits", [True, False], ids=["draft-logits", "no-draft-logits"])
+def test_synthetic_accepts_on_schedule_and_emits_what_the_real_method_would(case, with_draft_logits):
+    check_synthetic(CASES[case], with_draft_logits)
+
+
+def check_synthetic_greedy() -> None:
+    """Temperature 0 keeps the schedule, and emits the argmax."""
+    rows = [GREEDY_ROWS[0], GREEDY_ROWS[1], GREEDY_ROWS[2]]
+
+    def step(chance: Chance) -> tuple:
+        with ideal_noise(chance):
+            return tuple(synthetic.verify(rows, [2, 0], rows, conditional_rates=[0.75, 0.5], temperature=0).token_ids)
+
+    assert_same_law(law(step), {(0,): 0.25, (2, 1): 0.375, (2, 0, 0): 0.375})
+
+
+def test_synthetic_at_temperature_0_keeps_the_schedule_and_emits_the_argmax():
+    check_synthetic_greedy()
+
+
+# --- Two-level selection and the Gumbel coupling -----------------------------------------------------------------------
+
+PAIRS = {
+    "toy": ((1, 2), (2, 1)),
+    "V3": ((1, 2, 3), (3, 1, 1)),
+    "V4": ((1, 2, 3, 4), (4, 1, 1, 1)),
+    "V5": ((5, 1, 3, 1, 2), (1, 1, 4, 2, 2)),
+    "zeros": ((0, 2, 3, 4, 0), (4, 0, 1, 1, 0)),
+    "disjoint": ((1, 2, 0, 0), (0, 0, 1, 2)),
+    "same": ((1, 2, 3, 4), (1, 2, 3, 4)),
+    "close": ((10, 20, 30, 40), (11, 19, 31, 39)),
+}
+
+
+@contextmanager
+def blocks_of(size: int):
+    """Make `select` cut the vocabulary into blocks of this size."""
+    with mock.patch.object(selection.select, "__defaults__", (selection.SELECT, size)):
+        yield
+
+
+def check_selection(weights: tuple, block_size: int) -> None:
+    """`select`, on weights that are not normalised, emits v with probability w(v) / W."""
+
+    def draw(chance: Chance) -> int:
+        with ideal_noise(chance), np.errstate(divide="ignore"):
+            return selection.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
+
+    assert_same_law(law(draw), dict(enumerate(normalised(weights))))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 1024])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_selection_by_blocks_of_any_size_has_the_law_of_the_weights(pair, block_size):
+    for weights in PAIRS[pair]:
+        check_selection(weights, block_size)
+        # The chain rule, in fractions.
+        blocks = [weights[start : start + block_size] for start in range(0, len(weights), block_size)]
+        shares = normalised([sum(block) for block in blocks])
+        chain = [share * inside for share, block in zip(shares, blocks) if share for inside in normalised(block)]
+        assert [p for p in chain if p] == [p for p in normalised(weights) if p]
+
+
+def check_coupling(target_weights: tuple, draft_weights: tuple, block_size: int | None) -> None:
+    """Target and draft, drawn by `sample` with the same noise, agree as often as the formula says."""
+    target_row, draft_row = normalised(target_weights), normalised(draft_weights)
+
+    def draw(chance: Chance) -> tuple[int, int]:
+        with ideal_noise(chance), blocks_of(block_size or len(target_row)):
+            picks = [selection.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
+        return tuple(picks)
+
+    joint = law(draw)
+    for side, row in enumerate((draft_row, target_row)):  # the coupling leaves each side its own law
+        assert_same_law(marginal(joint, lambda picks, side=side: picks[side]), dict(enumerate(row)))
+    match = strict.match_probability(target_row, draft_row, block_size)
+    assert abs(sum(share for (x, y), share in joint.items() if x == y) - match) < EXACT
+    distance = total_variation(dict(enumerate(target_row)), dict(enumerate(draft_row)))
+    assert match <= 1 - distance
+    if block_size is None:
+        assert match >= (1 - distance) / (1 + distance)
+        assert match == sum(coupled(target_row, draft_row))  # fractions, by a derivation that shares nothing
+        assert strict.match_probabilities(target_weights, draft_weights) == pytest.approx(
+            coupled(target_row, draft_row)
+        )
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 2, 3])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_shared_noise_matches_as_often_as_the_formula_says(pair, block_size):
+    check_coupling(*PAIRS[pair], block_size)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_race_of_shared_clocks_keeps_both_laws(pair):
+    first, second = map(normalised, PAIRS[pair])
+    joint = shared_race(first, second)
+    assert [sum(row) for row in joint] == first
+    assert [sum(column) for column in zip(*joint)] == second
+    assert all(share >= 0 for row in joint for share in row)
+    assert [list(row) for row in zip(*shared_race(second, first))] == joint
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_match_formula_is_the_integral_over_the_winning_clock(pair):
+    # Token j wins both races iff its clock e leaves every other clock above max(p_i / p_j, q_i / q_j) e.
+    target_row, draft_row = (np.array(normalised(weights), dtype=float) for weights in PAIRS[pair])
+    formula = strict.match_probabilities(target_row.tolist(), draft_row.tolist())
+    for token, (p, q) in enumerate(zip(target_row, draft_row)):
+        if not p or not q:
+            assert formula[token] == 0
+            continue
+        factors = np.delete(np.maximum(target_row / p, draft_row / q), token)
+        integral, _ = quad(lambda e, factors=factors: np.exp(-e) * np.exp(-factors * e).prod(), 0, np.inf)
+        assert abs(integral - formula[token]) < 1e-8
+
+
+@pytest.mark.parametrize("block_size", [None, 2, 3])
+def test_the_match_formula_holds_in_a_simulation_of_clocks(block_size):
+    # 400,000 draws; a two-sided false alarm of 1e-6 (4.9 standard deviations) sees an error of about 0.004.
+    draws, random = 400_000, np.random.default_rng(0)
+    weights = [np.array(row, dtype=float) for row in PAIRS["V5"]]
+    size = block_size or 5
+    starts = np.arange(0, 5, size)
+    block_clocks = random.exponential(size=(draws, len(starts)))
+    clocks = random.exponential(size=(draws, 5))
+    picks = []
+    for row in weights:
+        block = (block_clocks / np.add.reduceat(row, starts)).argmin(axis=1)
+        outside = np.arange(5) // size != block[:, None]
+        picks.append(np.where(outside, np.inf, clocks / row).argmin(axis=1))
+    match = strict.match_probability(*weights, block_size=block_size)
+    low, high = binom.ppf([5e-7, 1 - 5e-7], draws, match)
+    assert low <= (picks[0] == picks[1]).sum() <= high
+
+
+@pytest.mark.parametrize("block_size", [5, 2])
+def test_the_match_formula_holds_for_real_noise(block_size):
+    # 2,000 seeds; a two-sided false alarm of 1e-6 sees an error of about 0.06. Agreement is 0.64 with
+    # one block and 0.58 with blocks of 2; independent noise would agree 0.20 of the time.
+    seeds = 2_000
+    rows = [np.log(np.array(row)) for row in PAIRS["V5"]]
+    with blocks_of(block_size):
+        matches = sum(len({selection.sample(row, seed=seed).index for row in rows}) == 1 for seed in range(seeds))
+    match = strict.match_probability(*PAIRS["V5"], block_size=block_size)
+    low, high = binom.ppf([5e-7, 1 - 5e-7], seeds, match)
+    assert low <= matches <= high
+
+
+rows_of_five = st.lists(st.integers(0, 9), min_size=5, max_size=5).filter(any).map(normalised)
+
+
+@settings(derandomize=True, deadline=None)
+@given(target_row=rows_of_five, draft_row=rows_of_five)
+def test_matches_are_bounded_by_the_total_variation(target_row, draft_row):
+    distance = sum(map(abs, np.subtract(target_row, draft_row))) / 2
+    assert sum(coupled(target_row, draft_row)) == strict.match_probability(target_row, draft_row)
+    assert strict.match_probability(target_row, draft_row) >= (1 - distance) / (1 + distance)
+    for block_size in (None, 1, 2, 3, 4):
+        assert strict.match_probability(target_row, draft_row, block_size) <= 1 - distance
+
+
+# --- Real noise --------------------------------------------------------------------------------------------------------
+
+GOLDEN = Case(iid(5, 0, 3), iid(3, 5, 0), (1,), 2)
+"""Where recovered tokens from the drafts' own noise are most wrong, by 0.09: golden ratios."""
+
+CERTAIN = Case(iid(1, 1, 1), iid(0, 1, 0), (1,), 2)
+"""Where recovered tokens from the accept noise are wrong by 1/9: token 0's clock rings late whenever token 1 is rejected."""
+
+REAL_SEEDS = 2_300
+
+
+def check_real_noise(case: Case) -> None:
+    """The joint law of two tokens with the noise that is really used, over 2,300 seeds; false alarm 1e-6."""
+    target_row, draft_row = (logits(model(())) for model in (case.target, case.draft))
+    counts = dict.fromkeys(product(range(3), repeat=2), 0)
+    for seed in range(REAL_SEEDS):
+        draft = selection.sample(draft_row, seed=seed, domains=selection.DRAFT).index
+        tokens = probabilistic.verify([target_row, target_row], [draft], [draft_row], seed=seed).token_ids
+        if len(tokens) == 1:
+            tokens.append(selection.sample(target_row, seed=seed, position=1).index)
+        counts[tuple(tokens)] += 1
+    expected = sequence_law(case.target, 2)
+    assert_law(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
+
+
+@pytest.mark.parametrize("case", [GOLDEN, CERTAIN], ids=["golden", "certain"])
+def test_the_joint_law_holds_with_real_noise(case):
+    check_real_noise(case)
+
+
+def test_shared_noise_is_wrong_by_more_than_the_statistical_check_sees():
+    # A law wrong by a total variation TV has a chi-square of noncentrality 4 TV^2 N or more.
+    joint = law(lambda chance: decode(chance, GOLDEN, verify_probabilistic, selection.SELECT))
+    wrong = float(total_variation(marginal(joint, lambda outcome: outcome[0]), sequence_law(GOLDEN.target, 2)))
+    assert 0.089 < wrong < 0.091
+    # A rejection, u > 1/3, means that clock 0 rings after log(3/2): it beats clock 2 with 1/3, not 1/2.
+    for distance, degrees in [(wrong, 3), (1 / 9, 8)]:
+        threshold = chi2.isf(FALSE_ALARM, degrees)
+        assert ncx2.cdf(threshold, degrees, 4 * distance**2 * REAL_SEEDS) < 0.001
+
+
+def check_real_selection() -> None:
+    """A token that weighs as much as 64 others together is drawn half of the time.
+
+    500 seeds and a false alarm of 1e-6 see an error of 0.17. Gumbel noise of the wrong sign would draw it 9 times in 10.
+    """
+    weights = np.ones(65)
+    weights[30] = 64
+    heavy = sum(selection.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
+    assert_law(np.array([heavy, 500 - heavy]), np.array([0.5, 0.5]))
+
+
+def test_real_noise_has_the_right_sign():
+    check_real_selection()
+
+
+# --- Mutants -----------------------------------------------------------------------------------------------------------
+
+
+def laws(method: str, *cases: str) -> Callable[[], None]:
+    def check() -> None:
+        for case in cases:
+            check_method(method, CASES[case])
+
+    return check
+
+
+def formulas() -> None:
+    check_formulas(CASES["history-V3-K2"])
+
+
+def closed_forms() -> None:
+    check_closed_forms(*CLOSED_FORMS[1])
+
+
+def deterministic() -> None:
+    check_deterministic(CASES["history-V3-K2"])
+
+
+def synthetic_laws() -> None:
+    check_synthetic(CASES["history-V3-K2"], with_draft_logits=True)
+    check_synthetic(CASES["history-V3-K2"], with_draft_logits=False)
+    check_synthetic(CASES["ragged-1-of-3"], with_draft_logits=True)
+
+
+def selection_laws() -> None:
+    check_selection((5, 1, 3, 1, 2), block_size=2)
+
+
+def coupling() -> None:
+    check_coupling(*PAIRS["V5"], block_size=None)
+    check_coupling(*PAIRS["V5"], block_size=2)
+
+
+def greedy_everywhere() -> None:
+    for name in VERIFIERS:
+        check_greedy(name)
+
+
+def greedy_alone() -> None:
+    check_greedy("greedy")
+
+
+def golden() -> None:
+    check_real_noise(GOLDEN)
+
+
+def certain() -> None:
+    check_real_noise(CERTAIN)
+
+
+joint = laws("probabilistic", "history-V3-K2")
+ragged = laws("probabilistic", "ragged-1-of-3", "ragged-0-of-2")
+warm = laws("probabilistic", "temperature-0.6")
+one_more = laws("probabilistic", "one-more-token")
+strict_joint = laws("strict", "history-V3-K2")
+strict_iid = laws("strict", "iid-V3-K2")
+strict_warm = laws("strict", "temperature-0.6")
+
+P, S = probabilistic, selection
+
+MUTANTS = [
+    # The formulas.
+    Mutant("accept with q/p", P.acceptance_probability, "target_prob / draft_prob", "draft_prob / target_prob", formulas),
+    Mutant("accept with p/q, not cut at 1", P.acceptance_probability, "min(1, target_prob / draft_prob)",
+           "target_prob / draft_prob", formulas),
+    Mutant("accept with p", P.acceptance_probability, "target_prob / draft_prob)", "target_prob)", formulas),
+    Mutant("residual |p - q|", P.residual, "np.maximum(0, target_probs - draft_probs)", "abs(target_probs - draft_probs)",
+           formulas),
+    Mutant("residual q - p", P.residual, "target_probs - draft_probs", "draft_probs - target_probs", formulas),
+    Mutant("residual not normalised", P.residual, "weights / total if", "weights if", formulas),
+    Mutant("residual p", P.residual, "weights / total if total > 0 else target_probs", "target_probs", formulas),
+    Mutant("alpha from maxima", P.acceptance_rate, "np.minimum(", "np.maximum(", closed_forms),
+    Mutant("no bonus token in the mean", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
+           closed_forms),
+    Mutant("no bonus token in table 1", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
+           check_published_speedups),
+    # The accept decision.
+    Mutant("accept with q/p", P.accepts, "slack = target_logprob - draft_logprob - log_uniform",
+           "slack = draft_logprob - target_logprob - log_uniform", joint),
+    Mutant("accept the complement", P.accepts, "int(slack >= 0)", "int(slack <= 0)", joint),
+    Mutant("accept with p", P.accepts, "target_logprob - draft_logprob - log_uniform", "target_logprob - log_uniform",
+           joint),
+    Mutant("accept p/q >= 1 only", P.accepts, "target_logprob - draft_logprob - log_uniform",
+           "target_logprob - draft_logprob", joint),
+    Mutant("accept where q is 0", P.accepts, " or draft_logprob == -np.inf", "", check_impossible_drafts),
+    Mutant("accept uniform without logarithm", P.verify, "np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))",
+           "uniform(seed, position + offset, 0, Domain.ACCEPT)", joint),
+    Mutant("same accept noise at every position", P.verify, "uniform(seed, position + offset, 0",
+           "uniform(seed, position, 0", joint),
+    # The recovered token.
+    Mutant("resample from p", P.recover, "residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
+           "np.exp(target_logprobs)", joint),
+    Mutant("residual |p - q|", P.recover, "probs = residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
+           "probs = abs(np.exp(target_logprobs) - np.exp(draft_logprobs))", joint),
+    Mutant("residual of logarithms", P.recover, "residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
+           "residual(target_logprobs - target_logprobs.min(), draft_logprobs - draft_logprobs.min())", joint),
+    Mutant("recover with the draft's noise", P.recover, "select(np.log(probs), seed, position)",
+           "select(np.log(probs), seed, position, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", joint),
+    Mutant("recover with the draft's noise, seen in real noise", P.recover, "select(np.log(probs), seed, position)",
+           "select(np.log(probs), seed, position, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", golden),
+    Mutant("recover with the accept noise, seen in real noise", P.recover, "select(np.log(probs), seed, position)",
+           "select(np.log(probs), seed, position, (Domain.SELECT_BLOCK, Domain.ACCEPT))", certain),
+    Mutant("recover with the next position's noise", P.verify, "draft_logprobs, seed, position + offset)",
+           "draft_logprobs, seed, position + offset + 1)", joint),
+    Mutant("bonus with the next position's noise", P.verify, "position=position + len(drafts))",
+           "position=position + len(drafts) + 1)", one_more),
+    Mutant("recover from the residual of the first row", P.verify, "recovered = recover(target_logprobs,",
+           "recovered = recover(log_softmax(target_logits[0], temperature),", joint),
+    # The loop.
+    Mutant("target row of the next position", P.verify, "target_logprobs = log_softmax(target_logits[offset]",
+           "target_logprobs = log_softmax(target_logits[offset + 1]", joint),
+    Mutant("draft row of the first position", P.draft_log_softmax, "draft_logits[offset]", "draft_logits[0]", joint),
+    Mutant("go on after a rejection", P.verify,
+           "return Verdict([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)",
+           "drafts[offset] = recovered.index", joint),
+    Mutant("emit the rejected draft", P.verify, "Verdict([*drafts[:offset], recovered.index]",
+           "Verdict([*drafts[:offset], token]", joint),
+    Mutant("bonus from the last draft's row", P.verify, "last_row = target_logits[len(drafts)]",
+           "last_row = target_logits[len(drafts) - 1]", joint),
+    Mutant("bonus from the last slot's row", P.verify, "last_row = target_logits[len(drafts)]",
+           "last_row = target_logits[-1]", ragged),
+    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", ragged),
+    Mutant("-1 used as an index", reference.leading_drafts, "0 <= token", "-1 <= token", ragged),
+    # Temperature.
+    Mutant("draft rows not scaled", P.draft_log_softmax, "log_softmax(draft_logits[offset], temperature)",
+           "log_softmax(draft_logits[offset])", warm),
+    Mutant("target rows not scaled", P.verify, "log_softmax(target_logits[offset], temperature)",
+           "log_softmax(target_logits[offset])", warm),
+    Mutant("bonus row not scaled", P.verify, "sample(last_row, temperature=temperature,", "sample(last_row,", warm),
+    Mutant("temperature multiplied", S.log_softmax, "/ temperature", "* temperature", warm),
+    # Drafters without logits.
+    Mutant("x left in the residual", P.verify, "recover(target_logprobs, draft_logprobs,",
+           "recover(target_logprobs, draft_logprobs - (np.inf if draft_logits is None else 0),", deterministic),
+    Mutant("uniform draft assumed", P.draft_log_softmax, "np.where(np.arange(vocab_size) == token, 0.0, -np.inf)",
+           "np.full(vocab_size, -np.log(vocab_size))", deterministic),
+    # Strict.
+    Mutant("compare with the argmax", strict.verify, "drafts[offset] != token.index",
+           "drafts[offset] != greedy.argmax(row).index", strict_joint),
+    Mutant("compare with the argmax, where only the number accepted shows it", strict.verify,
+           "drafts[offset] != token.index", "drafts[offset] != greedy.argmax(row).index", strict_iid),
+    Mutant("go on after a mismatch", strict.verify, " or drafts[offset] != token.index", "", strict_joint),
+    Mutant("same noise at every position", strict.verify, "position=position + offset)", "position=position)", strict_iid),
+    Mutant("same noise at every position, plain sampling", strict.verify, "position=position + offset)",
+           "position=position)", check_strict_is_plain_sampling),
+    Mutant("off by one position", strict.verify, "position=position + offset)", "position=position + offset + 1)",
+           check_strict_is_plain_sampling),
+    Mutant("rows not scaled", strict.verify, "temperature=temperature, seed", "seed", strict_warm),
+    # Greedy.
+    Mutant("ties to the right", S.first_maximum, "int(np.argmax(scores))",
+           "len(scores) - 1 - int(np.argmax(scores[::-1]))", greedy_everywhere),
+    Mutant("NaN wins", greedy.argmax, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
+           greedy_everywhere),
+    Mutant("go on after a mismatch", greedy.verify, " or drafts[offset] != token.index", "", greedy_alone),
+    Mutant("stop before the bonus token", greedy.verify, "offset == len(drafts) or", "offset == max(len(drafts) - 1, 0) or",
+           greedy_alone),
+    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", greedy_everywhere),
+    # Selection.
+    Mutant("block by its maximum, not its sum", S.select, "log_sum(log_weights[start : start + block_size])",
+           "log_weights[start : start + block_size].max()", selection_laws),
+    Mutant("block by its unnormalised mean", S.select, "log_sum(log_weights[start : start + block_size])",
+           "log_sum(log_weights[start : start + block_size]) - np.log(len(log_weights[start : start + block_size]))",
+           selection_laws),
+    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]", selection_laws),
+    Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_laws),
+    Mutant("wrong sign in the noise, seen in real noise", philox.gumbel, "-np.log(-np.log1p", "np.log(-np.log1p",
+           check_real_selection),
+    Mutant("drafts share the target's noise", S.sample, "log_softmax(logits, temperature), seed, position, domains)",
+           "log_softmax(logits, temperature), seed, position)", joint),
+    Mutant("match by minima", strict.match_probabilities, "max(p / pj, q / qj)", "min(p / pj, q / qj)", coupling),
+    Mutant("match without blocks", strict.match_probability, "size = block_size or len(target_probs)",
+           "size = len(target_probs)", coupling),
+    # Synthetic.
+    Mutant("accept the complement", synthetic.verify, "if slack < 0:", "if slack > 0:", synthetic_laws),
+    Mutant("first rate at every position", synthetic.verify, "conditional_rates[offset]", "conditional_rates[0]",
+           synthetic_laws),
+    Mutant("same accept noise at every position", synthetic.verify, "uniform(seed, position + offset",
+           "uniform(seed, position", synthetic_laws),
+    Mutant("joint for conditional rates", synthetic.verify, "conditional_rates[offset] -",
+           "np.prod(conditional_rates[: offset + 1]) -", synthetic_laws),
+    Mutant("emit from p after a rejection", synthetic.verify, "or draft_logits is None", "or True", synthetic_laws),
+    Mutant("draft row of the first position", synthetic.verify, "draft_logits[offset]", "draft_logits[0]",
+           synthetic_laws),
+    Mutant("draw at temperature 0", synthetic.verify, "emitted = greedy.argmax(row)", "emitted = sample(row, **where)",
+           check_synthetic_greedy),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutants_are_caught(mutant):
+    assert_caught(mutant)
+
+
+def test_what_catches_mutants_passes_the_reference():
+    for check in {mutant.check for mutant in MUTANTS} - {golden, certain}:  # which have a test of their own
+        check()
