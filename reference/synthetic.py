@@ -171,10 +171,12 @@ def verify(
     drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
     margin, offset = np.inf, 0
     while offset < len(drafts):
-        number = uniform(seed, position + offset, 0, Domain.ACCEPT)
         with np.errstate(divide="ignore"):
-            margin = min(margin, abs(float(np.log(conditional_rates[offset]) - np.log(number))))
-        if number > conditional_rates[offset]:
+            log_rate = np.log(conditional_rates[offset])
+        log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
+        accepted = probabilistic.accepts(log_uniform, log_rate, 0.0)
+        margin = min(margin, accepted.margin)
+        if not accepted.index:
             break
         offset += 1
 

@@ -8,10 +8,12 @@ REQUIRED = {"specdecode/py.typed", "specdecode/demo/target/model.safetensors", "
 
 
 def main(wheel: str, sdist: str) -> None:
-    files = set(zipfile.ZipFile(wheel).namelist())
+    with zipfile.ZipFile(wheel) as archive:
+        files = set(archive.namelist())
     assert {name.split("/")[0].split("-")[0] for name in files} == {"specdecode"}, "the wheel holds specdecode alone"
     assert files >= REQUIRED, REQUIRED - files
-    names = {name.split("/", 1)[1] for name in tarfile.open(sdist).getnames() if "/" in name}
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     required = REQUIRED | {"reference/probabilistic.py", "tests/test_probabilistic.py", "LICENSE", "pyproject.toml"}
     assert names >= required, required - names
     strays = {name for name in names | files if "__pycache__" in name or "/." in name}

@@ -258,7 +258,7 @@ def test_statistics_of_several_runs_add_up() -> None:
         stats.update(output)
         both.update(output)
     assert str(first + second) == str(both)
-    with pytest.raises(ValueError, match="^other:"):
+    with pytest.raises(ValueError, match=r"^other:"):
         first + AcceptanceStats(num_draft_tokens=2)
     with pytest.raises(TypeError):
         first + 1
