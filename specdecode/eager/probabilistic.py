@@ -128,5 +128,6 @@ def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None)
 
     rejected = ~greedy & (steps.num_accepted < steps.has_draft.sum(dim=1))
     fill((emitted, steps.invalid), ~rejected, draw)
-    fill((emitted,), rejected, lambda rows: recover(steps, rows))
+    if steps.num_draft_tokens > 0:
+        fill((emitted,), rejected, lambda rows: recover(steps, rows))
     return emitted

@@ -345,7 +345,7 @@ class _Request:
         self.token_ids += step.token_ids
         self.kinds += step.kinds
         self.length += len(step.token_ids)
-        self.finished = end is not None or self.length == self.limit
+        self.finished = end is not None or self.length >= self.limit
         return step
 
 

@@ -1,0 +1,111 @@
+"""On a device: no call waits for it, captured calls replay with fresh inputs in place, and the tokens are the host's."""
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, sample
+from tests.conftest import BACKENDS
+from tests.differential import case
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA_BACKENDS = [backend for backend, device in BACKENDS if device == "cuda"]
+SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=3)
+SAMPLERS = {
+    "strict": {"method": "strict"},
+    "probabilistic": {"method": "probabilistic"},
+    "synthetic": {"method": "synthetic", "schedule": SCHEDULE},
+}
+
+
+def call(sampler, batch):
+    return sampler(
+        batch.target_logits,
+        batch.draft_token_ids,
+        batch.draft_logits,
+        temperature=batch.temperature,
+        seeds=batch.seeds,
+        positions=batch.positions,
+    )
+
+
+@contextmanager
+def synchronising_raises():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("method", SAMPLERS)
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+@pytest.mark.parametrize("with_logits", [True, False], ids=["draft logits", "no draft logits"])
+def test_masking_all_rows_gives_what_reading_those_that_matter_does(method, drafts, with_logits, monkeypatch):
+    # A host skips rows; a device, which cannot count them without waiting, computes all and masks. Shown here on the CPU.
+    batch = case(60, drafts, 1500, torch.float32)
+    if not with_logits:
+        batch = replace(batch, draft_logits=None)
+    sampler = RejectionSampler(**SAMPLERS[method])
+    expected = call(sampler, batch)
+    for room in ("selection", "probabilistic"):
+        monkeypatch.setattr(f"specdecode.eager.{room}.on_host", lambda tensor: False)
+    for got, want in zip(call(sampler, batch), expected):
+        assert torch.equal(got, want)
+
+
+@needs_cuda
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("method", SAMPLERS)
+def test_no_call_waits_for_the_device(backend, method):
+    batch = case(16, 3, 3000, torch.bfloat16).to("cuda")
+    sampler = RejectionSampler(**SAMPLERS[method], backend=backend)
+    stats = AcceptanceStats(num_draft_tokens=3, device="cuda")
+    call(sampler, batch)
+    with synchronising_raises():
+        stats.update(call(sampler, batch))
+        sampler(batch.target_logits, batch.draft_token_ids, temperature=0.0, seeds=3)
+        sampler.draft(batch.draft_logits[:, 0], batch.temperature)
+        sample(batch.target_logits[:, 0], 0.7)
+
+
+@needs_cuda
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("method", SAMPLERS)
+def test_replays_see_fresh_inputs(backend, method):
+    sampler = RejectionSampler(**SAMPLERS[method], backend=backend)
+    batches = [case(16, 3, 3000, torch.bfloat16, seed=seed).to("cuda") for seed in range(4)]
+    static = case(16, 3, 3000, torch.bfloat16, seed=99).to("cuda")
+    call(sampler, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(sampler, static)
+        draft = sampler.draft(static.draft_logits[:, 0], static.temperature, static.seeds, static.positions)
+    for batch in batches:
+        for mine, fresh in zip(vars(static).values(), vars(batch).values()):
+            mine.copy_(fresh)
+        graph.replay()
+        expected = call(sampler, batch)
+        for got, want in zip(output, expected):
+            assert torch.equal(got, want)
+        row = sampler.draft(batch.draft_logits[:, 0], batch.temperature, batch.seeds, batch.positions)
+        assert torch.equal(draft.token_ids, row.token_ids)
+        assert torch.equal(draft.logsumexp, row.logsumexp)
+
+
+@needs_cuda
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+def test_the_gpu_says_what_the_host_says(backend):
+    batch = case(64, 3, 5003, torch.float64)
+    for options in SAMPLERS.values():
+        host = call(RejectionSampler(**options, backend="eager"), batch)
+        device = call(RejectionSampler(**options, backend=backend), batch.to("cuda"))
+        for got, want in zip(device, host):
+            assert torch.equal(got.cpu(), want)
