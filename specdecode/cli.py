@@ -272,7 +272,7 @@ def run_demo(options: argparse.Namespace, console: Console) -> None:
     shown = trials[2]
     console.print(f"[bold]{shown.name}[/bold], temperature {options.temperature:g}, {options.drafts} drafts a step")
     console.print(legend(console), end="\n\n")
-    text = Text(models.tokenizer.decode(prompts[0][0]), style="dim")
+    text = Text().append(models.tokenizer.decode(prompts[0][0]), style="dim")
     for step in shown.steps:
         if step.request == options.seed:
             text.append_text(show(models, step, console))
@@ -287,8 +287,9 @@ def run_demo(options: argparse.Namespace, console: Console) -> None:
     verdict = "identical to" if same == len(prompts) else f"NOT identical to ({len(prompts) - same} texts differ)"
     console.print(f"strict was {verdict} plain decoding, token for token ({len(prompts)} texts, {plain.tokens} tokens)")
     console.print(
-        "rate: accepted of drafted tokens; length: tokens emitted per draft; positions: drafts\n"
-        "accepted through the 1st, 2nd, ... token; calls: of the target; speed: against plain\n"
+        "rate: accepted of drafted tokens; length: tokens emitted per draft\n"
+        "positions: drafts accepted through the 1st, 2nd, ... token\n"
+        "calls: of the target; speed: against plain decoding\n"
         "prompt lookup: strict, with drafts from the text so far instead of a model\n"
         "synthetic: accepts by a schedule of mean rate 0.69, whatever the models say",
         style="dim",

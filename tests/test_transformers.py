@@ -1,0 +1,554 @@
+"""Generation with Hugging Face models: exactness, batching, caches, limits, streaming and errors.
+
+Models are tiny, random and float64, with large weights: their distributions are peaked, and the same tokens come out
+however a batch is rounded. The oracle is `one_by_one`, which knows no cache, no batch and no padding.
+"""
+
+import copy
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdecode import AcceptanceSchedule, RejectionSampler, sample
+from tests.laws import FALSE_ALARM, p_value
+
+transformers = pytest.importorskip("transformers")
+
+from specdecode.integrations import transformers as integration  # noqa: E402
+from specdecode.integrations.transformers import PromptLookup, TokenKind, generate  # noqa: E402
+
+VOCAB = 8
+NEW = 16
+PROMPTS = [[3, 1, 4, 1, 5], [2], [7, 1, 0], [6, 6, 2, 5, 3, 1, 4], [0, 5]]
+TEMPERATURE = torch.tensor([1.0, 0.7, 0.0, 1.3, 0.0])
+
+
+def build(model_class, config, scale=0.35):
+    model = model_class(config).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.copy_(scale * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+        model.get_output_embeddings().weight.mul_(3)
+    return model
+
+
+def llama(vocab_size=VOCAB, layers=2, positions=64, scale=0.35):
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=layers,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return build(transformers.LlamaForCausalLM, config, scale)
+
+
+def gpt2(positions=64):
+    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": positions}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    return build(transformers.GPT2LMHeadModel, config)
+
+
+def mistral():
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        sliding_window=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return build(transformers.MistralForCausalLM, config)
+
+
+def noisy(model, scale, seed=1):
+    """A drafter that correlates with the target: its weights plus noise."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(scale * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    return model
+
+
+TARGETS = {"llama": llama(), "gpt2": gpt2()}
+DRAFTERS = {
+    "close": lambda target: noisy(target, 0.03),
+    "far": lambda target: noisy(target, 0.5),
+    "other": lambda target: TARGETS["gpt2" if target is TARGETS["llama"] else "llama"],
+    "itself": lambda target: target,
+    "lookup": lambda target: PromptLookup(),
+}
+
+
+def padded(prompts):
+    """Left-padded ids, the padding being ids that no embedding knows, and the mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[-100] * (width - len(prompt)) + prompt for prompt in prompts])
+    return ids, (ids >= 0).long()
+
+
+def texts(output, prompts=PROMPTS):
+    """Prompt and new tokens of every request, without padding."""
+    width = max(map(len, prompts))
+    rows = zip(prompts, output.sequences.tolist(), output.num_generated.tolist())
+    return [row[width - len(prompt) : width + count] for prompt, row, count in rows]
+
+
+@torch.no_grad()
+def one_by_one(target, prompt, new, temperature, seed):
+    ids = list(prompt)
+    for _ in range(new):
+        logits = target(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+        token = sample(logits, float(temperature), seeds=torch.tensor([seed]), positions=torch.tensor([len(ids)]))
+        ids.append(int(token))
+    return ids
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What plain seeded sampling says, per target: request i has seed 100 + i."""
+    return {
+        name: [one_by_one(target, prompt, NEW, TEMPERATURE[i], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        for name, target in TARGETS.items()
+    }
+
+
+def ragged(target, draft, **options):
+    """Generate for all prompts at once."""
+    options = {"max_new_tokens": NEW, "temperature": TEMPERATURE, "seeds": 100} | options
+    return generate(target, draft, *padded(PROMPTS), **options)
+
+
+class TestStrict:
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_no_drafter_is_plain_seeded_sampling(self, name, plain):
+        output = ragged(TARGETS[name], None)
+        assert texts(output) == plain[name]
+        assert (output.target_calls, output.draft_calls, output.stats) == (NEW, 0, None)
+        assert (output.token_kinds == TokenKind.PLAIN).all()
+
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_any_drafter_gives_the_plain_tokens_in_a_ragged_batch(self, name, drafter, plain):
+        output = ragged(TARGETS[name], DRAFTERS[drafter](TARGETS[name]), method="strict")
+        assert texts(output) == plain[name]
+        assert 0 < output.stats.accepted_tokens < output.stats.draft_tokens or drafter == "itself"
+
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_any_drafter_gives_the_plain_tokens_to_one_request(self, name, drafter, plain):
+        target, ids = TARGETS[name], torch.tensor([PROMPTS[0]])
+        output = generate(
+            target, DRAFTERS[drafter](target), ids, method="strict", num_draft_tokens=3, max_new_tokens=NEW, seeds=100
+        )
+        assert output.sequences.tolist() == plain[name][:1]
+
+    def test_sliding_windows_slide_past_their_width(self):
+        target = mistral()
+        expected = [one_by_one(target, prompt, NEW, TEMPERATURE[i], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        for draft in (None, noisy(target, 0.05), PromptLookup()):
+            assert texts(ragged(target, draft, method="strict")) == expected
+
+
+class TestGreedy:
+    @pytest.mark.parametrize("method", ["strict", "probabilistic"])
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_temperature_zero_is_greedy_generation(self, name, method):
+        target, (ids, mask) = TARGETS[name], padded(PROMPTS)
+        ids = ids.clamp(min=0)
+        expected = target.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None
+        )
+        for draft in (None, noisy(target, 0.05), PromptLookup()):
+            output = generate(target, draft, ids, mask, method=method, max_new_tokens=NEW, temperature=0.0)
+            assert torch.equal(output.sequences, expected)
+
+
+class TestLaw:
+    """Chi-square of the joint law of 3 tokens, by many requests with different seeds in one call.
+
+    With 50,000 requests and at most 63 degrees of freedom a law that is wrong by a total variation of 0.027 is seen 999
+    times in 1,000: N = lambda / (4 TV^2), lambda = 142.
+    """
+
+    VOCAB, NEW, REQUESTS = 4, 3, 50_000
+    PROMPT = (0, 0, 3, 3)
+
+    @torch.no_grad()
+    def law(self, model):
+        """The joint law by enumeration: [VOCAB ** NEW] probabilities."""
+        ids = torch.tensor([[*self.PROMPT, *tokens] for tokens in product(range(self.VOCAB), repeat=self.NEW)])
+        log_probs = model(input_ids=ids).logits.log_softmax(-1)[:, -self.NEW - 1 : -1]
+        return log_probs.gather(2, ids[:, -self.NEW :, None]).sum((1, 2)).exp().numpy()
+
+    @pytest.mark.parametrize("drafter", ["model", "lookup"])
+    def test_probabilistic_has_the_law_of_the_target(self, drafter):
+        target = llama(self.VOCAB, layers=1, scale=0.2)
+        other = noisy(target, 0.1)
+        ids = torch.tensor([self.PROMPT]).expand(self.REQUESTS, -1)
+        draft = other if drafter == "model" else PromptLookup()
+        output = generate(target, draft, ids, num_draft_tokens=2, max_new_tokens=self.NEW, seeds=0)
+        assert 0.2 < output.stats.acceptance_rate < 0.8  # both verdicts take part
+        codes = output.sequences[:, -self.NEW :].numpy() @ self.VOCAB ** np.arange(self.NEW)[::-1]
+        counts = np.bincount(codes, minlength=self.VOCAB**self.NEW)
+
+        law, wrong = self.law(target), self.law(other)
+        assert p_value(counts, law) > FALSE_ALARM
+        weight = 0.027 / (0.5 * abs(wrong - law).sum())
+        assert p_value(counts, law + weight * (wrong - law)) < FALSE_ALARM  # the test can fail
+
+
+class TestBatching:
+    @pytest.mark.parametrize("drafter", DRAFTERS)
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_a_request_alone_says_what_it_says_in_a_batch(self, name, drafter):
+        target, draft = TARGETS[name], DRAFTERS[drafter](TARGETS[name])
+        together = texts(ragged(target, draft))
+        for i, prompt in enumerate(PROMPTS):
+            options = {"temperature": TEMPERATURE[i : i + 1], "seeds": 100 + i, "max_new_tokens": NEW}
+            assert generate(target, draft, torch.tensor([prompt]), **options).sequences.tolist() == [together[i]]
+
+    def test_requests_that_end_leave_the_others_alone(self, plain):
+        target = TARGETS["llama"]
+        stop = plain["llama"][0][len(PROMPTS[0]) + 3]
+        cut = [row[: ([*row, stop]).index(stop, len(prompt)) + 1] for row, prompt in zip(plain["llama"], PROMPTS)]
+        assert len({len(row) - len(prompt) for row, prompt in zip(cut, PROMPTS)}) >= 3  # they end at different times
+        for draft in (None, noisy(target, 0.03), target, PromptLookup()):
+            output = ragged(target, draft, method="strict", eos_token_id=stop)
+            assert texts(output) == cut
+            generated = output.sequences[:, -int(output.num_generated.max()) :]
+            padding = torch.arange(generated.shape[1]) >= output.num_generated[:, None]
+            assert (generated[padding] == stop).all()
+            assert torch.equal(output.token_kinds == -1, padding)
+
+    def test_an_accepted_stop_token_cuts_the_drafts_behind_it(self, plain):
+        target = TARGETS["llama"]
+        row = plain["llama"][0]
+        stop = row[len(PROMPTS[0]) + 1]
+        end = row.index(stop, len(PROMPTS[0])) + 1
+        steps = []
+        output = generate(
+            target,
+            target,
+            torch.tensor(PROMPTS[:1]),
+            method="strict",
+            max_new_tokens=NEW,
+            seeds=100,
+            eos_token_id=[stop],
+            on_step=steps.append,
+        )
+        assert output.sequences.tolist() == [row[:end]]
+        drafted = end - len(PROMPTS[0])
+        assert drafted <= 4
+        assert [step.draft_token_ids for step in steps] == [row[len(PROMPTS[0]) : end]]
+        assert output.stats.draft_tokens == output.stats.accepted_tokens == drafted
+
+    def test_stop_and_padding_tokens_default_to_the_generation_config(self, plain):
+        target = copy.deepcopy(TARGETS["llama"])
+        stop = plain["llama"][0][len(PROMPTS[0]) + 3]
+        target.generation_config.eos_token_id, target.generation_config.pad_token_id = [stop], 6
+        output = ragged(target, PromptLookup(), method="strict")
+        assert texts(output) == texts(ragged(TARGETS["llama"], None, eos_token_id=stop))
+        assert (output.sequences[:, -output.token_kinds.shape[1] :][output.token_kinds == -1] == 6).all()
+        assert texts(ragged(target, None, eos_token_id=[])) == plain["llama"]
+
+
+class TestLimits:
+    @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 11])
+    def test_never_a_token_more_nor_a_call_in_vain(self, new):
+        target = TARGETS["llama"]
+        output = ragged(target, target, max_new_tokens=new)
+        assert output.num_generated.tolist() == [new] * len(PROMPTS)
+        assert output.target_calls == -(-new // 5)  # all drafts stand, so 4 + 1 tokens a call
+        assert output.draft_calls == new - output.target_calls
+        assert output.stats.acceptance_rate == 1 or new == 1
+
+    def test_max_length_counts_the_prompt_and_its_padding(self):
+        output = ragged(TARGETS["llama"], PromptLookup(), max_new_tokens=None, max_length=12)
+        assert output.sequences.shape[1] == 12
+
+    @pytest.mark.parametrize("build_model", [llama, gpt2])
+    def test_the_last_position_of_a_model_can_be_used(self, build_model):
+        positions = 7 + NEW
+        target = build_model(positions=positions)
+        expected = texts(ragged(target, None))
+        assert max(map(len, expected)) == positions
+        assert texts(ragged(target, noisy(target, 0.03), method="strict", num_draft_tokens=9)) == expected
+
+    @pytest.mark.parametrize("who", ["target", "draft"])
+    def test_positions_beyond_the_last_are_refused(self, who):
+        short, long = llama(positions=7 + NEW - 1), TARGETS["llama"]
+        with pytest.raises(ValueError, match=rf"max_new_tokens: the {who} model has 22 positions, .* 23 tokens"):
+            ragged(*((short, long) if who == "target" else (long, short)))
+
+
+class TestCaches:
+    def test_caches_are_rolled_back_to_the_longest_request(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        draft = noisy(target, 0.1)
+        lengths = dict(enumerate(map(len, PROMPTS)))  # of requests that go on
+        calls = {target: [], draft: []}
+
+        def on_call(model, _args, options, _output):
+            (columns,) = {layer.keys.shape[-2] for layer in options["past_key_values"].layers}
+            calls[model].append((columns - max(lengths.values()), options["input_ids"].shape[1]))
+
+        def on_step(step):
+            lengths[step.request] += len(step.token_ids)
+            if lengths[step.request] == len(PROMPTS[step.request]) + NEW:
+                del lengths[step.request]
+
+        for model in calls:
+            model.register_forward_hook(on_call, with_kwargs=True)
+        output = ragged(target, draft, num_draft_tokens=3, on_step=on_step)
+        assert 0.1 < output.stats.acceptance_rate < 0.9
+        # The prompt is fed once; then the last token and the drafts, and the cache holds the longest request and these.
+        assert calls[target][0] == (3, 7 + 3)
+        assert all(beyond == fed - 1 <= 3 for beyond, fed in calls[target][1:])
+        assert calls[draft][0] == (0, 7)
+        assert all(beyond <= 2 and fed <= 2 for beyond, fed in calls[draft][1:])
+        assert len(calls[target]) == output.target_calls
+        assert len(calls[draft]) == output.draft_calls
+
+    @pytest.mark.parametrize("name", TARGETS)
+    def test_drafts_are_what_the_draft_model_says_without_a_cache(self, name):
+        target = TARGETS[name]
+        draft = noisy(target, 0.1)
+        texts, steps = dict(enumerate(PROMPTS)), []
+        output = ragged(target, draft, method="strict", num_draft_tokens=3, on_step=steps.append)
+        assert 0.1 < output.stats.acceptance_rate < 0.9
+        for row, token_ids, _, draft_ids in steps:
+            drafted = one_by_one(draft, texts[row], len(draft_ids), TEMPERATURE[row], 100 + row)
+            assert drafted == texts[row] + draft_ids
+            texts[row] = texts[row] + token_ids
+
+    def test_a_drafter_that_is_the_target_is_always_right(self):
+        for method in ("strict", "probabilistic"):
+            for name in TARGETS:
+                assert ragged(TARGETS[name], TARGETS[name], method=method).stats.acceptance_rate == 1
+
+    @pytest.mark.parametrize(
+        "mutant", ["keeps rejected columns", "moves all rows alike", "drops no finished row's cache"]
+    )
+    def test_mutants_are_caught(self, mutant, monkeypatch, plain):
+        """Break the roll-back and see the tokens of strict verification change."""
+        target = TARGETS["llama"]
+        original = integration._CachedModel.realign
+
+        def realign(self, alignment):
+            alignment = copy.copy(alignment)
+            if mutant == "keeps rejected columns":
+                alignment.columns = alignment.columns + 1
+                alignment.max_shift = min(alignment.max_shift + 1, self.cache.get_seq_length() - alignment.width + 1)
+            elif mutant == "moves all rows alike":
+                alignment.is_crop = True
+            elif alignment.rows is not None:
+                alignment.rows = torch.arange(len(alignment.rows))
+            original(self, alignment)
+
+        stop = plain["llama"][0][len(PROMPTS[0]) + 3]
+        good = texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop))
+        assert good == texts(ragged(target, None, eos_token_id=stop))
+        monkeypatch.setattr(integration._CachedModel, "realign", realign)
+        assert texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop)) != good
+
+
+class TestSteps:
+    @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+    def test_steps_add_up_to_the_output(self, drafter):
+        target, steps = TARGETS["gpt2"], []
+        draft = drafter and DRAFTERS[drafter](target)
+        output = ragged(target, draft, on_step=steps.append)
+        tokens, kinds = [[] for _ in PROMPTS], [[] for _ in PROMPTS]
+        for step in steps:
+            accepted = step.kinds.count(TokenKind.ACCEPTED)
+            assert step.kinds[:accepted] == [TokenKind.ACCEPTED] * accepted
+            assert step.token_ids[:accepted] == step.draft_token_ids[:accepted]
+            last = TokenKind.RECOVERED if accepted < len(step.draft_token_ids) else TokenKind.BONUS
+            assert step.kinds[accepted:] == [last if step.draft_token_ids else TokenKind.PLAIN]
+            if last == TokenKind.RECOVERED and drafter == "lookup":
+                assert step.token_ids[-1] != step.draft_token_ids[accepted]
+            tokens[step.request] += step.token_ids
+            kinds[step.request] += step.kinds
+        assert output.sequences[:, -NEW:].tolist() == tokens
+        assert output.token_kinds.tolist() == kinds
+        if drafter:
+            assert output.stats.accepted_tokens == int((output.token_kinds == TokenKind.ACCEPTED).sum())
+            assert output.stats.draft_tokens == sum(len(step.draft_token_ids) for step in steps)
+            assert output.stats.drafts == sum(bool(step.draft_token_ids) for step in steps)
+
+    @pytest.mark.parametrize("rate", [0.0, 1.0])
+    def test_a_synthetic_sampler_brings_its_schedule(self, rate):
+        target = TARGETS["llama"]
+        schedule = AcceptanceSchedule.from_mean_rate(rate, num_draft_tokens=3)
+        sampler = RejectionSampler("synthetic", schedule=schedule)
+        output = ragged(target, noisy(target, 0.5), method=sampler, num_draft_tokens=3, temperature=1.0)
+        assert output.stats.acceptance_rate == rate
+        assert output.num_generated.tolist() == [NEW] * len(PROMPTS)
+
+
+class TestPromptLookup:
+    @settings(max_examples=200, deadline=None)
+    @given(
+        st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3),
+        st.integers(1, 4),
+        st.integers(0, 6),
+    )
+    def test_it_copies_what_followed_the_latest_longest_match(self, rows, max_ngram, num_draft_tokens):
+        width = max(map(len, rows))
+        tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])  # padding that looks like a token
+        lengths = torch.tensor([len(row) for row in rows])
+        drafts = PromptLookup(max_ngram).propose(tokens, lengths, num_draft_tokens)
+        assert drafts.tolist() == [self.look_up(row, max_ngram, num_draft_tokens) for row in rows]
+
+    @staticmethod
+    def look_up(row, max_ngram, num_draft_tokens):
+        for size in range(min(max_ngram, len(row) - 1), 0, -1):
+            for start in range(len(row) - size - 1, -1, -1):
+                if row[start : start + size] == row[-size:]:
+                    copied = list(row)
+                    for i in range(num_draft_tokens):
+                        copied.append(copied[start + size + i])
+                    return copied[len(row) :]
+        return [-1] * num_draft_tokens
+
+
+class TestModels:
+    @pytest.mark.parametrize("draft_vocab", [199, 201])
+    def test_vocabularies_padded_differently_fit(self, draft_vocab):
+        target = llama(200)
+        ids = torch.tensor([[199, 7, 198]])  # the smaller drafter has no token 199
+        expected = generate(target, None, ids, max_new_tokens=NEW, seeds=3).sequences
+        draft = llama(draft_vocab, layers=1)
+        for method in ("strict", "probabilistic"):
+            steps = []
+            output = generate(target, draft, ids, method=method, max_new_tokens=NEW, seeds=3, on_step=steps.append)
+            assert max(max(step.draft_token_ids, default=0) for step in steps) < min(draft_vocab, 200)
+            assert method == "probabilistic" or torch.equal(output.sequences, expected)
+
+    def test_a_wrapper_that_takes_any_argument_gets_all(self, plain):
+        class Wrapper(torch.nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.model, self.config, self.device = model, model.config, model.device
+
+            def forward(self, *args, **kwargs):
+                return self.model(*args, **kwargs)
+
+        assert texts(ragged(Wrapper(TARGETS["gpt2"]), PromptLookup(), method="strict")) == plain["gpt2"]
+
+    def test_models_run_as_they_are_and_nothing_is_written_to(self):
+        target, draft = copy.deepcopy(TARGETS["llama"]).train(), noisy(TARGETS["llama"], 0.03).train()
+        ids, mask = padded(PROMPTS)
+        before, masked, temperature = ids.clone(), mask.clone(), TEMPERATURE.clone()
+        output = generate(target, draft, ids, mask, max_new_tokens=4, temperature=temperature, seeds=0)
+        assert target.training
+        assert draft.training
+        assert torch.equal(ids, before)
+        assert torch.equal(mask, masked)
+        assert torch.equal(temperature, TEMPERATURE)
+        assert not output.sequences.is_inference()
+        assert all(weight.grad is None for weight in target.parameters())
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
+    def test_models_may_be_on_any_device(self, draft_device, plain):
+        target = copy.deepcopy(TARGETS["llama"]).cuda()
+        output = ragged(target, noisy(TARGETS["llama"], 0.03).to(draft_device), method="strict")
+        assert output.sequences.device.type == "cpu"  # where the prompts were
+        assert texts(output) == plain["llama"]
+        assert ragged(target, copy.deepcopy(target).to(draft_device)).stats.acceptance_rate > 0.99
+
+    def test_inference_mode_changes_nothing(self):
+        target, draft = TARGETS["llama"], noisy(TARGETS["llama"], 0.03)
+        with torch.inference_mode():
+            inside = ragged(target, draft)
+        assert torch.equal(inside.sequences, ragged(target, draft).sequences)
+        assert inside.stats.acceptance_rate > 0
+
+    def test_recurrent_models_are_refused(self):
+        config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, state_size=4, num_hidden_layers=1)
+        mamba = transformers.MambaForCausalLM(config)
+        with pytest.raises(ValueError, match=r"target: expected a decoder .* got MambaForCausalLM"):
+            ragged(mamba, None)
+        with pytest.raises(ValueError, match=r"draft: expected a decoder .* got MambaForCausalLM"):
+            ragged(TARGETS["llama"], mamba)
+
+    def test_layers_that_keep_other_state_are_refused(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        target.config.layer_types = ["full_attention", "linear_attention"]
+        with pytest.raises(ValueError, match="LlamaForCausalLM with layers of type linear_attention"):
+            ragged(target, None)
+
+    def test_encoder_decoders_are_refused(self):
+        sizes = {"vocab_size": VOCAB, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+        with pytest.raises(ValueError, match=r"target: expected a decoder .* got T5"):
+            ragged(t5, None)
+
+    def test_logits_that_are_not_numbers_are_refused(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        with torch.no_grad():
+            target.get_input_embeddings().weight[PROMPTS[2][-1]] = torch.nan
+        with pytest.raises(ValueError, match="target: expected finite logits, got only NaN or -inf for request"):
+            ragged(target, PromptLookup())
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("message", "options"),
+        [
+            ("max_new_tokens: expected it or max_length, got None and None", {"max_new_tokens": None}),
+            ("max_new_tokens: expected it or max_length, got 3 and 4", {"max_new_tokens": 3, "max_length": 4}),
+            ("max_new_tokens: expected a positive int, got 0", {"max_new_tokens": 0}),
+            (
+                "max_length: expected more than the 3 columns of input_ids, got 3",
+                {"max_new_tokens": None, "max_length": 3},
+            ),
+            ("num_draft_tokens: expected a positive int, got 0", {"num_draft_tokens": 0}),
+            ("num_draft_tokens: expected a positive int, got 2.0", {"num_draft_tokens": 2.0}),
+            ("method: expected one of .* got 'greedy'", {"method": "greedy"}),
+            ("temperature: expected a finite number >= 0, got -1", {"temperature": -1.0}),
+            (r"temperature: expected shape \[1\], got \[2\]", {"temperature": torch.ones(2)}),
+            (r"seeds: expected shape \[1\], got \[2\]", {"seeds": torch.zeros(2, dtype=torch.int64)}),
+            (r"attention_mask: expected shape \[1, 3\]", {"attention_mask": torch.ones(1, 2, dtype=torch.int64)}),
+            ("attention_mask: expected 0 or 1", {"attention_mask": torch.tensor([[0, 1, 2]])}),
+            (r"padding on the left only, .* got \[1, 1, 0\] in row 0", {"attention_mask": torch.tensor([[1, 1, 0]])}),
+            (r"padding on the left only, .* got \[1, 0, 1\] in row 0", {"attention_mask": torch.tensor([[1, 0, 1]])}),
+            (r"a token or more, got \[0, 0, 0\] in row 0", {"attention_mask": torch.tensor([[0, 0, 0]])}),
+            (r"input_ids: expected ids in \[0, 8\), got 8", {"input_ids": torch.tensor([[1, 8, 2]])}),
+            (r"input_ids: expected ids in \[0, 8\), got -100", {"input_ids": torch.tensor([[-100, 1]])}),
+            (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.tensor([1, 2])}),
+            (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
+            ("draft: expected a model with the target's tokenizer, of 8 tokens .* got 9", {"draft": llama(9)}),
+        ],
+    )
+    def test_values(self, message, options):
+        options = {"draft": PromptLookup(), "input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4} | options
+        with pytest.raises(ValueError, match=message):
+            generate(TARGETS["llama"], **options)
+
+    def test_types(self):
+        ids = torch.tensor([[1, 2, 3]])
+        with pytest.raises(TypeError, match="draft: expected a Hugging Face causal language model, got str"):
+            generate(TARGETS["llama"], "lookup", ids, max_new_tokens=4)
+        with pytest.raises(TypeError, match="input_ids: expected dtype int64, got float32"):
+            generate(TARGETS["llama"], None, ids.float(), max_new_tokens=4)
+
+    def test_max_ngram(self):
+        with pytest.raises(ValueError, match="max_ngram: expected a positive int, got 0"):
+            PromptLookup(0)
