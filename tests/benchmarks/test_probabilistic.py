@@ -24,9 +24,7 @@ class Inputs:
         draft = target[:, :DRAFTS] + 0.6 * torch.randn(batch, DRAFTS, VOCAB, generator=generator)
         self.target_logits, self.draft_logits = target.to(dtype), draft.to(dtype)
         sampler = RejectionSampler("probabilistic")
-        steps = [
-            sampler.draft(self.draft_logits[:, i], TEMPERATURE, 0, torch.full((batch,), i)) for i in range(DRAFTS)
-        ]
+        steps = [sampler.draft(self.draft_logits[:, i], TEMPERATURE, 0, torch.full((batch,), i)) for i in range(DRAFTS)]
         self.draft_token_ids = torch.stack([step.token_ids for step in steps], dim=1)
         self.draft_logsumexp = torch.stack([step.logsumexp for step in steps], dim=1)
 
@@ -76,6 +74,7 @@ PROVIDERS = [straightforward, eager, eager_with_logsumexp, strict, greedy]
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_verification_on_the_cpu(benchmark, batch, dtype, provider):
+    benchmark.extra_info["provider"] = provider.__name__
     benchmark.group = f"{batch} requests, {DRAFTS} drafts, {VOCAB:,} tokens, {str(dtype).removeprefix('torch.')}"
     inputs = Inputs(batch, dtype)
     token_ids = benchmark.pedantic(provider, (inputs,), rounds=15, warmup_rounds=3)
