@@ -121,6 +121,30 @@ def on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: its repr, shortened where that is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print ints of more than 4,300 digits
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def check_count(name: str, value: object) -> int:
+    """Return a positive int, or raise."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a positive int, got {shown(value)} ({type(value).__name__})")
+    if value < 1:
+        raise ValueError(f"{name}: expected a positive int, got {shown(value)}")
+    return int(value)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless the value is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {shown(value)}")
+
+
 def check_tensor(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
 ) -> None:
@@ -170,13 +194,18 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature, FLOATS, (batch,), device)
         if on_host(temperature) and not ((temperature >= 0) & temperature.isfinite()).all():
-            raise ValueError(f"temperature: expected finite numbers >= 0, got {temperature.tolist()}")
+            raise ValueError(f"temperature: expected finite numbers >= 0, got {shown(temperature.tolist())}")
         return temperature.detach()
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"temperature: expected a finite number >= 0, got {temperature}")
-    return float(temperature)
+    try:
+        number = float(temperature)
+    except OverflowError:
+        number = math.inf
+    # A number too small for a float is refused, for it would turn into 0, which is greedy.
+    if not (math.isfinite(number) and number >= 0) or (number == 0) != (temperature == 0):
+        raise ValueError(f"temperature: expected a finite float >= 0, got {shown(temperature)}")
+    return number
 
 
 def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor:
@@ -189,7 +218,7 @@ def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) ->
     if isinstance(seeds, bool) or not isinstance(seeds, Integral):
         raise TypeError(f"seeds: expected an int, a [batch] int64 tensor or None, got {type(seeds).__name__}")
     if not INT64.min <= seeds <= INT64.max:
-        raise ValueError(f"seeds: expected an int of 64 bits, got {seeds}")
+        raise ValueError(f"seeds: expected an int of 64 bits, got {shown(seeds)}")
     return torch.arange(batch, dtype=torch.int64, device=device) + int(seeds)
 
 
@@ -199,5 +228,5 @@ def check_positions(positions: Tensor | None, batch: int, device: torch.device) 
         return torch.zeros(batch, dtype=torch.int64, device=device)
     check_tensor("positions", positions, (torch.int64,), (batch,), device)
     if on_host(positions) and (positions < 0).any():
-        raise ValueError(f"positions: expected numbers >= 0, got {positions.tolist()}")
+        raise ValueError(f"positions: expected numbers >= 0, got {shown(positions.tolist())}")
     return positions

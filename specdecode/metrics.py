@@ -12,8 +12,7 @@ import math
 
 import torch
 
-from specdecode.batch import SamplerOutput
-from specdecode.synthetic import checked_count
+from specdecode.batch import SamplerOutput, check_count, shown
 
 
 class AcceptanceStats:
@@ -60,8 +59,11 @@ class AcceptanceStats:
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device | str | None = None) -> None:
-        self.num_draft_tokens = checked_count("num_draft_tokens", num_draft_tokens)
-        self._counts = None if device is None else self._new_counts(device)
+        self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
+        try:
+            self._counts = None if device is None else self._new_counts(torch.device(device))
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device: expected a device of torch's that is there, got {shown(device)}") from error
 
     def update(self, output: SamplerOutput) -> None:
         """Count one verification step, without synchronising.
@@ -173,7 +175,7 @@ class AcceptanceStats:
         width = max(map(len, lines))
         return "\n".join([" Speculative decoding ".center(width, "-"), *lines, "-" * width])
 
-    def _new_counts(self, device: torch.device | str) -> torch.Tensor:
+    def _new_counts(self, device: torch.device) -> torch.Tensor:
         """Return zeros for accepted_i and drafted_i, [2, num_draft_tokens] int64."""
         with torch.inference_mode(False):  # an inference tensor could only be updated in inference mode
             return torch.zeros(2, self.num_draft_tokens, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from specdecode import eager
-from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, check_choice
 from specdecode.drafting import DraftOutput
 from specdecode.noise import DRAFT, SELECT
 from specdecode.synthetic import AcceptanceSchedule
@@ -58,10 +58,8 @@ class RejectionSampler:
     def __init__(
         self, method: Method, *, backend: Backend = "auto", schedule: AcceptanceSchedule | None = None
     ) -> None:
-        if method not in get_args(Method):
-            raise ValueError(f"method: expected one of {', '.join(map(repr, get_args(Method)))}, got {method!r}")
-        if backend not in get_args(Backend):
-            raise ValueError(f"backend: expected one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+        check_choice("method", method, get_args(Method))
+        check_choice("backend", backend, get_args(Backend))
         if backend == "triton":
             raise ValueError("backend: 'triton' is not available in this version, use 'eager' or 'auto'")
         if schedule is not None and not isinstance(schedule, AcceptanceSchedule):

@@ -13,9 +13,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from numbers import Integral, Real
+from numbers import Real
 from operator import mul
 from typing import Literal, cast, get_args
+
+from specdecode.batch import check_choice, check_count, shown
 
 Shape = Literal["decay", "constant", "minimum_variance"]
 
@@ -100,7 +102,7 @@ class AcceptanceSchedule:
         Source: vLLM pull request 38045.
         """
         rate = _checked_real("rate", rate, 0, 1)
-        num_draft_tokens = checked_count("num_draft_tokens", num_draft_tokens)
+        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
         return cls._with_mean(rate * num_draft_tokens, num_draft_tokens, min_decay, shape)
 
     @classmethod
@@ -140,7 +142,7 @@ class AcceptanceSchedule:
 
         Source: vLLM's acceptance length option; llama.cpp for `"constant"`.
         """
-        num_draft_tokens = checked_count("num_draft_tokens", num_draft_tokens)
+        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
         length = _checked_real("length", length, 1, num_draft_tokens + 1)
         return cls._with_mean(length - 1, num_draft_tokens, min_decay, shape)
 
@@ -190,8 +192,7 @@ class AcceptanceSchedule:
     def _with_mean(cls, accepted: float, num_draft_tokens: int, min_decay: float, shape: Shape) -> "AcceptanceSchedule":
         """Build the schedule of `shape` that accepts `accepted` drafts per step in the mean."""
         min_decay = _checked_real("min_decay", min_decay, 0, 1)
-        if shape not in get_args(Shape):
-            raise ValueError(f"shape: expected one of {', '.join(map(repr, get_args(Shape)))}, got {shape!r}")
+        check_choice("shape", shape, get_args(Shape))
         if shape == "minimum_variance":
             return cls(tuple(min(1.0, max(0.0, accepted - i)) for i in range(num_draft_tokens)))
         if shape == "constant":
@@ -236,30 +237,29 @@ def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 def _checked_real(name: str, value: object, low: int, high: int) -> float:
     if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a real number in [{low}, {high}], got {value!r} ({type(value).__name__})")
+        raise TypeError(
+            f"{name}: expected a real number in [{low}, {high}], got {shown(value)} ({type(value).__name__})"
+        )
     number = cast("float", value)  # any Real compares; only mypy does not know
     if not low <= number <= high:  # NaN is refused too
-        raise ValueError(f"{name}: expected a real number in [{low}, {high}], got {value!r}")
+        raise ValueError(f"{name}: expected a real number in [{low}, {high}], got {shown(value)}")
     return float(number)
 
 
-def checked_count(name: str, value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive int, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value!r}")
-    return int(value)
-
-
 def _checked_rates(joint_rates: object) -> tuple[float, ...]:
-    if not isinstance(joint_rates, Iterable):
+    try:
+        values = tuple(cast("Iterable[object]", joint_rates))
+    except TypeError:
+        kind = type(joint_rates).__name__
         raise TypeError(
-            f"joint_rates: expected an iterable of real numbers, got {joint_rates!r} ({type(joint_rates).__name__})"
-        )
-    rates = tuple(_checked_real(f"joint_rates[{i}]", rate, 0, 1) for i, rate in enumerate(joint_rates))
+            f"joint_rates: expected an iterable of real numbers, got {shown(joint_rates)} ({kind})"
+        ) from None
+    rates = tuple(_checked_real(f"joint_rates[{i}]", rate, 0, 1) for i, rate in enumerate(values))
     if not rates:
         raise ValueError("joint_rates: expected one rate per draft position, got none")
     for i, (before, rate) in enumerate(pairwise(rates), start=1):
         if rate > before:
-            raise ValueError(f"joint_rates[{i}]: expected at most {before!r}, the rate before it, got {rate!r}")
+            raise ValueError(
+                f"joint_rates[{i}]: expected at most {shown(before)}, the rate before it, got {shown(rate)}"
+            )
     return rates

@@ -4,7 +4,11 @@ import sys
 import tarfile
 import zipfile
 
-REQUIRED = {"specdecode/py.typed", "specdecode/demo/target/model.safetensors", "specdecode/demo/draft/model.safetensors"}
+REQUIRED = {
+    "specdecode/py.typed",
+    "specdecode/demo/target/model.safetensors",
+    "specdecode/demo/draft/model.safetensors",
+}
 
 
 def main(wheel: str, sdist: str) -> None:

@@ -520,9 +520,8 @@ class TestErrors:
                 {"max_new_tokens": None, "max_length": 3},
             ),
             ("num_draft_tokens: expected a positive int, got 0", {"num_draft_tokens": 0}),
-            ("num_draft_tokens: expected a positive int, got 2.0", {"num_draft_tokens": 2.0}),
             ("method: expected one of .* got 'greedy'", {"method": "greedy"}),
-            ("temperature: expected a finite number >= 0, got -1", {"temperature": -1.0}),
+            ("temperature: expected a finite float >= 0, got -1", {"temperature": -1.0}),
             (r"temperature: expected shape \[1\], got \[2\]", {"temperature": torch.ones(2)}),
             (r"seeds: expected shape \[1\], got \[2\]", {"seeds": torch.zeros(2, dtype=torch.int64)}),
             (r"attention_mask: expected shape \[1, 3\]", {"attention_mask": torch.ones(1, 2, dtype=torch.int64)}),
@@ -548,6 +547,8 @@ class TestErrors:
             generate(TARGETS["llama"], "lookup", ids, max_new_tokens=4)
         with pytest.raises(TypeError, match="input_ids: expected dtype int64, got float32"):
             generate(TARGETS["llama"], None, ids.float(), max_new_tokens=4)
+        with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):
+            generate(TARGETS["llama"], None, ids, num_draft_tokens=2.0, max_new_tokens=4)
 
     def test_max_ngram(self):
         with pytest.raises(ValueError, match="max_ngram: expected a positive int, got 0"):

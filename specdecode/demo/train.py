@@ -151,9 +151,7 @@ def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def sample(
-    model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float
-) -> torch.Tensor:
+def sample(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int, temperature: float) -> torch.Tensor:
     """Prompts and their continuations; temperature 0 is greedy."""
     text, cache = [prompts], None
     for _ in range(new_tokens):
@@ -187,9 +185,7 @@ def overlap(
     return total / len(text)
 
 
-def acceptance(
-    target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, temperature: float
-) -> float:
+def acceptance(target: LlamaForCausalLM, draft: LlamaForCausalLM, data: torch.Tensor, temperature: float) -> float:
     """The overlap where the target itself has written 200 tokens after each held-out prompt."""
     prompts = data[: len(data) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:, :64]
     text = sample(target, prompts, 200, temperature)
@@ -231,9 +227,7 @@ def fit(
     model.load_state_dict(best_weights)
 
 
-def train_target(
-    data: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace
-) -> LlamaForCausalLM:
+def train_target(data: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace) -> LlamaForCausalLM:
     """Next-token prediction on random windows of the corpus.
 
     Half of the steps see four times as many windows of a quarter of the length: a prompt is
@@ -303,9 +297,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4096, help="texts the target writes")
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--draft-lr", type=float, default=6e-3)
-    parser.add_argument(
-        "--weight-decay", type=float, default=1.5, help="strong, for the corpus is small"
-    )
+    parser.add_argument("--weight-decay", type=float, default=1.5, help="strong, for the corpus is small")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdecode.batch import on_host
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, select
+from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, log_sum, select
 from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
 from specdecode.noise import SELECT
@@ -17,7 +17,7 @@ def logprob(logits: Tensor, token_ids: Tensor, temperature: Tensor) -> tuple[Ten
     """Return the log-probability of one token per row, [rows], and whether the row has nothing to choose from."""
     scaled, peak = centre(logits, temperature)
     picked = scaled.gather(1, token_ids[:, None]).squeeze(1)
-    return picked - scaled.exp_().sum(dim=1).log(), peak == -torch.inf
+    return picked - log_sum(scaled.exp_()), peak == -torch.inf
 
 
 def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
@@ -28,18 +28,29 @@ def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tenso
 
 
 def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
-    """Return log q(x) of each row's draft: 0 for a deterministic drafter; no row is read where its logsumexp is known."""
-    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
-    if steps.draft_logits is None:
+    """Return log q(x) of each row's draft: 0 for a deterministic drafter."""
+    draft_logits, token_ids, temperature = (
+        steps.draft_logits,
+        steps.draft_token_ids[rows, offset],
+        steps.temperature[rows],
+    )
+    if draft_logits is None:
         return torch.zeros_like(temperature)
+
+    def read(rows: Rows) -> tuple[Tensor, ...]:
+        token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
+        return by_chunks(logprob, steps.vocab, draft_logits[rows, offset], token_ids, temperature)[:1]
+
     if steps.draft_logsumexp is None:
-        return by_chunks(logprob, steps.vocab, steps.draft_logits[rows, offset], token_ids, temperature)[0]
-    logit = steps.draft_logits[steps.requests[rows], offset, token_ids].to(temperature.dtype)
-    logsumexp = steps.draft_logsumexp[rows, offset].to(temperature.dtype)
-    # A row whose logsumexp is infinite is a point mass: on a +inf, or on token 0 where everything is -inf.
-    on_point = torch.where(logsumexp > 0, logit == torch.inf, token_ids == 0)
-    point_mass = torch.zeros_like(logit).masked_fill(~on_point, -torch.inf)
-    return torch.where(logsumexp.isinf(), point_mass, logit / temperature - logsumexp)
+        return read(rows)[0]
+    # A row whose logsumexp is known need not be read, unless that is infinite: then only the row tells where its peak is.
+    logsumexp = steps.draft_logsumexp[:, offset].to(temperature.dtype)
+    logprobs = torch.empty_like(steps.temperature)
+    logprobs[rows] = draft_logits[steps.requests[rows], offset, token_ids] / temperature - logsumexp[rows]
+    asked = torch.zeros_like(steps.standing)
+    asked[rows] = True
+    fill((logprobs,), asked & logsumexp.isinf(), read)
+    return logprobs[rows]
 
 
 def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def centre(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         logits: [rows, vocab] any float.
         temperature: [rows], in the dtype to compute in, > 0.
     """
-    scaled = logits.to(temperature.dtype, copy=True).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # Contiguous whatever the layout of the logits: it decides in which order PyTorch adds.
+    scaled = logits.to(temperature.dtype, copy=True, memory_format=torch.contiguous_format)
+    scaled.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     peak = scaled.amax(dim=1, keepdim=True)
     finite = peak.isfinite()
     if on_host(peak) and bool(finite.all()):
@@ -75,6 +77,11 @@ def block_sums(weights: Tensor) -> Tensor:
     sums = weights[:, : whole * BLOCK_SIZE].view(rows, whole, BLOCK_SIZE).sum(dim=2)
     rest = weights[:, whole * BLOCK_SIZE :]
     return sums if rest.shape[1] == 0 else torch.cat([sums, rest.sum(dim=1, keepdim=True)], dim=1)
+
+
+def log_sum(weights: Tensor) -> Tensor:
+    """Return the logarithm of each row's sum, [rows], adding block by block as `select` does."""
+    return block_sums(weights).sum(dim=1).log()
 
 
 def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[Domain, Domain]) -> Tensor:

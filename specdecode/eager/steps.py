@@ -59,9 +59,13 @@ class Steps:
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> Tensor:
     """Return one temperature per request in the dtype to compute in: float64 for float64 logits, else float32.
 
-    Values that could not be checked on the host are made harmless: NaN and negative ones are greedy, infinite ones finite.
+    What the dtype cannot hold goes to its nearest positive number, so that only 0 is greedy. Values that could not be
+    checked on the host are made harmless: NaN and negative ones are greedy.
     """
     dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in logits} else torch.float32
+    limits = torch.finfo(dtype)
     if not isinstance(temperature, Tensor):
+        if temperature > 0:
+            temperature = min(max(temperature, limits.tiny), limits.max)
         return torch.full((len(logits[0]),), temperature, dtype=dtype, device=logits[0].device)
-    return temperature.to(dtype).nan_to_num(nan=0).clamp(min=0)
+    return temperature.to(dtype).clamp(limits.tiny, limits.max).where(temperature > 0, 0)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import takewhile
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdecode import AcceptanceStats, RejectionSampler
-from specdecode.batch import check_seeds, check_temperature, check_tensor, check_type
+from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type
 from specdecode.sampler import Method
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
@@ -117,7 +116,7 @@ class PromptLookup:
     max_ngram: int = 3
 
     def __post_init__(self) -> None:
-        _check_count("max_ngram", self.max_ngram)
+        check_count("max_ngram", self.max_ngram)
 
     def propose(self, token_ids: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """Look the drafts up.
@@ -204,7 +203,7 @@ def generate(
         True
     """
     sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
-    _check_count("num_draft_tokens", num_draft_tokens)
+    check_count("num_draft_tokens", num_draft_tokens)
     target_model = _CachedModel("target", target)
     draft_model = None if draft is None or isinstance(draft, PromptLookup) else _CachedModel("draft", draft)
     mask = _check_prompts(input_ids, attention_mask, target_model.vocab_size)
@@ -466,18 +465,12 @@ class _CachedModel:
         return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
 
 
-def _check_count(name: str, value: object) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a positive int, got {value!r}")
-    return int(value)
-
-
 def _check_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_width: int) -> int:
     if max_new_tokens is not None and max_length is None:
-        return _check_count("max_new_tokens", max_new_tokens)
+        return check_count("max_new_tokens", max_new_tokens)
     if max_length is None or max_new_tokens is not None:
         raise ValueError(f"max_new_tokens: expected it or max_length, got {max_new_tokens} and {max_length}")
-    if _check_count("max_length", max_length) <= prompt_width:
+    if check_count("max_length", max_length) <= prompt_width:
         raise ValueError(f"max_length: expected more than the {prompt_width} columns of input_ids, got {max_length}")
     return max_length - prompt_width
 
