@@ -510,7 +510,8 @@ def with_value(tensor: Tensor, value: float, everywhere: bool) -> Tensor:
     """The tensor with a value in its first place or in all, as near as its dtype comes to it."""
     if not tensor.is_floating_point():
         value = int(value) if math.isfinite(value) else -3
-    changed = torch.full_like(tensor.detach(), value).contiguous()
+    wide = torch.float64 if tensor.is_floating_point() else torch.int64
+    changed = torch.full(tensor.shape, value, dtype=wide, device=tensor.device).to(tensor.dtype)
     if not everywhere:
         changed.view(-1)[1:] = tensor.detach().flatten()[1:]
     return changed

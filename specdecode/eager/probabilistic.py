@@ -29,28 +29,24 @@ def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tenso
 
 def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
     """Return log q(x) of each row's draft: 0 for a deterministic drafter."""
-    draft_logits, token_ids, temperature = (
-        steps.draft_logits,
-        steps.draft_token_ids[rows, offset],
-        steps.temperature[rows],
-    )
-    if draft_logits is None:
-        return torch.zeros_like(temperature)
-
-    def read(rows: Rows) -> tuple[Tensor, ...]:
-        token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
-        return by_chunks(logprob, steps.vocab, draft_logits[rows, offset], token_ids, temperature)[:1]
-
+    if steps.draft_logits is None:
+        return torch.zeros_like(steps.temperature[rows])
     if steps.draft_logsumexp is None:
-        return read(rows)[0]
+        return read_draft_logprob(steps, rows, offset)[0]
+    logit = steps.draft_logits[steps.requests, offset, steps.draft_token_ids[:, offset]]
+    logsumexp = steps.draft_logsumexp[:, offset].to(steps.temperature.dtype)
+    logprobs = logit / steps.temperature - logsumexp
     # A row whose logsumexp is known need not be read, unless that is infinite: then only the row tells where its peak is.
-    logsumexp = steps.draft_logsumexp[:, offset].to(temperature.dtype)
-    logprobs = torch.empty_like(steps.temperature)
-    logprobs[rows] = draft_logits[steps.requests[rows], offset, token_ids] / temperature - logsumexp[rows]
-    asked = torch.zeros_like(steps.standing)
-    asked[rows] = True
-    fill((logprobs,), asked & logsumexp.isinf(), read)
+    asked = torch.zeros_like(steps.standing).index_fill_(0, steps.requests[rows], True)
+    fill((logprobs,), asked & logsumexp.isinf(), lambda rows: read_draft_logprob(steps, rows, offset))
     return logprobs[rows]
+
+
+def read_draft_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, ...]:
+    """Return log q(x) of each row's draft from the row itself, as the only one of a tuple."""
+    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
+    assert steps.draft_logits is not None
+    return by_chunks(logprob, steps.vocab, steps.draft_logits[rows, offset], token_ids, temperature)[:1]
 
 
 def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor) -> Tensor:
