@@ -1,9 +1,17 @@
 """The text-book floor: every algorithm of specdecode for one request, in NumPy and float64.
 
-Read the rooms in this order: [`philox`][reference.philox] (noise), [`selection`][reference.selection] (how any token is
-drawn), [`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
-[`synthetic`][reference.synthetic]. Each has a `verify` that returns the very tokens which the package returns for the
-same logits, seed and position.
+The setting. A language model, the *target*, says one token per call: it turns the tokens so far into logits, and the token
+is drawn from p = softmax(logits / temperature). A cheaper model, the *draft*, runs ahead and proposes K tokens, each drawn
+from its own q. The target then scores all of them in a single call, which gives K + 1 rows of logits: row i is its
+distribution of the token at draft i, given the text and drafts 0 to i - 1, and the last row that of the token after them.
+*Verification* accepts a beginning of the drafts and adds one token: a *recovered* token where a draft was rejected, a
+*bonus* token where all stood. It must do so without changing what the target alone would have said, and the more drafts
+it accepts, the fewer calls of the target a text takes.
+
+Read the rooms in this order: [`philox`][reference.philox] (noise; on a first reading, only what `uniform` and `gumbel`
+return matters), [`selection`][reference.selection] (how any token is drawn), [`greedy`][reference.greedy],
+[`strict`][reference.strict], [`probabilistic`][reference.probabilistic], [`synthetic`][reference.synthetic]. The last four
+have a `verify`, which returns the very tokens that the package returns for the same logits, seed and position.
 
 This package imports nothing of specdecode and specdecode imports nothing of it: an oracle that shared code with what it
 judges would be no oracle.
@@ -21,7 +29,7 @@ class Verdict(NamedTuple):
     margin: float
     """How far the closest of the step's decisions was from falling the other way, in nats.
 
-    An implementation that rounds by less than this must return the same tokens.
+    An implementation in which no difference of two scores is off by this much must return the same tokens.
     """
 
     invalid: bool = False

@@ -79,8 +79,9 @@ def philox4x32(counter, key, rounds: int = 10):
 def uniform(seed: int, position: int, index, domain: Domain):
     """Return the uniform number in (0, 1) that belongs to (seed, position, index, domain).
 
-    Two words make 64 bits, rounded to a float32: near 0 it keeps 24 significant bits all the way down to 2^-65. That is
-    what lets a token 40 nats less likely than another be drawn at all. The clip keeps both ends out.
+    high / 2^32 + low / 2^64 in float32, each term and then their sum rounded to nearest: 24 significant bits down to about
+    2^-40, and multiples of 2^-64 below. That is what lets a token 40 nats less likely than another be drawn at all. The
+    clip keeps both ends out.
 
     >>> numbers = uniform(seed=1, position=0, index=np.arange(100_000), domain=Domain.ACCEPT)
     >>> bool(abs(numbers.mean() - 0.5) < 0.005), bool(0 < numbers.min() and numbers.max() < 1)

@@ -6,7 +6,8 @@ the drafter does; exactness needs no further proof.
 
 How often does it accept? With drafts drawn independently of y, P(x = y) = sum_j p_j q_j, which is poor. But a drafter may
 use the same Gumbel noise as the target: where p and q are close, the same token wins both races. That is the Gumbel
-coupling, and it comes close to the best possible sum_j min(p_j, q_j) without looking at q at all when verifying.
+coupling. With TV the total variation between p and q, it accepts with a probability between (1 - TV) / (1 + TV) and
+1 - TV, where 1 - TV = sum_j min(p_j, q_j) is the best that anything can do, and needs no look at q when verifying.
 
 Left out: draft logits, which are of no use here. Source: Daliri, Musco, Suresh, "Coupling without communication and
 drafter-invariant speculative decoding" (2024), algorithm 2 and theorem 2.
@@ -21,8 +22,10 @@ from reference.selection import is_invalid, sample
 def match_probabilities(target_weights, draft_weights):
     """Return, for each token j, the probability that target and draft both pick j from shared Gumbel noise.
 
-    1 / sum_i max(p_i / p_j, q_i / q_j): each i wins a race against j iff it wins it under p or under q, and the
-    exponential clocks of Gumbel-max add up. The weights need not be normalised.
+    Gumbel-max is a race: with G_i = -log E_i and E_i exponential, the largest log p_i + G_i is the earliest arrival
+    E_i / p_i. Token j wins both races iff E_i > E_j max(p_i / p_j, q_i / q_j) for every other i. Given E_j that has
+    probability exp(-E_j sum_{i != j} max(...)); integrated over E_j it is 1 / sum_i max(p_i / p_j, q_i / q_j), where i = j
+    adds the 1. The weights need not be normalised.
 
     >>> from fractions import Fraction as F
     >>> [str(m) for m in match_probabilities([F(1, 3), F(2, 3)], [F(2, 3), F(1, 3)])]

@@ -127,7 +127,7 @@ def _bisect(rising, goal, low):
     return min((low, high), key=lambda x: abs(rising(x) - goal))
 
 
-def minimum_variance(acceptance_length, num_draft_tokens):
+def minimum_variance(length, num_draft_tokens):
     """Joint rates of the given mean length that vary least: 1 for floor(L - 1) positions, the fraction, then 0.
 
     Each step then accepts floor(L - 1) drafts or one more, and no law on whole numbers with that mean varies less.
@@ -135,7 +135,7 @@ def minimum_variance(acceptance_length, num_draft_tokens):
     >>> minimum_variance(2.5, 3).tolist()
     [1.0, 0.5, 0.0]
     """
-    accepted = acceptance_length - 1.0
+    accepted = length - 1.0
     return np.clip(accepted - np.arange(num_draft_tokens), 0.0, 1.0)
 
 

@@ -168,6 +168,13 @@ def check_type(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
         raise TypeError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
+def check_values(name: str, tensor: Tensor, right: Tensor, expected: str) -> None:
+    """Raise on the first value that is not right; this waits for a device."""
+    if not right.all():
+        index = (~right).nonzero()[0].tolist()
+        raise ValueError(f"{name}: expected {expected}, got {tensor[tuple(index)].item()} at {index}")
+
+
 def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torch.Size:
     """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape."""
     check_type(name, logits, FLOATS)
@@ -184,17 +191,15 @@ def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
         return
     ended = (draft_token_ids == -1).cumsum(dim=1) > 0
     wrong = ((draft_token_ids < 0) | (draft_token_ids >= vocab)) & ~ended
-    if wrong.any():
-        token = int(draft_token_ids[wrong][0])
-        raise ValueError(f"draft_token_ids: expected ids in [0, {vocab}), or -1 for no draft, got {token}")
+    check_values("draft_token_ids", draft_token_ids, ~wrong, f"ids in [0, {vocab}), or -1 for no draft")
 
 
 def check_temperature(temperature: Tensor | float, batch: int, device: torch.device) -> Tensor | float:
     """Return a temperature as a float or a [batch] tensor; values are checked where looking is free."""
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature, FLOATS, (batch,), device)
-        if on_host(temperature) and not ((temperature >= 0) & temperature.isfinite()).all():
-            raise ValueError(f"temperature: expected finite numbers >= 0, got {shown(temperature.tolist())}")
+        if on_host(temperature):
+            check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
         return temperature.detach()
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
@@ -227,6 +232,6 @@ def check_positions(positions: Tensor | None, batch: int, device: torch.device) 
     if positions is None:
         return torch.zeros(batch, dtype=torch.int64, device=device)
     check_tensor("positions", positions, (torch.int64,), (batch,), device)
-    if on_host(positions) and (positions < 0).any():
-        raise ValueError(f"positions: expected numbers >= 0, got {shown(positions.tolist())}")
+    if on_host(positions):
+        check_values("positions", positions, positions >= 0, "numbers >= 0")
     return positions

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+
+try:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text
+except ImportError:
+    raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
 
 from specdecode.demo import DRAFT, TARGET
 from specdecode.metrics import AcceptanceStats
@@ -35,8 +39,8 @@ DEMO_PROMPTS = (
     "class Lock:\n",
 )
 
-STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan"}
-MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}"}
+STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "yellow"}
+MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": "[={}=]"}
 """How a token shows what it is on a terminal with colours, and in a file or on a terminal without."""
 
 BAR_WIDTH = 36
@@ -80,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
     goal.add_argument("--rate", type=float, help="mean joint acceptance rate, in [0, 1]")
     goal.add_argument("--length", type=float, help="mean emitted tokens per step, in [1, drafts + 1]")
     solve.add_argument("--drafts", type=int, required=True, help="draft tokens per step")
-    solve.add_argument("--shape", choices=get_args(Shape), default="decay", help="default %(default)s")
+    solve.add_argument(
+        "--shape", choices=get_args(Shape), help="default: decay for a rate, minimum_variance for a length"
+    )
     solve.add_argument("--min-decay", type=float, default=0.85, help="default %(default)s")
     solve.set_defaults(run=run_solve)
     return top
@@ -118,7 +124,7 @@ class Models:
         try:
             transformers: Any = import_module("transformers")
         except ImportError:
-            raise ValueError("this command needs transformers: pip install 'specdecode[transformers]'") from None
+            raise ValueError("this command needs transformers: pip install 'specdecode[demo]'") from None
         if draft is None and target == TARGET:
             draft = DRAFT
         if draft is None and needs_draft:
@@ -153,9 +159,9 @@ def show(models: Models, step: Step, console: Console) -> Text:
     for kind, pairs in groupby(zip(step.kinds, step.token_ids), key=lambda pair: pair[0].name.lower()):
         run = models.tokenizer.decode([token for _, token in pairs])
         if console.color_system is None:
-            text.append(MARKS.get(kind, "{}").format(run))
+            text.append(MARKS[kind].format(run))
         else:
-            text.append(run, style=STYLES.get(kind, ""))
+            text.append(run, style=STYLES[kind])
     return text
 
 
@@ -163,7 +169,7 @@ def legend(console: Console) -> Text:
     """Return one line that explains the colours or marks."""
     text = Text()
     for kind, style in STYLES.items():
-        label = f"{kind} token"
+        label = "nothing drafted" if kind == "plain" else f"{kind} token"
         text.append(MARKS[kind].format(label) if console.color_system is None else label, style=style).append("   ")
     return text
 
@@ -173,8 +179,16 @@ def run_generate(options: argparse.Namespace, console: Console) -> None:
     models = Models.load(options.target, options.draft, needs_draft=not options.prompt_lookup)
     from specdecode.integrations.transformers import PromptLookup, generate
 
-    console.print(legend(console), end="\n\n")
-    console.print(Text(options.prompt, style="dim"), end="", soft_wrap=True)
+    started = False
+
+    def stream(step: Step) -> None:
+        nonlocal started
+        if not started:  # only now are the arguments known to be good
+            console.print(legend(console), end="\n\n")
+            console.print(Text(options.prompt, style="dim"), end="", soft_wrap=True)
+            started = True
+        console.print(show(models, step, console), end="", soft_wrap=True)
+
     output = generate(
         models.target,
         PromptLookup() if options.prompt_lookup else models.draft,
@@ -184,7 +198,7 @@ def run_generate(options: argparse.Namespace, console: Console) -> None:
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         seeds=options.seed,
-        on_step=lambda step: console.print(show(models, step, console), end="", soft_wrap=True),
+        on_step=stream,
     )
     console.print("\n")
     console.print(str(output.stats), markup=False)
@@ -316,7 +330,9 @@ def comparison(trials: Sequence[Trial], num_draft_tokens: int) -> Table:
 
 def run_solve(options: argparse.Namespace, console: Console) -> None:
     """Print the schedule that reaches a mean rate or length."""
-    limits = {"num_draft_tokens": options.drafts, "min_decay": options.min_decay, "shape": options.shape}
+    limits = {"num_draft_tokens": options.drafts, "min_decay": options.min_decay}
+    if options.shape is not None:
+        limits["shape"] = options.shape
     if options.rate is not None:
         schedule = AcceptanceSchedule.from_mean_rate(options.rate, **limits)
     else:

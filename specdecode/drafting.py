@@ -28,7 +28,9 @@ def sample(
     """Draw one token per row from softmax(logits / temperature), reproducibly.
 
     The token depends on the row's logits, temperature, seed and position, and on nothing else. `strict` verification
-    returns exactly these tokens.
+    returns exactly these tokens. Do not draft with it: these tokens share the noise of recovered and bonus tokens, and
+    `probabilistic` verification of them would not have the target's law.
+    [`RejectionSampler.draft`][specdecode.RejectionSampler.draft] draws drafts.
 
     Args:
         logits: [batch, vocab] raw logits, float16, bfloat16, float32 or float64.

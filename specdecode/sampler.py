@@ -24,9 +24,11 @@ class RejectionSampler:
     | `"synthetic"` | at the scheduled rate, whatever the logits say | what the method it imitates would |
 
     p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last draft stood, a
-    bonus token is drawn from p. Requests of temperature 0 are greedy in every method: a draft stands iff it is the argmax
-    of the raw target logits. The output of `"strict"` and `"probabilistic"` is distributed exactly as if the target had
-    sampled alone; that of `"strict"` is, token for token, what [`sample`][specdecode.sample] returns without any drafts.
+    bonus token is drawn from p. Requests of temperature 0 are greedy: a draft stands iff it is the argmax of the raw
+    target logits (`"synthetic"` keeps to its schedule and emits the argmax). The output of `"strict"` and, for drafts from
+    [`draft`][specdecode.RejectionSampler.draft] or of any generator that shares no noise with it, of `"probabilistic"` is
+    distributed exactly as if the target had sampled alone; that of `"strict"` is, token for token, what
+    [`sample`][specdecode.sample] returns without any drafts.
     `"synthetic"` is for load tests: it costs what `"probabilistic"` does with the same arguments (what `"strict"` does
     without draft logits) and only the verdict is scheduled.
 
@@ -106,7 +108,7 @@ class RejectionSampler:
             positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
                 means 0. A request that keeps its seed over several steps must pass them, or noise repeats.
             draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft], which
-                saves reading the draft rows again.
+                saves reading the draft rows again (where values can be looked at; the eager backend on a GPU reads them).
 
         Returns:
             Accepted drafts and the one token after them, with counts.

@@ -57,6 +57,16 @@ def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
     assert 0 < sum(rows_seen) <= 8 * random
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_greedy_batch_computes_no_softmax_on_any_device(method, monkeypatch):
+    for room in ("selection", "probabilistic"):  # as on a device, where values cannot be looked at
+        monkeypatch.setattr(f"specdecode.eager.{room}.on_host", lambda tensor: False)
+    for room in ("strict", "probabilistic"):
+        monkeypatch.setattr(f"specdecode.eager.{room}.centre", lambda *_: pytest.fail("a softmax"))
+    batch = case(10, 3, 50, torch.float32)
+    RejectionSampler(method)(batch.target_logits, batch.draft_token_ids, batch.draft_logits, temperature=0)
+
+
 def test_a_synthetic_schedule_rules_over_greedy_requests_too(place):
     backend, device = place
     schedule = AcceptanceSchedule.from_rates([1.0, 1.0, 0.0])

@@ -76,6 +76,29 @@ def test_drafts_that_share_the_targets_noise_would_break_the_law(place):
     assert laws.p_value(laws.counts_of_tokens(model, result), laws.joint_law(model)) < laws.FALSE_ALARM
 
 
+@pytest.mark.parametrize(("temperature", "height"), [(1e-6, 20.0), (1e-4, 20.0), (1.0, 1e5)])
+def test_a_logsumexp_too_large_for_float32_does_not_change_the_law(place, temperature, height):
+    # Both draft tokens are equally likely, and the target's differ by a rounding of the height. log q = -log 2 is the
+    # difference of two numbers of size height / temperature, which float32 would get wrong by up to a nat.
+    backend, device = place
+    requests = 20_000
+    above = float(np.nextafter(np.float32(height), np.float32(np.inf)))
+    target = torch.tensor([[above, height], [0, 0]], device=device).expand(requests, 2, 2)
+    draft_logits = torch.full((requests, 2), height, device=device)
+    sampler = RejectionSampler("probabilistic", backend=backend)
+    draft = sampler.draft(draft_logits, temperature, seeds=0)
+    output = sampler(
+        target,
+        draft.token_ids[:, None],
+        draft_logits[:, None],
+        temperature=temperature,
+        seeds=0,
+        draft_logsumexp=draft.logsumexp[:, None],
+    )
+    counts = np.bincount(output.token_ids[:, 0].cpu(), minlength=2)
+    laws.assert_law(counts, laws.softmax(np.array([above, height], dtype=np.float64) / temperature))
+
+
 @pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
 def test_residual_weights_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     generator = torch.Generator().manual_seed(0)

@@ -53,6 +53,19 @@ def test_every_emitted_token_is_what_plain_sampling_says(place):
     assert output.num_accepted.float().mean() > 2  # shared noise makes drafts agree, so many positions are tested
 
 
+def test_the_dtype_of_draft_logits_does_not_matter(place):
+    # In float64 these seeds would draw other tokens: the first two scores are that close.
+    backend, device = place
+    target = torch.tensor([[[0.3, 0.1, 0.2]]], device=device).expand(3, 1, 3)
+    seeds = torch.tensor([782353, 21752820, 35925371], device=device)
+    nothing = (
+        torch.zeros(3, 0, dtype=torch.int64, device=device),
+        torch.zeros(3, 0, 3, dtype=torch.float64, device=device),
+    )
+    output = RejectionSampler("strict", backend=backend)(target, *nothing, temperature=0.7, seeds=seeds)
+    assert torch.equal(output.token_ids[:, 0], sample(target[:, 0], 0.7, seeds))
+
+
 @pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
 @pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
 def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):

@@ -525,6 +525,7 @@ class TestErrors:
             (r"temperature: expected shape \[1\], got \[2\]", {"temperature": torch.ones(2)}),
             (r"seeds: expected shape \[1\], got \[2\]", {"seeds": torch.zeros(2, dtype=torch.int64)}),
             (r"attention_mask: expected shape \[1, 3\]", {"attention_mask": torch.ones(1, 2, dtype=torch.int64)}),
+            (r"eos_token_id: expected ids in \[0, 8\), got -1", {"eos_token_id": -1}),
             ("attention_mask: expected 0 or 1", {"attention_mask": torch.tensor([[0, 1, 2]])}),
             (r"padding on the left only, .* got \[1, 1, 0\] in row 0", {"attention_mask": torch.tensor([[1, 1, 0]])}),
             (r"padding on the left only, .* got \[1, 0, 1\] in row 0", {"attention_mask": torch.tensor([[1, 0, 1]])}),
@@ -547,6 +548,11 @@ class TestErrors:
             generate(TARGETS["llama"], "lookup", ids, max_new_tokens=4)
         with pytest.raises(TypeError, match="input_ids: expected dtype int64, got float32"):
             generate(TARGETS["llama"], None, ids.float(), max_new_tokens=4)
+        for eos_token_id in ("2", 3.0, [1, None], torch.tensor(2)):
+            with pytest.raises(TypeError, match="eos_token_id: expected an int"):
+                generate(TARGETS["llama"], None, ids, max_new_tokens=4, eos_token_id=eos_token_id)
+        with pytest.raises(TypeError, match="on_step: expected a function of a Step, got int"):
+            generate(TARGETS["llama"], None, ids, max_new_tokens=4, on_step=5)
         with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):
             generate(TARGETS["llama"], None, ids, num_draft_tokens=2.0, max_new_tokens=4)
 

@@ -1,17 +1,19 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
 On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On
-other devices counting them would mean waiting for the device, so every row is computed and masked.
+other devices counting them would mean waiting for the device, so every row is computed and masked; only a temperature
+given as one number tells that there are no greedy requests, or no others.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import probabilistic, strict, synthetic
-from specdecode.eager.steps import Steps, row_temperature
+from specdecode.eager.steps import Steps, request_kinds, row_temperature
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -25,6 +27,8 @@ METHODS: dict[str, Callable[[Steps], Tensor]] = {
 @torch.no_grad()
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
+    if method == "strict":  # which has no use for draft logits: not even their dtype may matter
+        batch = replace(batch, draft_logits=None, draft_logsumexp=None)
     steps = Steps(batch, schedule)
     return steps.output(METHODS[method](steps))
 
@@ -32,6 +36,6 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 @torch.no_grad()
 def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
-    temperature = row_temperature(batch.temperature, batch.logits)
-    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, batch.seeds, batch.positions, domains)
+    temperature, kinds = row_temperature(batch.temperature, batch.logits), request_kinds(batch.temperature)
+    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, batch.seeds, batch.positions, kinds, domains)
     return token_ids, logsumexp.to(torch.float32)

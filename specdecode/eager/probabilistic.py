@@ -12,6 +12,9 @@ from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
 from specdecode.noise import SELECT
 
+LARGEST_LOGSUMEXP = 256.0
+"""Beyond this a float32 logsumexp may be off by more than 1.5e-5."""
+
 
 def logprob(logits: Tensor, token_ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of one token per row, [rows], and whether the row has nothing to choose from."""
@@ -36,9 +39,10 @@ def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
     logit = steps.draft_logits[steps.requests, offset, steps.draft_token_ids[:, offset]]
     logsumexp = steps.draft_logsumexp[:, offset].to(steps.temperature.dtype)
     logprobs = logit / steps.temperature - logsumexp
-    # A row whose logsumexp is known need not be read, unless that is infinite: then only the row tells where its peak is.
+    # A row whose logsumexp is known need not be read, unless that is so large that float32 has rounded away what counts.
     asked = torch.zeros_like(steps.standing).index_fill_(0, steps.requests[rows], True)
-    fill((logprobs,), asked & logsumexp.isinf(), lambda rows: read_draft_logprob(steps, rows, offset))
+    asked &= logsumexp.abs() > LARGEST_LOGSUMEXP
+    fill((logprobs,), asked, lambda rows: read_draft_logprob(steps, rows, offset))
     return logprobs[rows]
 
 
@@ -121,8 +125,10 @@ def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None)
             token_ids, invalid = by_chunks(argmax, steps.vocab, steps.target_logits[rows, offset])
             return token_ids == steps.draft_token_ids[rows, offset], invalid | steps.invalid[rows]
 
-        fill((accepted, steps.invalid), matters & ~greedy, accept)
-        fill((accepted, steps.invalid), matters & greedy, match)
+        if steps.kinds.random:
+            fill((accepted, steps.invalid), matters & ~greedy, accept)
+        if steps.kinds.greedy:
+            fill((accepted, steps.invalid), matters & greedy, match)
         steps.advance(offset, accepted if verdict is None else verdict(offset, accepted))
 
     emitted = torch.zeros_like(steps.seeds)
@@ -130,11 +136,11 @@ def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None)
     def draw(rows: Rows) -> tuple[Tensor, Tensor]:
         offset = steps.num_accepted[rows].to(torch.int64)
         logits, positions = steps.target_logits[steps.requests[rows], offset], steps.positions[rows] + offset
-        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions)
+        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
         return token_ids, invalid | steps.invalid[rows]
 
     rejected = ~greedy & (steps.num_accepted < steps.has_draft.sum(dim=1))
     fill((emitted, steps.invalid), ~rejected, draw)
-    if steps.num_draft_tokens > 0:
+    if steps.num_draft_tokens > 0 and steps.kinds.random:
         fill((emitted,), rejected, lambda rows: recover(steps, rows))
     return emitted

@@ -1,5 +1,7 @@
 """The state of a verification step in PyTorch: which requests still stand, position by position."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ class Steps:
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
         self.temperature = row_temperature(batch.temperature, *logits)
+        self.kinds = request_kinds(batch.temperature)
 
         valid = (batch.draft_token_ids >= 0) & (batch.draft_token_ids < self.vocab)
         self.draft_token_ids = batch.draft_token_ids.to(torch.int64).where(valid, 0)
@@ -54,6 +57,20 @@ class Steps:
         token_ids = torch.where(offsets < last, accepted, torch.where(offsets == last, emitted[:, None], -1))
         drafted = self.has_draft.sum(dim=1, dtype=torch.int32)
         return SamplerOutput(token_ids, self.num_accepted, drafted, self.invalid)
+
+
+class Kinds(NamedTuple):
+    """Which kinds of requests there may be, so far as is known without looking at values."""
+
+    greedy: bool
+    random: bool
+
+
+def request_kinds(temperature: Tensor | float) -> Kinds:
+    """Return which kinds of requests a temperature makes."""
+    if isinstance(temperature, Tensor):
+        return Kinds(greedy=True, random=True)
+    return Kinds(greedy=temperature == 0, random=temperature > 0)
 
 
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> Tensor:

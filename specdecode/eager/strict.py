@@ -7,12 +7,17 @@ from torch import Tensor
 
 from specdecode.eager.greedy import argmax
 from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, select
-from specdecode.eager.steps import Steps
+from specdecode.eager.steps import Kinds, Steps
 from specdecode.noise import SELECT, Domain
 
 
 def sample(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[Domain, Domain] = SELECT
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    kinds: Kinds,
+    domains: tuple[Domain, Domain] = SELECT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row: greedily where the temperature is 0, else from softmax(logits / temperature).
 
@@ -31,12 +36,14 @@ def sample(
     token_ids, logsumexp = torch.zeros_like(seeds), torch.zeros_like(temperature)
     invalid = torch.zeros_like(seeds, dtype=torch.bool)
     greedy, vocab = temperature == 0, logits.shape[1]
-    fill(
-        (token_ids, logsumexp, invalid),
-        ~greedy,
-        lambda rows: by_chunks(draw, vocab, logits[rows], temperature[rows], seeds[rows], positions[rows]),
-    )
-    fill((token_ids, invalid), greedy, lambda rows: by_chunks(argmax, vocab, logits[rows]))
+    if kinds.random:
+        fill(
+            (token_ids, logsumexp, invalid),
+            ~greedy,
+            lambda rows: by_chunks(draw, vocab, logits[rows], temperature[rows], seeds[rows], positions[rows]),
+        )
+    if kinds.greedy:
+        fill((token_ids, invalid), greedy, lambda rows: by_chunks(argmax, vocab, logits[rows]))
     return token_ids, logsumexp, invalid
 
 
@@ -55,7 +62,7 @@ def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None)
 
         def draw(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
             logits, positions = steps.target_logits[rows, offset], steps.positions[rows] + offset
-            token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions)
+            token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
             return token_ids, invalid | steps.invalid[rows]
 
         fill((emitted, steps.invalid), steps.standing, draw)

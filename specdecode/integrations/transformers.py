@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import takewhile
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdecode import AcceptanceStats, RejectionSampler
-from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type
+from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, shown
 from specdecode.sampler import Method
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
@@ -204,6 +205,8 @@ def generate(
     """
     sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
     check_count("num_draft_tokens", num_draft_tokens)
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
     target_model = _CachedModel("target", target)
     draft_model = None if draft is None or isinstance(draft, PromptLookup) else _CachedModel("draft", draft)
     mask = _check_prompts(input_ids, attention_mask, target_model.vocab_size)
@@ -218,7 +221,7 @@ def generate(
     tokens = input_ids.masked_fill(~mask, 0)[:, -max(prompt_lengths) :].to(device)
     seeds = check_seeds(_on(device, seeds), batch, device)
     temperature = check_temperature(_on(device, temperature), batch, device)
-    stop_ids = _stop_ids(target, eos_token_id)
+    stop_ids = _stop_ids(target, eos_token_id, target_model.vocab_size)
     requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
     stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
 
@@ -502,12 +505,17 @@ def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None) -> list[int]:
+def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
     if eos_token_id is None:
-        eos_token_id = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
-    if eos_token_id is None:
-        return []
-    return [eos_token_id] if isinstance(eos_token_id, int) else [int(token) for token in eos_token_id]
+        own = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+        return [] if own is None else [own] if isinstance(own, int) else list(own)
+    stop_ids: Any = [eos_token_id] if isinstance(eos_token_id, Integral) else eos_token_id
+    if not isinstance(stop_ids, Sequence) or any(not isinstance(token, Integral) for token in stop_ids):
+        raise TypeError(f"eos_token_id: expected an int, a sequence of ints or None, got {shown(eos_token_id)}")
+    unknown = [token for token in stop_ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(f"eos_token_id: expected ids in [0, {vocab_size}), got {unknown[0]}")
+    return [int(token) for token in stop_ids]
 
 
 def _pad_id(target: Any, stop_ids: list[int]) -> int:

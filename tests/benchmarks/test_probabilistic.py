@@ -37,8 +37,9 @@ def straightforward(inputs: Inputs) -> Tensor:
     ratio = (target[:, :-1].gather(2, token_ids[..., None]) / draft.gather(2, token_ids[..., None])).squeeze(2)
     num_accepted = (torch.rand_like(ratio) <= ratio).cumprod(dim=1).sum(dim=1)
     requests = torch.arange(len(token_ids))
-    draft = torch.nn.functional.pad(draft, (0, 0, 0, 1))  # after full acceptance the residual is the target itself
-    weights = (target[requests, num_accepted] - draft[requests, num_accepted]).clamp_(min=0)
+    rejected = draft[requests, num_accepted.clamp(max=DRAFTS - 1)]
+    rejected[num_accepted == DRAFTS] = 0  # after full acceptance the token comes from the target itself
+    weights = (target[requests, num_accepted] - rejected).clamp_(min=0)
     emitted = torch.multinomial(weights, num_samples=1)
     offsets, last = torch.arange(DRAFTS + 1), num_accepted[:, None]
     padded = torch.nn.functional.pad(token_ids, (0, 1))
