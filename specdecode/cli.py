@@ -135,11 +135,13 @@ class Models:
 
         def load(folder: Path) -> Any:
             if not (folder / "config.json").is_file():
-                raise OSError(f"{folder}: expected a folder with a model in Hugging Face format")
+                raise ValueError(
+                    f"--target, --draft: expected a folder with a model in Hugging Face format, got {folder}"
+                )
             return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-        tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-        return cls(load(target), load(draft) if draft else None, tokenizer)
+        models = load(target), load(draft) if draft else None
+        return cls(*models, transformers.AutoTokenizer.from_pretrained(target))
 
     def encode(self, prompt: str) -> torch.Tensor:
         """Return [1, tokens] int64.

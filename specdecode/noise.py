@@ -5,8 +5,8 @@ from enum import IntEnum
 BLOCK_SIZE = 1024
 """Tokens per block of two-level selection.
 
-Measured on an H200 with blocks of 1,024, 2,048 and 4,096: all stream rows equally fast, and the smallest draws the
-fewest numbers and couples target and draft best.
+Measured on an H200, blocks of 1,024, 2,048 and 4,096 stream rows equally fast, to within a few percent
+(tests/benchmarks/records/block_size.json); the smallest draws the fewest numbers and couples target and draft best.
 """
 
 

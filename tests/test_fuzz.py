@@ -767,6 +767,21 @@ def test_anything_else_than_rates_is_refused(joint_rates):
         assert_names(result, ["joint_rates"])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda count: AcceptanceSchedule.from_mean_rate(0.5, num_draft_tokens=count),
+        lambda count: AcceptanceStats(count, device="cpu"),
+    ],
+    ids=["from_mean_rate", "AcceptanceStats"],
+)
+@pytest.mark.parametrize("count", [10**400, 10**5000], ids=["10^400", "10^5000"])
+def test_counts_that_no_memory_could_hold_are_refused(make, count):
+    result = attempt(make, {"count": count})
+    assert isinstance(result, Exception), result
+    assert_names(result, ["num_draft_tokens"])
+
+
 @hostile
 @given(counts, st.none() | st.sampled_from(["cpu", torch.device("cpu"), "nonsense", "cpu:x", 2.5, [], object()]))
 def test_statistics_are_made_or_refused(num_draft_tokens, device):
