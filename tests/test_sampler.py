@@ -4,6 +4,7 @@ import inspect
 import math
 import sys
 import types
+import warnings
 from contextlib import contextmanager
 from fractions import Fraction
 
@@ -989,6 +990,12 @@ def meta(tensor: Tensor) -> Tensor:
     return tensor.to("meta")
 
 
+def nested(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch calls them a prototype
+        return torch.nested.nested_tensor(list(tensor))
+
+
 FLOAT_ROWS = {  # for logits of any shape
     "None": lambda good: None,
     "list": lambda good: good.tolist(),
@@ -999,6 +1006,7 @@ FLOAT_ROWS = {  # for logits of any shape
     "complex64": lambda good: good.to(torch.complex64),
     "float8": lambda good: good.to(torch.float8_e4m3fn),
     "sparse": lambda good: good.to_sparse(),
+    "nested": nested,
     "meta": meta,
     "a dimension less": lambda good: good[0],
     "a dimension more": lambda good: good[None],
