@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+collect_ignore = ["benchmarks/block_size.py"]  # a script for a GPU, which needs Triton to be imported
+
 BACKENDS = [("eager", device) for device in ("cpu", "cuda") if device == "cpu" or torch.cuda.is_available()]
 
 
