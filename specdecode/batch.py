@@ -130,13 +130,20 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def check_count(name: str, value: object) -> int:
-    """Return a positive int, or raise."""
+MOST_DRAFT_TOKENS = 4096
+"""Far more drafts than any step has; a larger number is a mistake, and could fill the memory."""
+
+
+def check_count(name: str, value: object, most: int | None = None) -> int:
+    """Return a positive int, of at most `most`, or raise."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a positive int, got {shown(value)} ({type(value).__name__})")
-    if value < 1:
+    count = int(value)
+    if count < 1:
         raise ValueError(f"{name}: expected a positive int, got {shown(value)}")
-    return int(value)
+    if most is not None and count > most:
+        raise ValueError(f"{name}: expected at most {most}, got {shown(value)}")
+    return count
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

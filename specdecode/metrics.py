@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from specdecode.batch import SamplerOutput, check_count, shown
+from specdecode.batch import MOST_DRAFT_TOKENS, SamplerOutput, check_count, shown
 
 
 class AcceptanceStats:
@@ -59,7 +59,7 @@ class AcceptanceStats:
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device | str | None = None) -> None:
-        self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
+        self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         try:
             self._counts = None if device is None else self._new_counts(torch.device(device))
         except (RuntimeError, TypeError) as error:

@@ -17,7 +17,7 @@ from numbers import Real
 from operator import mul
 from typing import Literal, cast, get_args
 
-from specdecode.batch import check_choice, check_count, shown
+from specdecode.batch import MOST_DRAFT_TOKENS, check_choice, check_count, shown
 
 Shape = Literal["decay", "constant", "minimum_variance"]
 
@@ -102,7 +102,7 @@ class AcceptanceSchedule:
         Source: vLLM pull request 38045.
         """
         rate = _checked_real("rate", rate, 0, 1)
-        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
+        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         return cls._with_mean(rate * num_draft_tokens, num_draft_tokens, min_decay, shape)
 
     @classmethod
@@ -142,7 +142,7 @@ class AcceptanceSchedule:
 
         Source: vLLM's acceptance length option; llama.cpp for `"constant"`.
         """
-        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens)
+        num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         length = _checked_real("length", length, 1, num_draft_tokens + 1)
         return cls._with_mean(length - 1, num_draft_tokens, min_decay, shape)
 

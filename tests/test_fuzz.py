@@ -32,7 +32,7 @@ hostile = settings(
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,6 +405,7 @@ def test_hostile_rows_are_sampled_as_by_the_reference(place, masked):
         assert all(0 <= token < vocab for token in token_ids.tolist())
         if use != "sample":
             assert (tuple(result.logsumexp.shape), result.logsumexp.dtype) == ((batch,), torch.float32)
+            assert not result.logsumexp.requires_grad
         if call["seeds"] is None:
             return
         for index, token in enumerate(token_ids.tolist()):

@@ -72,10 +72,8 @@ def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, 
     else:
         # max(0, p - q) = p (1 - q/p) where q < p, and log(q/p) keeps its precision where p and q are close.
         draft_scaled, _ = centre(draft, temperature)
-        log_sum_ratio = (
-            draft_scaled.exp().sum(dim=1, keepdim=True).log() - target_weights.sum(dim=1, keepdim=True).log()
-        )
-        log_ratio = draft_scaled.sub_(target_scaled).sub_(log_sum_ratio)
+        log_sum_ratio = log_sum(draft_scaled.exp()) - log_sum(target_weights)
+        log_ratio = draft_scaled.sub_(target_scaled).sub_(log_sum_ratio[:, None])
         log_ratio.nan_to_num_(nan=0, posinf=0, neginf=-torch.inf).clamp_(max=0)  # NaN: p = q = 0
         weights = log_ratio.expm1_().neg_().mul_(target_weights)
     empty = weights.amax(dim=1, keepdim=True) == 0
