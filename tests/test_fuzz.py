@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 import zlib
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from reference import greedy, leading_drafts, probabilistic, selection, strict, synthetic
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
+from tests.differential import like_a_device
 
 METHODS = ["strict", "probabilistic", "synthetic"]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -189,16 +190,6 @@ def with_logsumexp(sampler: RejectionSampler, call: dict) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # What must hold of any call
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def like_a_device():
-    """Make the CPU take the way of a device that must not be waited for: every row masked, no value looked at."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("specdecode") and hasattr(module, "on_host"):
-                patch.setattr(module, "on_host", lambda tensor: False)
-        yield
 
 
 def bits(value) -> object:

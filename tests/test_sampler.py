@@ -2,10 +2,8 @@
 
 import inspect
 import math
-import sys
 import types
 import warnings
-from contextlib import contextmanager
 from fractions import Fraction
 
 import numpy as np
@@ -18,6 +16,7 @@ import specdecode
 from reference import selection
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
+from tests.differential import like_a_device
 
 METHODS = ["strict", "probabilistic", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -84,16 +83,6 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
         assert tokens[:accepted] == drafted[:accepted]
         assert all(0 <= token < vocab for token in tokens[:emitted])
         assert tokens[emitted:] == [-1] * (num_rows - emitted)
-
-
-@contextmanager
-def like_a_device():
-    """Make the CPU take the way of a device that must not be waited for: every row masked, no value looked at."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("specdecode") and hasattr(module, "on_host"):
-                patch.setattr(module, "on_host", lambda tensor: False)
-        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------
