@@ -40,8 +40,8 @@ class RowBatch:
 
     logits: Tensor  # [batch, vocab] any float
     temperature: Tensor | float  # [batch] any float, or one for all
-    seeds: Tensor  # [batch] int64
-    positions: Tensor  # [batch] int64
+    seeds: Tensor | int  # [batch] int64, or s for s, s + 1, ...
+    positions: Tensor | None  # [batch] int64, or None for zeros
 
     @classmethod
     def check(
@@ -71,8 +71,8 @@ class VerificationBatch:
     draft_logits: Tensor | None  # [batch, num_draft_tokens, vocab] any float
     draft_logsumexp: Tensor | None  # [batch, num_draft_tokens] float32
     temperature: Tensor | float  # [batch] any float, or one for all
-    seeds: Tensor  # [batch] int64
-    positions: Tensor  # [batch] int64
+    seeds: Tensor | int  # [batch] int64, or s for s, s + 1, ...
+    positions: Tensor | None  # [batch] int64, or None for zeros
 
     @classmethod
     def check(
@@ -220,8 +220,8 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
     return number
 
 
-def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor:
-    """Return seeds as a [batch] int64 tensor: s, s + 1, ... of one int, fresh ones of None."""
+def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor | int:
+    """Return seeds as a [batch] int64 tensor, fresh ones of None, or as the one int s that stands for s, s + 1, ..."""
     if seeds is None:
         return torch.randint(INT64.min, INT64.max, (batch,), dtype=torch.int64, device=device)
     if isinstance(seeds, Tensor):
@@ -231,13 +231,18 @@ def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) ->
         raise TypeError(f"seeds: expected an int, a [batch] int64 tensor or None, got {type(seeds).__name__}")
     if not INT64.min <= seeds <= INT64.max:
         raise ValueError(f"seeds: expected an int of 64 bits, got {shown(seeds)}")
-    return torch.arange(batch, dtype=torch.int64, device=device) + int(seeds)
+    return int(seeds)
 
 
-def check_positions(positions: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    """Return positions as a [batch] int64 tensor: zeros of None."""
+def seed_each(seeds: Tensor | int, batch: int, device: torch.device) -> Tensor:
+    """Return checked seeds as a [batch] int64 tensor."""
+    return seeds if isinstance(seeds, Tensor) else torch.arange(batch, dtype=torch.int64, device=device) + seeds
+
+
+def check_positions(positions: Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+    """Return positions as a [batch] int64 tensor, or None."""
     if positions is None:
-        return torch.zeros(batch, dtype=torch.int64, device=device)
+        return None
     check_tensor("positions", positions, (torch.int64,), (batch,), device)
     if on_host(positions):
         check_values("positions", positions, positions >= 0, "numbers >= 0")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from specdecode import eager
+from specdecode import backends
 from specdecode.batch import RowBatch
 from specdecode.noise import SELECT
 
@@ -54,5 +54,7 @@ def sample(
         >>> sample(logits, temperature=0)
         tensor([1, 2])
     """
-    token_ids, _ = eager.sample(RowBatch.check(logits, temperature, seeds, positions), SELECT)
+    batch = RowBatch.check(logits, temperature, seeds, positions)
+    token_ids: Tensor
+    token_ids, _ = backends.choose("auto", logits).sample(batch, SELECT)
     return token_ids

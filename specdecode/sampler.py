@@ -4,14 +4,14 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from specdecode import eager
+from specdecode import backends, eager
+from specdecode.backends import Backend
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, check_choice
 from specdecode.drafting import DraftOutput
 from specdecode.noise import DRAFT, SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
 Method = Literal["strict", "probabilistic", "synthetic"]
-Backend = Literal["auto", "triton", "eager"]
 
 
 class RejectionSampler:
@@ -34,7 +34,8 @@ class RejectionSampler:
 
     Args:
         method: `"strict"`, `"probabilistic"` or `"synthetic"`.
-        backend: `"eager"` is batched PyTorch; `"triton"` is not available yet; `"auto"` takes the best one there is.
+        backend: `"triton"` are kernels for NVIDIA GPUs, computing in float32; `"eager"` is batched PyTorch for any device;
+            `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts, and for it alone.
 
     Raises:
@@ -62,8 +63,6 @@ class RejectionSampler:
     ) -> None:
         check_choice("method", method, get_args(Method))
         check_choice("backend", backend, get_args(Backend))
-        if backend == "triton":
-            raise ValueError("backend: 'triton' is not available in this version, use 'eager' or 'auto'")
         if schedule is not None and not isinstance(schedule, AcceptanceSchedule):
             raise TypeError(f"schedule: expected an AcceptanceSchedule, got {type(schedule).__name__}")
         if method == "synthetic" and schedule is None:
@@ -108,16 +107,81 @@ class RejectionSampler:
             positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
                 means 0. A request that keeps its seed over several steps must pass them, or noise repeats.
             draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft], which
-                saves reading the draft rows again (where values can be looked at; the eager backend on a GPU reads them).
+                saves reading the draft rows again (but for the eager backend on a GPU, which reads them).
 
         Returns:
             Accepted drafts and the one token after them, with counts.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
-            ValueError: an argument of the wrong shape, device or value. On a CUDA device values are not looked at: an id
-                outside the vocabulary counts as -1, a temperature that is NaN or negative as 0.
+            ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where that cannot run. On a
+                CUDA device values are not looked at: an id outside the vocabulary counts as -1, a temperature that is NaN
+                or negative as 0.
         """
+        batch = self._check(
+            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        )
+        output: SamplerOutput = backends.choose(self.backend, target_logits).verify(self.method, batch, self.schedule)
+        return output
+
+    def warmup(
+        self,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        draft_logits: Tensor | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        seeds: int | Tensor | None = None,
+        positions: Tensor | None = None,
+        draft_logsumexp: Tensor | None = None,
+    ) -> None:
+        """Compile what calls with arguments like these need, so that no call has to, whatever its sizes.
+
+        Arguments are alike if they have the same dtypes and are a tensor, a number or None as these are. Sizes do not
+        matter, but for one thing: rows that start or end at odd places (a vocabulary that is no multiple of 16) are read in
+        another way. Compiled kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do.
+
+        Args:
+            target_logits: as for a call; one request is enough.
+            draft_token_ids: likewise, as all that follow.
+            draft_logits: where given, what [`draft`][specdecode.RejectionSampler.draft] needs is compiled too.
+            temperature: see above.
+            seeds: see above.
+            positions: see above.
+            draft_logsumexp: see above.
+
+        Raises:
+            TypeError: as for a call.
+            ValueError: as for a call.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> sampler = RejectionSampler("strict")
+            >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
+        """
+        batch = self._check(
+            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        )
+        backend = backends.choose(self.backend, target_logits)
+        if backend is eager:
+            return
+        for lazy in (False, True):
+            backend.verify(self.method, batch, self.schedule, lazy=lazy)
+        if draft_logits is not None and draft_logits.shape[1] > 0:
+            self.draft(draft_logits[:, 0], temperature, seeds, positions)
+
+    def _check(
+        self,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        draft_logits: Tensor | None,
+        draft_logsumexp: Tensor | None,
+        temperature: float | Tensor,
+        seeds: int | Tensor | None,
+        positions: Tensor | None,
+    ) -> VerificationBatch:
+        """Return a call's arguments, checked."""
         batch = VerificationBatch.check(
             target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         )
@@ -126,7 +190,7 @@ class RejectionSampler:
             raise ValueError(
                 f"draft_token_ids: expected at most {most} drafts, as many as the schedule has rates, got {got}"
             )
-        return eager.verify(self.method, batch, self.schedule)
+        return batch
 
     def draft(
         self,
@@ -161,4 +225,5 @@ class RejectionSampler:
             (tensor([1]), tensor([9.0001]))
         """
         batch = RowBatch.check(logits, temperature, seeds, positions)
-        return DraftOutput(*eager.sample(batch, SELECT if self.method == "strict" else DRAFT))
+        domains = SELECT if self.method == "strict" else DRAFT
+        return DraftOutput(*backends.choose(self.backend, logits).sample(batch, domains))

@@ -35,7 +35,7 @@ def test_probabilistic_equals_the_reference_token_for_token(place, deterministic
         verdicts.append(
             probabilistic.verify(target, token_ids, None if deterministic else draft, **batch.request(index))
         )
-    assert_same_tokens(output.token_ids, verdicts, batch.band)
+    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 
 @pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])

@@ -27,7 +27,7 @@ def test_strict_equals_the_reference_token_for_token(place, drafts, vocab, dtype
         positions=moved.positions,
     )
     verdicts = [strict.verify(*batch.rows(index)[:2], **batch.request(index)) for index in range(40)]
-    assert_same_tokens(output.token_ids, verdicts, batch.band)
+    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 
 def test_every_emitted_token_is_what_plain_sampling_says(place):

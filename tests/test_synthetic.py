@@ -33,7 +33,7 @@ def test_synthetic_equals_the_reference_token_for_token(place, with_logits, voca
         rates = {"conditional_rates": SCHEDULE.conditional_rates}
         draft = draft if with_logits else None
         verdicts.append(synthetic.verify(target, token_ids, draft, **rates, **batch.request(index)))
-    assert_same_tokens(output.token_ids, verdicts, batch.band)
+    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import probabilistic, strict, synthetic
-from specdecode.eager.steps import Steps, request_kinds, row_temperature
+from specdecode.eager.steps import Steps, request_kinds, row_temperature, seeds_and_positions
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -37,5 +37,6 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     temperature, kinds = row_temperature(batch.temperature, batch.logits), request_kinds(batch.temperature)
-    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, batch.seeds, batch.positions, kinds, domains)
+    seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
+    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, seeds, positions, kinds, domains)
     return token_ids, logsumexp.to(torch.float32)

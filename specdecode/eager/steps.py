@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, seed_each
 from specdecode.eager.philox import uniform
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
@@ -21,8 +21,8 @@ class Steps:
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         self.target_logits = batch.target_logits
         self.draft_logits, self.draft_logsumexp = batch.draft_logits, batch.draft_logsumexp
-        self.seeds, self.positions = batch.seeds, batch.positions
         size, rows, self.vocab = batch.target_logits.shape
+        self.seeds, self.positions = seeds_and_positions(batch, size, batch.target_logits.device)
         self.num_draft_tokens = rows - 1
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
@@ -33,9 +33,9 @@ class Steps:
         self.draft_token_ids = batch.draft_token_ids.to(torch.int64).where(valid, 0)
         self.has_draft = valid.cumprod(dim=1).to(torch.bool)
 
-        self.requests = torch.arange(size, device=batch.seeds.device)
-        self.standing = torch.ones(size, dtype=torch.bool, device=batch.seeds.device)
-        self.num_accepted = torch.zeros(size, dtype=torch.int32, device=batch.seeds.device)
+        self.requests = torch.arange(size, device=self.seeds.device)
+        self.standing = torch.ones(size, dtype=torch.bool, device=self.seeds.device)
+        self.num_accepted = torch.zeros(size, dtype=torch.int32, device=self.seeds.device)
         self.invalid = torch.zeros_like(self.standing)
 
     def uniforms(self) -> Tensor:
@@ -57,6 +57,14 @@ class Steps:
         token_ids = torch.where(offsets < last, accepted, torch.where(offsets == last, emitted[:, None], -1))
         drafted = self.has_draft.sum(dim=1, dtype=torch.int32)
         return SamplerOutput(token_ids, self.num_accepted, drafted, self.invalid)
+
+
+def seeds_and_positions(batch: RowBatch | VerificationBatch, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return every request's seed and position, [batch] int64."""
+    positions = batch.positions
+    if positions is None:
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+    return seed_each(batch.seeds, size, device), positions
 
 
 class Kinds(NamedTuple):

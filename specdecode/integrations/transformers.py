@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from specdecode import AcceptanceStats, RejectionSampler
-from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, shown
+from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, seed_each, shown
 from specdecode.sampler import Method
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
@@ -219,7 +219,7 @@ def generate(
 
     device, batch = target.device, len(prompt_lengths)
     tokens = input_ids.masked_fill(~mask, 0)[:, -max(prompt_lengths) :].to(device)
-    seeds = check_seeds(_on(device, seeds), batch, device)
+    seeds = seed_each(check_seeds(_on(device, seeds), batch, device), batch, device)
     temperature = check_temperature(_on(device, temperature), batch, device)
     stop_ids = _stop_ids(target, eos_token_id, target_model.vocab_size)
     requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]

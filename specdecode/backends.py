@@ -1,0 +1,58 @@
+"""Which backend runs: Triton kernels on a GPU, batched PyTorch elsewhere."""
+
+import functools
+import importlib
+import os
+import warnings
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specdecode import eager
+
+Backend = Literal["auto", "triton", "eager"]
+
+
+def choose(backend: Backend, logits: Tensor) -> ModuleType:
+    """Return the backend's module for these logits.
+
+    `"auto"` takes Triton for logits on a GPU, and says why where it cannot. A backend that is named is taken or refused.
+
+    Raises:
+        ValueError: `"triton"` was asked for and cannot run.
+    """
+    if backend == "eager" or (backend == "auto" and logits.device.type == "cpu"):
+        return eager
+    why_not = obstacle(logits.device)
+    if why_not is None:
+        return importlib.import_module("specdecode.kernels")
+    if backend == "triton":
+        raise ValueError(f"backend: 'triton' cannot run here, {why_not}; use 'eager' or 'auto'")
+    warn_once(f"specdecode: the eager backend is used, for the Triton one cannot run: {why_not}")
+    return eager
+
+
+@functools.cache
+def obstacle(device: torch.device) -> str | None:
+    """Return what keeps the kernels from running on a device, or None."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return None
+    if device.type != "cuda":
+        return f"the logits are on {device.type}, not on a GPU"
+    if torch.version.hip is not None:
+        return "it was made for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU has a compute capability below 8.0"
+    return None
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, the first time."""
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

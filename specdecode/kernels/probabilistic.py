@@ -1,0 +1,345 @@
+"""Probabilistic in Triton: accept by likelihood ratio, repair with the residual.
+
+The verdict needs of each row its statistics and one logit: log p(x) = (l_x - peak) / T - log_sum. A recovered token needs
+the residual max(0, p - q) of its row, whose block sums take a second read of both rows, for they need both rows' sums; from
+them the token is selected as from any other row. A point mass (greedy, a deterministic drafter, a row with an infinite
+logit) needs no second read: p without one token differs from p in one block.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
+from specdecode.kernels.philox import load_key
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    INFINITY,
+    LOG2_E,
+    base_2_scale,
+    load_blocks,
+    load_logits,
+    load_temperature,
+    row_at,
+    scaled,
+    tokens_of,
+)
+from specdecode.kernels.selection import load_row, select_block, select_token
+from specdecode.kernels.steps import (
+    FIELDS,
+    FINISHED,
+    is_last,
+    load_drafts,
+    load_empty,
+    load_stop,
+    post_empty,
+    post_stop,
+    store_output,
+)
+from specdecode.kernels.strict import SELECT_BLOCK, SELECT_TOKEN
+from specdecode.kernels.synthetic import accept_uniform, is_scheduled
+
+LARGEST_LOGSUMEXP = tl.constexpr(256.0)
+"""Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
+"""What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
+
+SCALARS = tl.constexpr(4)
+"""Numbers that a rejection leaves for its residual: p's peak, q's peak, log(sum of q / sum of p), what is taken from p."""
+
+
+@triton.jit
+def is_trusted(logsumexp):
+    """Return whether a given logsumexp says enough of its row (not if it is NaN)."""
+    return tl.abs(logsumexp) <= LARGEST_LOGSUMEXP
+
+
+@triton.jit
+def load_logsumexp(logsumexps, request, offset, wanted):
+    """Return the logsumexp that came with a draft; `logsumexps` is (pointer, strides of requests and offsets)."""
+    logsumexp_ptr, stride_request, stride_offset = logsumexps
+    return tl.load(logsumexp_ptr + request * stride_request + offset * stride_offset, mask=wanted, other=0.0)
+
+
+@triton.jit
+def load_draft_row(
+    statistics_ptr,
+    index,
+    row,
+    logsumexps,
+    request,
+    offset,
+    num_blocks,
+    temperature,
+    ALIGNED: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Return a draft row's peak, the logarithm of its sum and its point mass, from the given logsumexp if possible."""
+    if logsumexps[0] is None:
+        peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+    else:
+        peak, log_sum = 0.0, load_logsumexp(logsumexps, request, offset, True)
+        point = tl.full([], -1, tl.int32)
+        if is_trusted(log_sum) == 0:
+            peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+    return peak, log_sum, point
+
+
+@triton.jit
+def logprob(row, token, peak, log_sum, point, temperature):
+    """Return the log-probability of one token of a row, given by its scalars."""
+    row_ptr, stride_token, _ = row
+    logit = tl.load(row_ptr + token.to(tl.int64) * stride_token).to(tl.float32)
+    logit = tl.where(logit == logit, logit, -INFINITY)
+    certain = tl.where(token == point, 0.0, -INFINITY)
+    return tl.where(point < 0, scaled(logit, tl.where(point < 0, peak, 0.0), temperature) - log_sum, certain)
+
+
+@triton.jit
+def decide_by_ratio(
+    state_ptr,
+    scalars_ptr,
+    statistics_ptr,
+    target_row,
+    draft_rows,
+    logsumexps,
+    drafts,
+    rates_ptr,
+    request,
+    offset,
+    temperature,
+    key,
+    batch,
+    num_blocks,
+    TARGET_ALIGNED: tl.constexpr,
+    DRAFT_ALIGNED: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Judge the draft at one offset; post whether the request stops there, and leave what its residual will need."""
+    num_draft_tokens, vocab_size = drafts[3], target_row[2]
+    token = load_drafts(drafts, request, offset, vocab_size)
+    if token < 0:
+        post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+    else:
+        index = request * (num_draft_tokens + 1) + offset
+        peak, log_sum, point, _ = load_row(
+            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNED, MAX_BLOCKS
+        )
+        if peak == -INFINITY:
+            post_empty(state_ptr, request, offset, num_draft_tokens)
+        target = logprob(target_row, token, peak, log_sum, point, temperature)
+        draft_peak, draft_log_sum, draft = 0.0, log_sum, 0.0
+        taken = token
+        if draft_rows[0] is not None:
+            if temperature > 0:
+                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNED)
+                index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
+                draft_peak, draft_log_sum, draft_point = load_draft_row(
+                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, DRAFT_ALIGNED,
+                    MAX_BLOCKS,
+                )  # fmt: skip
+                draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
+                taken = tl.where(draft_point < 0, ALL, draft_point)
+        if rates_ptr is None:
+            possible = (target > -INFINITY) & (draft > -INFINITY)
+            stands = possible & (tl.log(accept_uniform(key, offset)) <= target - draft)
+        else:
+            stands = is_scheduled(rates_ptr, key, offset)
+        if stands == 0:
+            taken = tl.where(point < 0, taken, NOTHING)
+            post_stop(state_ptr, request, offset, num_draft_tokens, (taken != NOTHING).to(tl.int32))
+            scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
+            tl.store(scalars_ptr, peak)
+            tl.store(scalars_ptr + 1, draft_peak)
+            tl.store(scalars_ptr + 2, draft_log_sum - log_sum)
+            tl.store(scalars_ptr + 3, taken.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def shortfall(target, draft, peak_difference, log_sum_ratio, scale):
+    """Return 1 - q / p, which is negative or NaN where there is no residual; `scale` is log2(e) / T.
+
+    log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
+    agree: so the residual keeps its relative precision.
+    """
+    log_ratio = (draft - target) * scale - (peak_difference * scale + log_sum_ratio * LOG2_E)
+    near = -log_ratio * (LN_2 + log_ratio * (LN_2 * LN_2 / 2 + log_ratio * (LN_2 * LN_2 * LN_2 / 6)))
+    return tl.where(log_ratio > -1 / 64, near, 1 - tl.exp2(log_ratio))
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def decide_by_ratio_kernel(
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    rates_ptr,  # [num_draft_tokens] float32 conditional rates, or None
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    logsumexp_stride_request: tl.int64,
+    logsumexp_stride_offset: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    TARGET_ALIGNED: tl.constexpr,
+    DRAFT_ALIGNED: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Judge the draft at one offset of a request."""
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
+    offset = tl.program_id(0) % num_draft_tokens
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
+        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+        decide_by_ratio(
+            state_ptr, scalars_ptr, statistics_ptr, row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNED),
+            draft_rows, (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), drafts, rates_ptr, request,
+            offset, load_temperature(temperature_ptr, temperature, request),
+            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNED, DRAFT_ALIGNED,
+            MAX_BLOCKS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def emit_kernel(
+    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
+    num_accepted_ptr,  # [batch] int32
+    num_drafts_ptr,  # [batch] int32
+    invalid_ptr,  # [batch] bool
+    residual_sums_ptr,  # [batch, num_blocks] float32, or None
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    tiles,
+    TARGET_ALIGNED: tl.constexpr,
+    DRAFT_ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Sum a few blocks of a request's residual; the last program to do so draws the token and writes the output."""
+    chunks = 1 if draft_ptr is None else tl.cdiv(num_blocks, tiles * BLOCKS)
+    request = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    t = load_temperature(temperature_ptr, temperature, request)
+    await_launch(OVERLAPS)
+    stop, takes = load_stop(state_ptr, request, num_draft_tokens)
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+    target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNED)
+    scale = base_2_scale(t)
+    taken = tl.full([], NOTHING, tl.int32)
+    peak, draft_peak, log_sum_ratio = 0.0, 0.0, 0.0
+    if takes:
+        scalars_ptr += (request * num_draft_tokens + stop) * SCALARS
+        peak, draft_peak, log_sum_ratio = tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2)
+        taken = tl.load(scalars_ptr + 3).to(tl.int32, bitcast=True)
+
+    if chunk == 0:
+        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        store_output(output, drafts, request, stop, invalid, vocab_size)
+
+    emits = chunk == 0
+    if draft_ptr is not None:
+        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+        draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNED)
+        if taken == ALL:
+            for tile in range(tiles):
+                first = (chunk * tiles + tile) * BLOCKS
+                target = load_blocks(target_row, first, True, TARGET_ALIGNED, BLOCKS, LANES)
+                draft = load_blocks(draft_row, first, True, DRAFT_ALIGNED, BLOCKS, LANES)
+                sums = tl.zeros([BLOCKS, LANES], tl.float32)
+                for part in tl.static_range(len(target)):
+                    p, q = target[part].to(tl.float32), draft[part].to(tl.float32)
+                    q = tl.where(q == q, q, -INFINITY)
+                    weights = tl.exp2((p - peak) * scale) * shortfall(p, q, draft_peak - peak, log_sum_ratio, scale)
+                    sums += tl.where(weights > 0, weights, 0.0)
+                blocks = first + tl.arange(0, BLOCKS)
+                tl.store(residual_sums_ptr + request * num_blocks + blocks, tl.sum(sums, 1), mask=blocks < num_blocks)
+            emits = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
+
+    if emits:
+        key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+        token = tl.full([], -1, tl.int32)
+        sums = tl.zeros([MAX_BLOCKS], tl.float32)
+        if draft_ptr is not None:
+            if taken == ALL:
+                blocks = tl.arange(0, MAX_BLOCKS)
+                sums = tl.load(residual_sums_ptr + request * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+                if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
+                    taken = tl.full([], NOTHING, tl.int32)
+        if taken != ALL:
+            index = request * (num_draft_tokens + 1) + stop
+            peak, _, token, sums = load_row(
+                statistics_ptr, index, target_row, num_blocks, t, TARGET_ALIGNED, MAX_BLOCKS
+            )
+            if peak == -INFINITY:
+                tl.store(invalid_ptr + request, True)
+            if taken >= 0:
+                block = taken // BLOCK_SIZE
+                weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNED), peak, t))
+                rest = tl.sum(tl.where(tokens_of(block) == taken, 0.0, weights), 0)
+                without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
+                if tl.sum(without, 0) > 0:
+                    sums = without
+                else:
+                    taken = tl.full([], NOTHING, tl.int32)
+        if token < 0:
+            block = select_block(sums, key, stop, SELECT_BLOCK)
+            token_ids = tokens_of(block)
+            target = load_logits(target_row, token_ids, TARGET_ALIGNED)
+            log_weights = tl.where(token_ids == taken, -INFINITY, scaled(target, peak, t))
+            if draft_ptr is not None:
+                if taken == ALL:
+                    draft = load_logits(draft_row, token_ids, DRAFT_ALIGNED)
+                    left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, scale)
+                    log_weights = tl.where(left > 0, log_weights + tl.log(tl.where(left > 0, left, 1.0)), -INFINITY)
+            token = select_token(log_weights, block, key, stop, SELECT_TOKEN)
+        token = tl.minimum(token, vocab_size - 1).to(tl.int64)
+        tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + stop, token)

@@ -1,0 +1,154 @@
+"""Logits rows in Triton: where they lie, how they are read, and the statistics that each block leaves.
+
+A block of `BLOCK_SIZE` logits is summarised by its largest logit m and by s = sum exp((l - m) / T): 8 bytes for 2,048 of
+bfloat16. Everything that any method needs of a row follows from these pairs, but for single logits and for the one block
+that a token is drawn from, which is read again. Greedy requests leave maxima only.
+
+The rows are read at memory speed, at which an element may cost a handful of instructions. So nothing is done about NaN and
+infinities on the way: they spoil their block's statistics, and whoever reads those sees it and mends them.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode import noise
+
+BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
+INFINITY = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(3.4028234e38)
+SMALLEST = tl.constexpr(1.1754944e-38)
+
+
+@triton.jit
+def load_temperature(temperature_ptr, temperature, request):
+    """Return a request's temperature, from a tensor where there is one; what could not be checked is made harmless."""
+    if temperature_ptr is not None:
+        given = tl.load(temperature_ptr + request)
+        # Only 0 is greedy: what float32 cannot hold goes to the nearest number that it can. NaN and negatives are greedy.
+        temperature = tl.where(given > 0, tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST), 0.0)
+    return temperature
+
+
+@triton.jit
+def base_2_scale(temperature):
+    """Return log2(e) / T: exp(l / T) = exp2(l times this). T of a greedy request is of no consequence."""
+    return tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST)
+
+
+@triton.jit
+def scaled(logits, peak, temperature):
+    """Return (l - peak) / T, where the peak is finite and T > 0."""
+    # One division for all logits. 1 / T of the smallest T is finite in float32.
+    return (logits - peak) * (1 / tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def row_at(rows, vocab_size, request, offset, ALIGNED: tl.constexpr):
+    """Return the row at an offset of a request, as (pointer, stride of tokens, vocabulary size).
+
+    `rows` is (pointer, index pointer, strides of requests, offsets and tokens). Where there is an index, the request's rows
+    lie at another place of a larger cache. Aligned rows lie dense, start at multiples of 16 elements and hold a multiple of
+    16, so that a thread can load 16 bytes at once.
+    """
+    rows_ptr, index_ptr, stride_request, stride_offset, stride_token = rows
+    index = request
+    if index_ptr is not None:
+        index = tl.load(index_ptr + request).to(tl.int64)
+    start = index * stride_request + offset * stride_offset
+    if ALIGNED:
+        start = start // 16 * 16  # which it is already: this tells the compiler
+        vocab_size = vocab_size // 16 * 16
+    return rows_ptr + start, stride_token, vocab_size
+
+
+@triton.jit
+def load_raw(row, token_ids, wanted, ALIGNED: tl.constexpr):
+    """Return logits as they are stored, -inf beyond the vocabulary."""
+    row_ptr, stride_token, vocab_size = row
+    pointers = row_ptr + token_ids if ALIGNED else row_ptr + token_ids * stride_token
+    return tl.load(pointers, mask=wanted & (token_ids < vocab_size), other=-INFINITY)
+
+
+@triton.jit
+def load_logits(row, token_ids, ALIGNED: tl.constexpr):
+    """Return logits as float32, -inf for NaN and beyond the vocabulary."""
+    logits = load_raw(row, token_ids, token_ids >= 0, ALIGNED).to(tl.float32)
+    return tl.where(logits == logits, logits, -INFINITY)
+
+
+@triton.jit
+def tokens_of(block):
+    """Return the token ids of one block."""
+    return block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+
+
+@triton.jit
+def part_of_blocks(first, part, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """Return the token ids of one part of each of a few consecutive blocks, [BLOCKS, LANES].
+
+    `LANES` logits are one load of one warp. With a warp for each block, a block is summed within one warp, part by part, in
+    the same order whatever the number of blocks and warps.
+    """
+    return (first + tl.arange(0, BLOCKS)[:, None]) * BLOCK_SIZE + part * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def load_blocks(row, first, wanted, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """Return the raw logits of a few consecutive blocks, as a tuple of parts."""
+    parts = ()
+    for part in tl.static_range(BLOCK_SIZE // LANES):
+        parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCKS, LANES), wanted, ALIGNED),)
+    return parts
+
+
+@triton.jit
+def store_statistics(statistics_ptr, index, logits, first, num_blocks, temperature, BLOCKS: tl.constexpr):
+    """Summarise a few blocks of the row that has this index, given as a tuple of parts."""
+    peaks = logits[0].to(tl.float32)
+    for part in tl.static_range(1, len(logits)):
+        peaks = tl.maximum(peaks, logits[part].to(tl.float32))
+    maxima = tl.max(peaks, 1)
+    blocks = first + tl.arange(0, BLOCKS)
+    maxima_ptr = statistics_ptr + index * 2 * num_blocks
+    tl.store(maxima_ptr + blocks, maxima, mask=blocks < num_blocks)
+    if temperature > 0:
+        scale = base_2_scale(temperature)
+        finite = tl.where(tl.abs(maxima) < INFINITY, maxima, 0.0)[:, None]
+        weights = tl.exp2((logits[0].to(tl.float32) - finite) * scale)
+        for part in tl.static_range(1, len(logits)):
+            weights += tl.exp2((logits[part].to(tl.float32) - finite) * scale)
+        tl.store(maxima_ptr + num_blocks + blocks, tl.sum(weights, 1), mask=blocks < num_blocks)
+
+
+@triton.jit
+def load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS: tl.constexpr):
+    """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as they were left; greedy rows have no sums."""
+    blocks = tl.arange(0, MAX_BLOCKS)
+    maxima_ptr = statistics_ptr + index * 2 * num_blocks
+    maxima = tl.load(maxima_ptr + blocks, mask=blocks < num_blocks, other=-INFINITY)
+    sums = tl.zeros([MAX_BLOCKS], tl.float32)
+    if temperature > 0:
+        sums = tl.load(maxima_ptr + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    return maxima, sums
+
+
+@triton.jit
+def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNED: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Summarise again the blocks whose statistics were spoilt; NaN logits count as -inf."""
+    # The largest logit adds 1 to a sound sum. What a NaN or an infinity makes of it is NaN or infinite.
+    spoilt = maxima != maxima
+    if temperature > 0:
+        spoilt = tl.where(maxima == -INFINITY, sums != 0, ((sums > 0.5) & (sums < 2 * BLOCK_SIZE)) == 0)
+    spoilt = spoilt.to(tl.int32)
+    blocks = tl.arange(0, MAX_BLOCKS)
+    if tl.max(spoilt, 0) == 1:
+        for block in range(num_blocks):
+            if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
+                logits = load_logits(row, tokens_of(block), ALIGNED)
+                peak = tl.max(logits, 0)
+                total = 0.0
+                if tl.abs(peak) < INFINITY:
+                    total = tl.sum(tl.exp(scaled(logits, peak, temperature)), 0)
+                maxima, sums = tl.where(blocks == block, peak, maxima), tl.where(blocks == block, total, sums)
+    return maxima, sums

@@ -1,0 +1,92 @@
+"""What the methods' steps share in Triton: a request's drafts, its state, its line of the output.
+
+A request stops at the first offset whose draft does not stand, or after its last one. Programs find out in any order, so
+each posts its offset, as `num_draft_tokens - offset`, with an atomic maximum on memory that starts as zeros: the request's
+first stop wins. Likewise for the first target row without a finite logit, which makes the result `invalid` if the request
+came that far.
+"""
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(32)
+STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def clear_state(state_ptr, request):
+    """Set a request's state to zeros."""
+    fields = tl.arange(0, 4)
+    tl.store(state_ptr + request * FIELDS + fields, tl.zeros([4], tl.int32), mask=fields < FIELDS)
+
+
+@triton.jit
+def post_stop(state_ptr, request, offset, num_draft_tokens, takes):
+    """Note that a request goes no further than an offset, and (1 or 0) whether its token is drawn from less than p."""
+    tl.atomic_max(state_ptr + request * FIELDS + STOP, (num_draft_tokens - offset) * 2 + takes, sem="relaxed")
+
+
+@triton.jit
+def post_empty(state_ptr, request, offset, num_draft_tokens):
+    """Note that a request's target row has no finite logit."""
+    tl.atomic_max(state_ptr + request * FIELDS + EMPTY, num_draft_tokens + 1 - offset, sem="relaxed")
+
+
+@triton.jit
+def peek_stop(state_ptr, request, num_draft_tokens):
+    """Return the offset that a request stops at, so far as is known while others may be posting: never too small."""
+    # By an atomic, which one thread does for all: plain loads could give the program's warps different answers.
+    return num_draft_tokens - tl.atomic_max(state_ptr + request * FIELDS + STOP, 0, sem="relaxed") // 2
+
+
+@triton.jit
+def load_stop(state_ptr, request, num_draft_tokens):
+    """Return the offset that a request stops at, and whether its token is drawn from less than p, once all is posted."""
+    posted = tl.load(state_ptr + request * FIELDS + STOP)
+    return num_draft_tokens - posted // 2, posted % 2 == 1
+
+
+@triton.jit
+def load_empty(state_ptr, request, num_draft_tokens):
+    """Return the offset of a request's first target row without a finite logit, likewise."""
+    return num_draft_tokens + 1 - tl.load(state_ptr + request * FIELDS + EMPTY)
+
+
+@triton.jit
+def is_last(count_ptr, programs):
+    """Count this program in; return whether it is the last one, which sees what all others have written."""
+    tl.debug_barrier()  # of this program's writes, before one of its threads publishes them
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
+def load_drafts(drafts, request, offsets, vocab_size):
+    """Return draft ids as int32, -1 for what is no token.
+
+    `drafts` is (pointer, strides of requests and offsets, number of offsets).
+    """
+    ids_ptr, stride_request, stride_offset, num_draft_tokens = drafts
+    inside = (offsets >= 0) & (offsets < num_draft_tokens)
+    ids = tl.load(ids_ptr + request * stride_request + offsets * stride_offset, mask=inside, other=-1)
+    return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
+
+
+@triton.jit
+def store_output(output, drafts, request, stop, invalid, vocab_size):
+    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is another's to write.
+
+    `output` is (token_ids, num_accepted, num_draft_tokens, invalid), as pointers.
+    """
+    token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr = output
+    num_draft_tokens = drafts[3]
+    num_drafts = num_draft_tokens
+    for start in range(0, num_draft_tokens + 1, TILE):
+        offsets = start + tl.arange(0, TILE)
+        ids = load_drafts(drafts, request, offsets, vocab_size)
+        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, offsets, num_draft_tokens), 0))
+        tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
+        theirs = (offsets <= num_draft_tokens) & (offsets != stop)
+        tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offsets, tokens, mask=theirs)
+    tl.store(num_accepted_ptr + request, stop)
+    tl.store(num_drafts_ptr + request, num_drafts)
+    tl.store(invalid_ptr + request, invalid)
