@@ -43,6 +43,9 @@ else:  # each kind with each vocabulary, number of drafts and dtype, but not all
 IDS = [f"{kind}-V{vocab}-K{drafts}-{str(dtype).removeprefix('torch.')}" for kind, vocab, drafts, dtype in CASES]
 
 
+FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp"]
+
+
 def small(*cases):
     """All cases on a GPU, the first in the interpreter."""
     return cases if ON_GPU else cases[:1]
@@ -110,14 +113,14 @@ def test_tokens_are_the_references(kind, vocab, drafts, dtype):
         assert_same_tokens(output.token_ids, verdicts, FLOAT32_BAND)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize("vocab", small(1025, 2048, 50257))
 def test_deciding_while_reading_gives_the_same_bits(kind, vocab):
     batch = case(200 if ON_GPU else 4, 4, vocab, torch.bfloat16).to(DEVICE)
     assert_same(verify(kind, batch, lazy=True), verify(kind, batch, lazy=False))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize("vocab", small(2064, 1025, 50257))
 def test_a_request_does_not_depend_on_the_batch(kind, vocab):
     batch = case(150 if ON_GPU else 4, 3, vocab, torch.bfloat16, seed=3).to(DEVICE)
@@ -183,10 +186,10 @@ def test_rows_may_lie_in_any_way(layout, kind, vocab):
         assert_same(verify(kind, elsewhere), verify(kind, batch))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_packed_rows_and_cached_draft_rows_need_no_copy(kind):
     # Requests of 3, 1, 0 and 2 drafts, their target rows packed one after another, their draft rows in a cache of 9 slots.
-    drafts, vocab = [3, 1, 0, 2], 1025
+    drafts, vocab = [3, 1, 0, 2], 1025 if ON_GPU else 30
     batch = case(4, 3, vocab, torch.bfloat16, greedy=0.3, seed=11).to(DEVICE)
     token_ids = batch.draft_logits.argmax(2)
     for request, count in enumerate(drafts):
@@ -222,7 +225,7 @@ def test_packed_rows_and_cached_draft_rows_need_no_copy(kind):
         assert_same(call(view, cache, **index), call(padded.target_logits, padded.draft_logits))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_nan_and_infinities_count_as_they_should(kind):
     vocab = 1100
     batch = case(8, 1, vocab, torch.float32, greedy=0.3, seed=2)

@@ -9,14 +9,14 @@ Arithmetic is in float32 whatever the logits are. A request's result does not de
 """
 
 import contextlib
-from typing import Any
+import functools
 
 import torch
 import triton
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.kernels.launches import can_overlap, is_aligned, lanes, launch
+from specdecode.kernels.launches import Launches, alignment, lanes
 from specdecode.kernels.probabilistic import SCALARS, decide_by_ratio_kernel, emit_kernel
 from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST, SMALLEST
@@ -49,25 +49,37 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
     logsumexp = torch.empty(requests, dtype=torch.float32, device=device)
     if requests == 0:
         return token_ids, logsumexp
-    arguments = {
-        "token_ids_ptr": token_ids,
-        "logsumexp_ptr": logsumexp,
-        "statistics_ptr": torch.empty(requests * 2 * num_blocks, dtype=torch.float32, device=device),
-        "logits_ptr": logits,
-        "stride_row": logits.stride(0),
-        "stride_token": logits.stride(1),
-        "block_domain": int(domains[0]),
-        "token_domain": int(domains[1]),
-        "tiles": 1,
-        "ALIGNED": is_aligned(logits),
-        "BLOCKS": BLOCKS,
-        "LANES": lanes(logits),
-        **scalars_of_requests(batch),
-        **sizes(vocab_size, device),
-    }
+    aligned = alignment(logits)
+    of_requests, numbers = per_request(batch)
+    launches = Launches(
+        device,
+        tensors={
+            "token_ids_ptr": token_ids,
+            "logsumexp_ptr": logsumexp,
+            "statistics_ptr": torch.empty(requests * 2 * num_blocks, dtype=torch.float32, device=device),
+            "logits_ptr": logits,
+            **of_requests,
+        },
+        numbers={
+            "stride_row": logits.stride(0),
+            "stride_token": logits.stride(1),
+            "block_domain": int(domains[0]),
+            "token_domain": int(domains[1]),
+            "vocab_size": vocab_size,
+            "num_blocks": num_blocks,
+            "tiles": 1,
+            **numbers,
+        },
+        constants={
+            "ALIGNMENT": aligned,
+            "BLOCKS": BLOCKS,
+            "LANES": lanes(logits, aligned),
+            "MAX_BLOCKS": max_blocks(num_blocks),
+        },
+    )
     with on_device(device):
-        launch(summarise_kernel, requests * triton.cdiv(num_blocks, BLOCKS), arguments, num_warps=BLOCKS)
-        launch(sample_kernel, requests, arguments, num_warps=8, launch_pdl=arguments["OVERLAPS"])
+        launches.launch(summarise_kernel, requests * triton.cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
+        launches.launch(sample_kernel, requests, num_warps=8)
     return token_ids, logsumexp
 
 
@@ -92,19 +104,19 @@ def verify(
         draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
     """
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
-    by_ratio = method == "probabilistic" or (method == "synthetic" and batch.draft_logits is not None)
     requests, num_draft_tokens = draft_token_ids.shape
+    by_ratio = method == "probabilistic" or (method == "synthetic" and batch.draft_logits is not None)
     draft = batch.draft_logits if by_ratio and num_draft_tokens > 0 else None
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
     num_rows, vocab_size, device = num_draft_tokens + 1, target.shape[-1], target.device
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
 
-    num_accepted, num_drafts = torch.empty(2, requests, dtype=torch.int32, device=device).unbind()
+    counts = torch.empty(2, requests, dtype=torch.int32, device=device)
     output = SamplerOutput(
         token_ids=torch.empty(requests, num_rows, dtype=torch.int64, device=device),
-        num_accepted=num_accepted,
-        num_draft_tokens=num_drafts,
+        num_accepted=counts[0],
+        num_draft_tokens=counts[1],
         invalid=torch.empty(requests, dtype=torch.bool, device=device),
     )
     if requests == 0:
@@ -112,52 +124,71 @@ def verify(
 
     # Programs that count each other need zeros to start from. Without them the first launch clears what the next ones use.
     allocate = torch.zeros if lazy else torch.empty
-    counters = allocate(requests * (FIELDS.value + num_rows), dtype=torch.int32, device=device)
+    state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
-    parts = (requests * 2 * num_blocks * summarised, requests * num_blocks, requests * SCALARS.value * num_draft_tokens)
-    workspace = torch.empty(sum(parts), dtype=torch.float32, device=device)
-
-    arguments = {
-        "token_ids_ptr": output.token_ids,
-        "num_accepted_ptr": num_accepted,
-        "num_drafts_ptr": num_drafts,
-        "invalid_ptr": output.invalid,
-        "state_ptr": counters,
-        "counts_ptr": counters[requests * FIELDS.value :],
-        "statistics_ptr": workspace,
-        "residual_sums_ptr": workspace[parts[0] :],
-        "scalars_ptr": workspace[parts[0] + parts[1] :],
-        "target_index_ptr": target_index,
-        "draft_index_ptr": draft_index,
-        "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
-        "batch": requests,
-        "num_draft_tokens": num_draft_tokens,
-        "LANES": min(lanes(logits) for logits in (target, draft) if logits is not None),
-        "BY_RATIO": by_ratio,
-        "LAZY": lazy,
-        **rows("target", target),
-        **rows("draft", draft),
-        **table("ids", draft_token_ids),
-        **table("logsumexp", draft_logsumexp),
-        **scalars_of_requests(batch),
-        **sizes(vocab_size, device),
-    }
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
+    target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
+    target_lanes = lanes(target, target_aligned)
+    draft_lanes = target_lanes if draft is None else lanes(draft, draft_aligned)
+    of_requests, numbers = per_request(batch)
+    launches = Launches(
+        device,
+        tensors={
+            "token_ids_ptr": output.token_ids,
+            "num_accepted_ptr": output.num_accepted,
+            "num_drafts_ptr": output.num_draft_tokens,
+            "invalid_ptr": output.invalid,
+            "state_ptr": state,
+            "statistics_ptr": floats(requests * summarised, 2, num_blocks),
+            "residual_sums_ptr": None if draft is None else floats(requests, num_blocks),
+            "scalars_ptr": floats(requests, num_draft_tokens, SCALARS.value) if by_ratio else None,
+            "target_ptr": target,
+            "draft_ptr": draft,
+            "ids_ptr": draft_token_ids,
+            "logsumexp_ptr": draft_logsumexp,
+            "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
+            "target_index_ptr": target_index,
+            "draft_index_ptr": draft_index,
+            **of_requests,
+        },
+        numbers={
+            "batch": requests,
+            "num_draft_tokens": num_draft_tokens,
+            "vocab_size": vocab_size,
+            "num_blocks": num_blocks,
+            **strides("target", target, 3),
+            **strides("draft", draft, 3),
+            **strides("ids", draft_token_ids, 2),
+            **strides("logsumexp", draft_logsumexp, 2),
+            **numbers,
+        },
+        constants={
+            "BY_RATIO": by_ratio,
+            "LAZY": lazy,
+            "TARGET_ALIGNMENT": target_aligned,
+            "DRAFT_ALIGNMENT": draft_aligned,
+            "TARGET_LANES": target_lanes,
+            "DRAFT_LANES": draft_lanes,
+            "LANES": min(target_lanes, draft_lanes),
+            "MAX_BLOCKS": max_blocks(num_blocks),
+        },
+    )
     with on_device(device):
         tiles = LAZY_TILES if lazy else 1
         programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
-        launch(read_kernel, programs, {**arguments, "tiles": tiles, "BLOCKS": BLOCKS}, num_warps=BLOCKS)
-        overlap = {"launch_pdl": arguments["OVERLAPS"]}
+        launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
         if not by_ratio:
             programs, warps = (requests, 1) if lazy else (requests * num_rows, 8)
-            launch(finish_by_sample_kernel, programs, arguments, num_warps=warps, **overlap)
+            launches.launch(finish_by_sample_kernel, programs, num_warps=warps)
             return output
         if num_draft_tokens > 0 and not lazy:
             # As many warps as decide in `read_kernel`, for sums to be added in the same order.
-            launch(decide_by_ratio_kernel, requests * num_draft_tokens, arguments, num_warps=BLOCKS, **overlap)
-        # Eight warps are sooner done with one request, four with many; which sums they add in which order is the same.
-        warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
+            launches.launch(decide_by_ratio_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
+        # Eight warps are sooner done with one request, four with many. In which order they add is the same for dense rows.
+        dense = target_aligned > 0 and draft_aligned > 0
+        warps, tiles = (8, 1) if dense and not lazy else (4, LAZY_TILES if lazy else 1)
         programs = requests * (1 if draft is None else triton.cdiv(num_blocks, tiles * warps))
-        launch(emit_kernel, programs, {**arguments, "tiles": tiles, "BLOCKS": warps}, num_warps=warps, **overlap)
+        launches.launch(emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps)
     return output
 
 
@@ -168,45 +199,28 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device)
 
 
-def rows(name: str, logits: Tensor | None) -> dict[str, Any]:
-    """Return the arguments that describe [batch, offsets, vocab] logits."""
-    strides = (0, 0, 0) if logits is None else logits.stride()
-    return {
-        f"{name}_ptr": logits,
-        f"{name}_stride_request": strides[0],
-        f"{name}_stride_offset": strides[1],
-        f"{name}_stride_token": strides[2],
-        f"{name.upper()}_ALIGNED": logits is not None and is_aligned(logits),
-        f"{name.upper()}_LANES": 1 if logits is None else lanes(logits),
-    }
+def max_blocks(num_blocks: int) -> int:
+    """Return the number of blocks that a row's statistics are handled as."""
+    return MIN_BLOCKS if num_blocks <= MIN_BLOCKS else triton.next_power_of_2(num_blocks)
 
 
-def table(name: str, values: Tensor | None) -> dict[str, Any]:
-    """Return the arguments that describe a [batch, offsets] tensor."""
-    strides = (0, 0) if values is None else values.stride()
-    return {f"{name}_ptr": values, f"{name}_stride_request": strides[0], f"{name}_stride_offset": strides[1]}
+def strides(name: str, values: Tensor | None, dimensions: int) -> dict[str, float]:
+    """Return the arguments that say how a [batch, offsets, ...] tensor lies."""
+    sizes = (0,) * dimensions if values is None else values.stride()
+    return {f"{name}_stride_{of}": size for of, size in zip(("request", "offset", "token"), sizes)}
 
 
-def scalars_of_requests(batch: RowBatch | VerificationBatch) -> dict[str, Any]:
-    """Return the arguments that hold one number for each request, or for all."""
+def per_request(batch: RowBatch | VerificationBatch) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+    """Return the arguments that hold one number for each request, and those that hold one for all."""
     temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
-    if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
-        temperature = min(max(temperature, SMALLEST.value), LARGEST.value)
-    return {
+    tensors = {
         "temperature_ptr": temperature.contiguous() if isinstance(temperature, Tensor) else None,
-        "temperature": 0.0 if isinstance(temperature, Tensor) else temperature,
         "seeds_ptr": seeds.contiguous() if isinstance(seeds, Tensor) else None,
-        "first_seed": 0 if isinstance(seeds, Tensor) else seeds,
         "positions_ptr": None if positions is None else positions.contiguous(),
     }
-
-
-def sizes(vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that follow from the vocabulary and the device."""
-    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    return {
-        "vocab_size": vocab_size,
-        "num_blocks": num_blocks,
-        "MAX_BLOCKS": max(MIN_BLOCKS, triton.next_power_of_2(num_blocks)),
-        "OVERLAPS": can_overlap(device),
+    if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
+        temperature = min(max(temperature, SMALLEST.value), LARGEST.value)
+    return tensors, {
+        "temperature": 0.0 if isinstance(temperature, Tensor) else float(temperature),
+        "first_seed": 0 if isinstance(seeds, Tensor) else seeds,
     }

@@ -1,5 +1,8 @@
 """Launching: few compiled variants, little work on the host, and launches that overlap where the GPU can do that."""
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +41,6 @@ SMALL_TENSORS = [
     "num_drafts_ptr",
     "invalid_ptr",
     "state_ptr",
-    "counts_ptr",
     "scalars_ptr",
     "statistics_ptr",
     "residual_sums_ptr",
@@ -51,7 +53,7 @@ SMALL_TENSORS = [
     "seeds_ptr",
     "positions_ptr",
 ]
-"""Tensors that may lie at any address, likewise."""
+"""Tensors whose address is of no consequence, likewise. That of logits says whether 16 bytes can be read at once."""
 
 
 @triton.jit
@@ -68,46 +70,63 @@ def await_launch(OVERLAPS: tl.constexpr):
         gdc_wait()
 
 
+@functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Tell whether launches on a device may overlap: that takes compute capability 9.0."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def lanes(logits: Tensor) -> int:
-    """Return how many logits one warp loads at once: 16 bytes a thread of aligned rows, one logit a thread of others."""
-    return 512 // logits.element_size() if is_aligned(logits) else 32
-
-
-def is_aligned(logits: Tensor) -> bool:
-    """Tell whether the rows can be read 16 bytes at once: dense, and starting and ending at multiples of 16 logits."""
+def alignment(logits: Tensor) -> int:
+    """Return 16 if rows are dense and start and end at multiples of 16 logits, 1 if only dense, else 0."""
     *strides, stride_token = logits.stride()
-    sizes = (*strides, logits.shape[-1], logits.data_ptr())
-    return stride_token == 1 and all(size % 16 == 0 for size in sizes)
+    if stride_token != 1:
+        return 0
+    at_16 = logits.shape[-1] % 16 == 0 and logits.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return 16 if at_16 else 1
+
+
+def lanes(logits: Tensor, alignment: int) -> int:
+    """Return how many logits one warp loads at once: 16 bytes a thread of aligned rows, one logit a thread of others."""
+    return 512 // logits.element_size() if alignment == 16 else 32
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
+_arguments_of: dict[Any, Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
 
 
-def variant(value: object) -> object:
-    """Return what of a runtime argument the compiled code depends on."""
-    if isinstance(value, Tensor):
-        return value.device.index, value.dtype, value.data_ptr() % 16
-    return value is None
+class Launches:
+    """The launches of one call, with arguments by name.
 
-
-def launch(kernel: Any, programs: int, arguments: dict[str, Any], **options: Any) -> None:
-    """Launch a kernel on the current device, with arguments by name.
-
-    Triton works out at each launch which compiled variant of a kernel is meant, which takes longer than small kernels run.
-    Here that hangs on types, alignment and constants alone, so after the first time it is looked up.
+    Triton works out at each launch which compiled variant of a kernel is meant, and looks at every pointer, which takes
+    longer than small kernels run. Here that hangs on dtypes and constants alone: it is looked up once, for all launches.
     """
-    values = [arguments[name] for name in kernel.arg_names]
-    constants = [value if name.isupper() else variant(value) for name, value in zip(kernel.arg_names, values)]
-    key = (kernel, *options.values(), *constants)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[programs, 1, 1](*values)
-        return
-    compiled = kernel[programs, 1, 1](*values, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        _compiled[key] = compiled
+
+    def __init__(
+        self,
+        device: torch.device,
+        tensors: dict[str, Tensor | None],
+        numbers: dict[str, float],
+        constants: dict[str, Any],
+    ) -> None:
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
+        logits = [tensors.get(name) for name in ("logits_ptr", "target_ptr", "draft_ptr")]
+        alignments = [tensor is not None and tensor.data_ptr() % 16 == 0 for tensor in logits]
+        self.key = (device, *dtypes, *alignments, *constants.values())
+        self.tensors = tensors
+        self.others = {**numbers, **constants, "OVERLAPS": can_overlap(device)}
+        addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+        self.arguments = {**addresses, **self.others}
+
+    def launch(self, kernel: Any, programs: int, num_warps: int, follows: bool = True, **others: int) -> None:
+        """Launch a kernel on the current device; one that `follows` another may be set up while that runs."""
+        key = (kernel, num_warps, *self.key)
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](*_arguments_of[kernel]({**self.arguments, **others}))
+            return
+        named = _arguments_of.setdefault(kernel, operator.itemgetter(*kernel.arg_names))
+        values = named({**self.tensors, **self.others, **others})
+        overlaps = follows and self.others["OVERLAPS"]
+        compiled = kernel[programs, 1, 1](*values, num_warps=num_warps, launch_pdl=overlaps)
+        if compiled is not None:  # the interpreter compiles nothing
+            _compiled[key] = compiled

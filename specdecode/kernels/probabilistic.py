@@ -73,17 +73,19 @@ def load_draft_row(
     offset,
     num_blocks,
     temperature,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Return a draft row's peak, the logarithm of its sum and its point mass, from the given logsumexp if possible."""
     if logsumexps[0] is None:
-        peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+        peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     else:
         peak, log_sum = 0.0, load_logsumexp(logsumexps, request, offset, True)
         point = tl.full([], -1, tl.int32)
         if is_trusted(log_sum) == 0:
-            peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+            peak, log_sum, point, _ = load_row(
+                statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS
+            )
     return peak, log_sum, point
 
 
@@ -113,8 +115,8 @@ def decide_by_ratio(
     key,
     batch,
     num_blocks,
-    TARGET_ALIGNED: tl.constexpr,
-    DRAFT_ALIGNED: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Judge the draft at one offset; post whether the request stops there, and leave what its residual will need."""
@@ -125,7 +127,7 @@ def decide_by_ratio(
     else:
         index = request * (num_draft_tokens + 1) + offset
         peak, log_sum, point, _ = load_row(
-            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNED, MAX_BLOCKS
+            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
         )
         if peak == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
@@ -134,10 +136,10 @@ def decide_by_ratio(
         taken = token
         if draft_rows[0] is not None:
             if temperature > 0:
-                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNED)
+                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
                 index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
                 draft_peak, draft_log_sum, draft_point = load_draft_row(
-                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, DRAFT_ALIGNED,
+                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, DRAFT_ALIGNMENT,
                     MAX_BLOCKS,
                 )  # fmt: skip
                 draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
@@ -200,8 +202,8 @@ def decide_by_ratio_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
-    TARGET_ALIGNED: tl.constexpr,
-    DRAFT_ALIGNED: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -215,10 +217,10 @@ def decide_by_ratio_kernel(
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         decide_by_ratio(
-            state_ptr, scalars_ptr, statistics_ptr, row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNED),
+            state_ptr, scalars_ptr, statistics_ptr, row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT),
             draft_rows, (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), drafts, rates_ptr, request,
             offset, load_temperature(temperature_ptr, temperature, request),
-            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNED, DRAFT_ALIGNED,
+            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
             MAX_BLOCKS,
         )  # fmt: skip
 
@@ -255,8 +257,8 @@ def emit_kernel(
     vocab_size,
     num_blocks,
     tiles,
-    TARGET_ALIGNED: tl.constexpr,
-    DRAFT_ALIGNED: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -271,7 +273,7 @@ def emit_kernel(
     stop, takes = load_stop(state_ptr, request, num_draft_tokens)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-    target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNED)
+    target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
     scale = base_2_scale(t)
     taken = tl.full([], NOTHING, tl.int32)
     peak, draft_peak, log_sum_ratio = 0.0, 0.0, 0.0
@@ -288,12 +290,12 @@ def emit_kernel(
     emits = chunk == 0
     if draft_ptr is not None:
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-        draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNED)
+        draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNMENT)
         if taken == ALL:
             for tile in range(tiles):
                 first = (chunk * tiles + tile) * BLOCKS
-                target = load_blocks(target_row, first, True, TARGET_ALIGNED, BLOCKS, LANES)
-                draft = load_blocks(draft_row, first, True, DRAFT_ALIGNED, BLOCKS, LANES)
+                target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, LANES)
+                draft = load_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, LANES)
                 sums = tl.zeros([BLOCKS, LANES], tl.float32)
                 for part in tl.static_range(len(target)):
                     p, q = target[part].to(tl.float32), draft[part].to(tl.float32)
@@ -317,13 +319,13 @@ def emit_kernel(
         if taken != ALL:
             index = request * (num_draft_tokens + 1) + stop
             peak, _, token, sums = load_row(
-                statistics_ptr, index, target_row, num_blocks, t, TARGET_ALIGNED, MAX_BLOCKS
+                statistics_ptr, index, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS
             )
             if peak == -INFINITY:
                 tl.store(invalid_ptr + request, True)
             if taken >= 0:
                 block = taken // BLOCK_SIZE
-                weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNED), peak, t))
+                weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, t))
                 rest = tl.sum(tl.where(tokens_of(block) == taken, 0.0, weights), 0)
                 without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
                 if tl.sum(without, 0) > 0:
@@ -333,11 +335,11 @@ def emit_kernel(
         if token < 0:
             block = select_block(sums, key, stop, SELECT_BLOCK)
             token_ids = tokens_of(block)
-            target = load_logits(target_row, token_ids, TARGET_ALIGNED)
+            target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
             log_weights = tl.where(token_ids == taken, -INFINITY, scaled(target, peak, t))
             if draft_ptr is not None:
                 if taken == ALL:
-                    draft = load_logits(draft_row, token_ids, DRAFT_ALIGNED)
+                    draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
                     left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, scale)
                     log_weights = tl.where(left > 0, log_weights + tl.log(tl.where(left > 0, left, 1.0)), -INFINITY)
             token = select_token(log_weights, block, key, stop, SELECT_TOKEN)

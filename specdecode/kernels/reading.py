@@ -16,15 +16,14 @@ from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import decide_by_ratio, is_trusted, load_logsumexp
 from specdecode.kernels.rows import load_blocks, load_temperature, row_at, store_statistics
-from specdecode.kernels.steps import clear_state, is_last, load_drafts, peek_stop
+from specdecode.kernels.steps import FIELDS, clear_state, is_last, load_drafts, peek_stop
 from specdecode.kernels.strict import decide_by_sample
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def read_kernel(
     token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
-    state_ptr,  # [batch, FIELDS] int32
-    counts_ptr,  # [batch, num_draft_tokens + 1] int32, or None
+    state_ptr,  # [batch, FIELDS] int32, then [batch, num_draft_tokens + 1] int32: programs that have finished an offset
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
@@ -56,8 +55,8 @@ def read_kernel(
     tiles,
     BY_RATIO: tl.constexpr,
     LAZY: tl.constexpr,
-    TARGET_ALIGNED: tl.constexpr,
-    DRAFT_ALIGNED: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     TARGET_LANES: tl.constexpr,
     DRAFT_LANES: tl.constexpr,
@@ -82,36 +81,36 @@ def read_kernel(
     if matters:
         t = load_temperature(temperature_ptr, temperature, request)
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-        target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNED)
+        target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
             reads_draft = (offset < num_draft_tokens) & (t > 0)
             if logsumexp_ptr is not None:
                 reads_draft &= is_trusted(load_logsumexp(logsumexps, request, offset, reads_draft)) == 0
-            draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNED)
+            draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
+        index = request * (num_draft_tokens + 1) + offset
         for tile in range(tiles):
             first = (chunk * tiles + tile) * BLOCKS
-            target = load_blocks(target_row, first, True, TARGET_ALIGNED, BLOCKS, TARGET_LANES)
+            target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, TARGET_LANES)
             if draft_ptr is not None:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
-                draft = load_blocks(draft_row, first, reads_draft, DRAFT_ALIGNED, BLOCKS, DRAFT_LANES)
-            index = request * (num_draft_tokens + 1) + offset
+                draft = load_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
             store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS)
             if draft_ptr is not None:
                 if reads_draft:
-                    index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
-                    store_statistics(statistics_ptr, index, draft, first, num_blocks, t, BLOCKS)
+                    draft_index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
+                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
         if LAZY:
-            if is_last(counts_ptr + request * (num_draft_tokens + 1) + offset, chunks):
+            if is_last(state_ptr + batch * FIELDS + index, chunks):
                 key = load_key(seeds_ptr, first_seed, positions_ptr, request)
                 if not BY_RATIO:
                     decide_by_sample(
                         token_ids_ptr, state_ptr, statistics_ptr, target_row, drafts, rates_ptr, request, offset, t, key,
-                        num_blocks, TARGET_ALIGNED, MAX_BLOCKS,
+                        num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
                     )  # fmt: skip
                 elif offset < num_draft_tokens:
                     decide_by_ratio(
                         state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, drafts, rates_ptr,
-                        request, offset, t, key, batch, num_blocks, TARGET_ALIGNED, DRAFT_ALIGNED, MAX_BLOCKS,
+                        request, offset, t, key, batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
                     )  # fmt: skip

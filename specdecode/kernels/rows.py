@@ -44,36 +44,37 @@ def scaled(logits, peak, temperature):
 
 
 @triton.jit
-def row_at(rows, vocab_size, request, offset, ALIGNED: tl.constexpr):
+def row_at(rows, vocab_size, request, offset, ALIGNMENT: tl.constexpr):
     """Return the row at an offset of a request, as (pointer, stride of tokens, vocabulary size).
 
     `rows` is (pointer, index pointer, strides of requests, offsets and tokens). Where there is an index, the request's rows
-    lie at another place of a larger cache. Aligned rows lie dense, start at multiples of 16 elements and hold a multiple of
-    16, so that a thread can load 16 bytes at once.
+    lie at another place of a larger cache. The alignment is 16 for dense rows that start and end at multiples of 16
+    logits, so that a thread can load 16 bytes at once, 1 for other dense rows, and 0 for rows that are not dense.
     """
     rows_ptr, index_ptr, stride_request, stride_offset, stride_token = rows
     index = request
     if index_ptr is not None:
         index = tl.load(index_ptr + request).to(tl.int64)
     start = index * stride_request + offset * stride_offset
-    if ALIGNED:
-        start = start // 16 * 16  # which it is already: this tells the compiler
+    if ALIGNMENT == 16:
+        # Which they are already: this tells the compiler.
+        start = start // 16 * 16
         vocab_size = vocab_size // 16 * 16
     return rows_ptr + start, stride_token, vocab_size
 
 
 @triton.jit
-def load_raw(row, token_ids, wanted, ALIGNED: tl.constexpr):
+def load_raw(row, token_ids, wanted, ALIGNMENT: tl.constexpr):
     """Return logits as they are stored, -inf beyond the vocabulary."""
     row_ptr, stride_token, vocab_size = row
-    pointers = row_ptr + token_ids if ALIGNED else row_ptr + token_ids * stride_token
+    pointers = row_ptr + token_ids if ALIGNMENT else row_ptr + token_ids * stride_token
     return tl.load(pointers, mask=wanted & (token_ids < vocab_size), other=-INFINITY)
 
 
 @triton.jit
-def load_logits(row, token_ids, ALIGNED: tl.constexpr):
+def load_logits(row, token_ids, ALIGNMENT: tl.constexpr):
     """Return logits as float32, -inf for NaN and beyond the vocabulary."""
-    logits = load_raw(row, token_ids, token_ids >= 0, ALIGNED).to(tl.float32)
+    logits = load_raw(row, token_ids, token_ids >= 0, ALIGNMENT).to(tl.float32)
     return tl.where(logits == logits, logits, -INFINITY)
 
 
@@ -94,31 +95,41 @@ def part_of_blocks(first, part, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(row, first, wanted, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+def load_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     """Return the raw logits of a few consecutive blocks, as a tuple of parts."""
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
-        parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCKS, LANES), wanted, ALIGNED),)
+        parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCKS, LANES), wanted, ALIGNMENT),)
     return parts
 
 
 @triton.jit
-def store_statistics(statistics_ptr, index, logits, first, num_blocks, temperature, BLOCKS: tl.constexpr):
-    """Summarise a few blocks of the row that has this index, given as a tuple of parts."""
+def summarise(logits, temperature):
+    """Return the largest logit of each block and its sum of exponentials (0 if greedy), given a tuple of parts."""
     peaks = logits[0].to(tl.float32)
     for part in tl.static_range(1, len(logits)):
         peaks = tl.maximum(peaks, logits[part].to(tl.float32))
     maxima = tl.max(peaks, 1)
-    blocks = first + tl.arange(0, BLOCKS)
-    maxima_ptr = statistics_ptr + index * 2 * num_blocks
-    tl.store(maxima_ptr + blocks, maxima, mask=blocks < num_blocks)
+    sums = maxima * 0
     if temperature > 0:
         scale = base_2_scale(temperature)
         finite = tl.where(tl.abs(maxima) < INFINITY, maxima, 0.0)[:, None]
         weights = tl.exp2((logits[0].to(tl.float32) - finite) * scale)
         for part in tl.static_range(1, len(logits)):
             weights += tl.exp2((logits[part].to(tl.float32) - finite) * scale)
-        tl.store(maxima_ptr + num_blocks + blocks, tl.sum(weights, 1), mask=blocks < num_blocks)
+        sums = tl.sum(weights, 1)
+    return maxima, sums
+
+
+@triton.jit
+def store_statistics(statistics_ptr, index, logits, first, num_blocks, temperature, BLOCKS: tl.constexpr):
+    """Leave the statistics of a few blocks of the row that has this index; a greedy row has no sums."""
+    maxima, sums = summarise(logits, temperature)
+    blocks = first + tl.arange(0, BLOCKS)
+    maxima_ptr = statistics_ptr + index * 2 * num_blocks
+    tl.store(maxima_ptr + blocks, maxima, mask=blocks < num_blocks)
+    if temperature > 0:
+        tl.store(maxima_ptr + num_blocks + blocks, sums, mask=blocks < num_blocks)
 
 
 @triton.jit
@@ -134,7 +145,7 @@ def load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS: 
 
 
 @triton.jit
-def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNED: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
     """Summarise again the blocks whose statistics were spoilt; NaN logits count as -inf."""
     # The largest logit adds 1 to a sound sum. What a NaN or an infinity makes of it is NaN or infinite.
     spoilt = maxima != maxima
@@ -143,12 +154,20 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNED: tl.cons
     spoilt = spoilt.to(tl.int32)
     blocks = tl.arange(0, MAX_BLOCKS)
     if tl.max(spoilt, 0) == 1:
+        # As `summarise` does it, so that a NaN and a -inf give the same bits; but this seldom runs, and is to stay small.
+        LANES: tl.constexpr = 4096 // row[0].dtype.element_ty.primitive_bitwidth if ALIGNMENT == 16 else 32
+        scale = base_2_scale(temperature)
         for block in range(num_blocks):
             if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
-                logits = load_logits(row, tokens_of(block), ALIGNED)
-                peak = tl.max(logits, 0)
-                total = 0.0
-                if tl.abs(peak) < INFINITY:
-                    total = tl.sum(tl.exp(scaled(logits, peak, temperature)), 0)
-                maxima, sums = tl.where(blocks == block, peak, maxima), tl.where(blocks == block, total, sums)
+                peaks = tl.full([1, LANES], -INFINITY, tl.float32)
+                for part in range(BLOCK_SIZE // LANES):
+                    peaks = tl.maximum(peaks, load_logits(row, part_of_blocks(block, part, 1, LANES), ALIGNMENT))
+                peak = tl.max(tl.max(peaks, 1), 0)
+                finite = tl.where(tl.abs(peak) < INFINITY, peak, 0.0)
+                weights = tl.zeros([1, LANES], tl.float32)
+                for part in range(BLOCK_SIZE // LANES):
+                    logits = load_logits(row, part_of_blocks(block, part, 1, LANES), ALIGNMENT)
+                    weights += tl.exp2((logits - finite) * scale)
+                maxima = tl.where(blocks == block, peak, maxima)
+                sums = tl.where(blocks == block, tl.sum(tl.sum(weights, 1), 0), sums)
     return maxima, sums

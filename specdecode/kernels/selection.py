@@ -28,7 +28,7 @@ from specdecode.kernels.rows import (
 
 
 @triton.jit
-def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
     """Return a row's scalars and block sums.
 
     Its largest logit; its sum of exponentials relative to that, as a logarithm; the token that it is a point mass on, -1 for
@@ -40,7 +40,7 @@ def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED: tl.co
     total = tl.sum(weights, 0)
     point = tl.full([], -1, tl.int32)
     if ((total > 0.5) & (total < INFINITY)) == 0:  # greedy, or not all logits are finite
-        maxima, sums = mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+        maxima, sums = mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
         peak = tl.max(maxima, 0)
         if (temperature > 0) & (tl.abs(peak) < INFINITY):
             weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
@@ -48,7 +48,7 @@ def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED: tl.co
         else:
             weights = tl.zeros([MAX_BLOCKS], tl.float32)
             total = 1.0
-            point = point_mass(row, maxima, peak, ALIGNED)
+            point = point_mass(row, maxima, peak, ALIGNMENT)
     return peak, tl.log(total), point, weights
 
 
@@ -76,14 +76,14 @@ def draw(
     key,
     offset,
     domains,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw a token of a row; return it, the row's largest logit and the logarithm of its sum relative to that."""
-    peak, log_sum, token, sums = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNED, MAX_BLOCKS)
+    peak, log_sum, token, sums = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     if token < 0:
         block = select_block(sums, key, offset, domains[0])
-        log_weights = scaled(load_logits(row, tokens_of(block), ALIGNED), peak, temperature)
+        log_weights = scaled(load_logits(row, tokens_of(block), ALIGNMENT), peak, temperature)
         token = select_token(log_weights, block, key, offset, domains[1])
     _, _, vocab_size = row
     return tl.minimum(token, vocab_size - 1), peak, log_sum
@@ -100,7 +100,7 @@ def summarise_kernel(
     vocab_size,
     num_blocks,
     tiles,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -110,10 +110,10 @@ def summarise_kernel(
     chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
     request = (tl.program_id(0) // chunks).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
-    row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNED)
+    row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     for tile in range(tiles):
         first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
-        logits = load_blocks(row, first, True, ALIGNED, BLOCKS, LANES)
+        logits = load_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
         store_statistics(statistics_ptr, request, logits, first, num_blocks, t, BLOCKS)
 
 
@@ -134,7 +134,7 @@ def sample_kernel(
     stride_token: tl.int64,
     vocab_size,
     num_blocks,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -142,10 +142,10 @@ def sample_kernel(
     request = tl.program_id(0).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-    row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNED)
+    row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     domains = (block_domain, token_domain)
     await_launch(OVERLAPS)
-    token, peak, log_sum = draw(statistics_ptr, request, row, num_blocks, t, key, 0, domains, ALIGNED, MAX_BLOCKS)
+    token, peak, log_sum = draw(statistics_ptr, request, row, num_blocks, t, key, 0, domains, ALIGNMENT, MAX_BLOCKS)
     tl.store(token_ids_ptr + request, token.to(tl.int64))
     logsumexp = 0.0
     if t > 0:

@@ -42,7 +42,7 @@ def decide_by_sample(
     temperature,
     key,
     num_blocks,
-    ALIGNED: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw y at one offset and note it; post whether the request stops there."""
@@ -50,7 +50,7 @@ def decide_by_sample(
     index = request * (num_draft_tokens + 1) + offset
     domains = (SELECT_BLOCK, SELECT_TOKEN)
     token, peak, _ = draw(
-        statistics_ptr, index, row, num_blocks, temperature, key, offset, domains, ALIGNED, MAX_BLOCKS
+        statistics_ptr, index, row, num_blocks, temperature, key, offset, domains, ALIGNMENT, MAX_BLOCKS
     )
     tl.store(token_ids_ptr + index, token.to(tl.int64))
     if peak == -INFINITY:
@@ -88,7 +88,7 @@ def finish_by_sample_kernel(
     vocab_size,
     num_blocks,
     LAZY: tl.constexpr,
-    TARGET_ALIGNED: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -103,10 +103,11 @@ def finish_by_sample_kernel(
         offset = tl.program_id(0) % (num_draft_tokens + 1)
         if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
             rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+            row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
             decide_by_sample(
-                token_ids_ptr, state_ptr, statistics_ptr, row_at(rows, vocab_size, request, offset, TARGET_ALIGNED), drafts,
-                rates_ptr, request, offset, load_temperature(temperature_ptr, temperature, request),
-                load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, TARGET_ALIGNED, MAX_BLOCKS,
+                token_ids_ptr, state_ptr, statistics_ptr, row, drafts, rates_ptr, request, offset,
+                load_temperature(temperature_ptr, temperature, request), load_key(seeds_ptr, first_seed, positions_ptr, request),
+                num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
             )  # fmt: skip
         writes = is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1)
     if writes:

@@ -1,50 +1,115 @@
 """Boil a run of `pytest --benchmark-only --benchmark-json RAW.json` down to a record worth keeping.
 
 `python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions and commit, and leaves
-out rounds and host names; `python tests/benchmarks/record.py RECORD.json` prints it as Markdown tables.
+out rounds and host names; `--commit HASH` names the commit where the run could not know it. Of a run on a GPU the GPU's
+benchmarks are kept, of any other the CPU's. `python tests/benchmarks/record.py RECORD.json` prints it as Markdown tables.
 """
 
+import argparse
 import json
 import platform
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 
-def boil_down(raw: dict) -> dict:
-    cpu = raw["machine_info"]["cpu"]
-    results: dict[str, dict] = {}
-    for benchmark in raw["benchmarks"]:
-        stats = {key: round(1e6 * benchmark["stats"][key], 1) for key in ("median", "iqr")}
-        results.setdefault(benchmark["group"], {})[benchmark["extra_info"]["provider"]] = stats
-    return {
+def boil_down(raw: dict, commit: str | None = None) -> dict:
+    on_gpu = [benchmark for benchmark in raw["benchmarks"] if "environment" in benchmark["extra_info"]]
+    of_commit = {"commit": raw["commit_info"]["id"][:12], "uncommitted_changes": raw["commit_info"]["dirty"]}
+    about = {
         "unit": "microseconds",
-        "commit": raw["commit_info"]["id"][:12],
-        "uncommitted_changes": raw["commit_info"]["dirty"],
+        **(of_commit if commit is None else {"commit": commit[:12]}),
         "date": raw["datetime"][:10],
-        "cpu": cpu.get("brand_raw", platform.processor()),
-        "threads": torch.get_num_threads(),
+        **(on_gpu[0]["extra_info"]["environment"] if on_gpu else cpu_environment(raw)),
         "python": raw["machine_info"]["python_version"],
-        "torch": torch.__version__,
-        "results": results,
     }
+    results: dict[str, dict] = {}
+    for benchmark in on_gpu or raw["benchmarks"]:
+        result = gpu_result(benchmark["extra_info"]) if on_gpu else cpu_result(benchmark["stats"])
+        results.setdefault(benchmark["group"], {})[benchmark["extra_info"]["provider"]] = result
+    return {**about, "results": results}
+
+
+def cpu_environment(raw: dict) -> dict:
+    cpu = raw["machine_info"]["cpu"].get("brand_raw", platform.processor())
+    return {"cpu": cpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def cpu_result(stats: dict) -> dict:
+    return {key: round(1e6 * stats[key], 1) for key in ("median", "iqr")}
+
+
+def gpu_result(info: dict) -> dict:
+    result = {key: info[key] for key in ("device_us", "call_us", "call_and_wait_us") if key in info}
+    if "bytes" in info:
+        result |= {"GB_once": round(info["bytes_once"] / 1e9, 6), "GB": round(info["bytes"] / 1e9, 6)}
+        result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
+    return result
 
 
 def markdown(record: dict) -> str:
-    lines = [f"{record['cpu']}, {record['threads']} threads, torch {record['torch']}, commit {record['commit']}", ""]
-    providers = list(next(iter(record["results"].values())))
-    lines.append("| median milliseconds | " + " | ".join(provider.replace("_", " ") for provider in providers) + " |")
+    results, versions = record["results"], f"torch {record['torch']}, commit {record['commit']}"
+    if "gpu" not in record:
+        heading = f"{record['cpu']}, {record['threads']} threads, {versions}"
+        return "\n\n".join(
+            [heading, *tables(results, "median milliseconds", lambda cell: f"{cell['median'] / 1000:.2f}")]
+        )
+    return "\n\n".join(
+        [
+            f"{record['gpu']}, driver {record['driver']}, CUDA {record['cuda']}, triton {record['triton']}, {versions}; "
+            f"its memory can be read at {record['read_TB/s']:.2f} TB/s, what lies in its cache faster",
+            *tables(results, "median microseconds on the device", lambda cell: f"{cell['device_us']['median']:.1f}"),
+            *tables(results, "TB/s, of what can be read", lambda cell: f"{cell['TB/s']:.2f}, {cell['fraction']:.0%}"),
+            *tables(
+                results, "median microseconds until a call returns", lambda cell: f"{cell['call_us']['median']:.0f}"
+            ),
+            *tables(
+                results,
+                "median microseconds until its result is there",
+                lambda cell: f"{cell['call_and_wait_us']['median']:.0f}",
+            ),
+        ]
+    )
+
+
+def tables(results: dict[str, dict], title: str, show: Callable[[dict], str]) -> list[str]:
+    """Return a table for each set of groups that share providers, leaving out cells that hold nothing to show."""
+    shown: list[tuple[list[str], dict[str, dict]]] = []
+    for group, cells in results.items():
+        texts = {}
+        for provider, cell in cells.items():
+            try:
+                texts[provider] = show(cell)
+            except KeyError:
+                continue
+        if not texts:
+            continue
+        providers, rows = next((table for table in shown if not texts.keys().isdisjoint(table[0])), ([], {}))
+        if not providers:
+            shown.append((providers, rows))
+        providers += [provider for provider in texts if provider not in providers]
+        rows[group] = texts
+    return [table(title, providers, rows) for providers, rows in shown]
+
+
+def table(title: str, providers: list[str], rows: dict[str, dict]) -> str:
+    lines = [f"| {title} | " + " | ".join(provider.replace("_", " ") for provider in providers) + " |"]
     lines.append("|---" * (len(providers) + 1) + "|")
-    for group, results in record["results"].items():
-        cells = " | ".join(f"{results[provider]['median'] / 1000:.2f}" for provider in providers)
-        lines.append(f"| {group} | {cells} |")
+    for group, texts in rows.items():
+        lines.append(f"| {group} | " + " | ".join(texts.get(provider, "") for provider in providers) + " |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    content = json.loads(Path(sys.argv[1]).read_text())
-    if len(sys.argv) > 2:
-        Path(sys.argv[2]).write_text(json.dumps(boil_down(content), indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", type=Path, help="the raw JSON of a run, or a record to print")
+    parser.add_argument("record", type=Path, nargs="?", help="where to write the record of a run")
+    parser.add_argument("--commit", help="the commit that was measured, where the run could not know it")
+    arguments = parser.parse_args()
+    content = json.loads(arguments.run.read_text())
+    if arguments.record:
+        record = boil_down(content, arguments.commit)
+        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     else:
         print(markdown(content))

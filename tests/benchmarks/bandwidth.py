@@ -1,0 +1,90 @@
+"""Time on a GPU: calls replayed from a graph, and how fast its memory can be read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then nothing here is called: this module is only collected
+    triton = None
+
+CALLS, REPLAYS = 10, 15
+
+
+class Recording:
+    """Calls of a function captured in one CUDA graph, and the time that one takes on the device."""
+
+    def __init__(self, call: Callable[[], Any], calls: int = CALLS) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # whatever is compiled, tuned or cached at a first call
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            for _ in range(calls):
+                self.output = call()  # the last one's stays, and is written at every replay
+        self.calls = calls
+        self.microseconds: list[float] = []
+        self.replay()
+
+    def replay(self) -> None:
+        """Replay the graph, wait, and note the time of one call."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        self.microseconds.append(1000 * start.elapsed_time(end) / self.calls)
+
+    def device_us(self) -> dict[str, float]:
+        """Return the median and the quartile range of the last replays."""
+        return quartiles(self.microseconds[-REPLAYS:])
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """Return the median and the distance of the quartiles."""
+    low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    )
+    return {"median": round(median.item(), 3), "iqr": round((high - low).item(), 3)}
+
+
+if triton is not None:
+
+    @triton.jit
+    def read_kernel(
+        out_ptr,  # [programs] float32
+        data_ptr,  # [programs * TILES * TILE] bfloat16
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
+    ):
+        """Reduce one contiguous chunk to its largest element."""
+        chunk_ptr = data_ptr + tl.program_id(0).to(tl.int64) * (TILES * TILE) + tl.arange(0, TILE)
+        largest = tl.load(chunk_ptr).to(tl.float32)
+        for tile in tl.static_range(1, TILES):
+            largest = tl.maximum(largest, tl.load(chunk_ptr + tile * TILE).to(tl.float32))
+        tl.store(out_ptr + tl.program_id(0), tl.max(largest, 0))
+
+
+def read_bandwidth(elements: int = 2**30) -> float:
+    """Return the most bytes per second that a kernel read which does little else."""
+    data = torch.empty(elements, dtype=torch.bfloat16, device="cuda").normal_()
+    largest, times = data.max(), []
+    for tile, warps in ((2048, 4), (4096, 4), (8192, 8)):
+        for tiles in (1, 2, 4, 8):
+            programs = elements // (tiles * tile)
+            out = torch.full((programs,), float("nan"), device="cuda")
+
+            def read(out=out, tile=tile, tiles=tiles, warps=warps):
+                read_kernel[(len(out),)](out, data, TILE=tile, TILES=tiles, num_warps=warps)
+
+            recording = Recording(read)
+            for _ in range(REPLAYS):
+                recording.replay()
+            assert out.max() == largest
+            times.append(recording.device_us()["median"])
+    return data.nbytes / min(times) * 1e6

@@ -1,0 +1,75 @@
+"""What the benchmarks verify: logits as serving sees them, and the formulation that everybody writes first."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler
+from specdecode.batch import SamplerOutput
+from specdecode.drafting import DraftOutput
+
+VOCAB = 151_936
+
+
+def peaked_rows(*shape: int, generator: torch.Generator) -> Tensor:
+    """Return [*shape, VOCAB] float32 logits: normal ones, and 64 tokens of each row raised above them."""
+    device = generator.device
+    logits = torch.randn(*shape, VOCAB, generator=generator, device=device).mul_(2)
+    peaks = torch.randint(0, VOCAB, (*shape, 64), generator=generator, device=device)
+    return logits.scatter_add_(-1, peaks, 4 + 10 * torch.rand(peaks.shape, generator=generator, device=device))
+
+
+class Inputs:
+    """One batch's logits: peaked target rows, and draft rows near them."""
+
+    def __init__(
+        self, batch: int, num_draft_tokens: int, dtype: torch.dtype, temperature: float, device: str = "cpu"
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        target = peaked_rows(batch, num_draft_tokens + 1, generator=generator)
+        noise = torch.randn(batch, num_draft_tokens, VOCAB, generator=generator, device=device)
+        draft = noise.mul_(0.6).add_(target[:, :num_draft_tokens])
+        self.target_logits, self.draft_logits = target.to(dtype), draft.to(dtype)
+        self.temperature = temperature
+
+    def drafts(self, method: str) -> DraftOutput:
+        """Draw drafts as a method wants them: [batch, num_draft_tokens] token ids, and logsumexp."""
+        sampler = RejectionSampler(method)
+        batch, num_draft_tokens, _ = self.draft_logits.shape
+        positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
+        rows = zip(self.draft_logits.unbind(1), positions)
+        steps = [sampler.draft(logits, self.temperature, 0, position) for logits, position in rows]
+        return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*steps)))
+
+
+def describe(batch: int, num_draft_tokens: int, dtype: str) -> str:
+    """Name a shape, to group benchmarks by."""
+    return f"{batch} request{'s' * (batch > 1)}, {num_draft_tokens} drafts, {VOCAB:,} tokens, {dtype}"
+
+
+def verification(
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, **options: Any
+) -> Callable[[], SamplerOutput]:
+    """Return a call that verifies the drafts; options go to the sampler."""
+    logits = (inputs.target_logits, draft.token_ids, inputs.draft_logits if sampler.method == "probabilistic" else None)
+    return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
+
+
+def straightforward(target_logits: Tensor, token_ids: Tensor, draft_logits: Tensor, temperature: float) -> Tensor:
+    """Softmax both, gather, compare, residual, multinomial; waits for no device."""
+    num_draft_tokens = token_ids.shape[1]
+    target = torch.softmax(target_logits.float() / temperature, dim=-1)
+    draft = torch.softmax(draft_logits.float() / temperature, dim=-1)
+    ratio = (target[:, :-1].gather(2, token_ids[..., None]) / draft.gather(2, token_ids[..., None])).squeeze(2)
+    num_accepted = (torch.rand_like(ratio) <= ratio).cumprod(dim=1).sum(dim=1)
+    last, requests = num_accepted[:, None], torch.arange(len(token_ids), device=token_ids.device)
+    rejected = draft[requests, num_accepted.clamp(max=num_draft_tokens - 1)]
+    rejected.masked_fill_(last == num_draft_tokens, 0)  # after full acceptance the token comes from the target itself
+    weights = (target[requests, num_accepted] - rejected).clamp_(min=0)
+    emitted = torch.multinomial(weights, num_samples=1)
+    offsets = torch.arange(num_draft_tokens + 1, device=token_ids.device)
+    padded = torch.nn.functional.pad(token_ids, (0, 1))
+    return torch.where(offsets < last, padded, torch.where(offsets == last, emitted, -1))

@@ -1,0 +1,263 @@
+"""Speed on a GPU: `pytest --benchmark-only tests/benchmarks/test_gpu.py`.
+
+Every provider gets raw logits and returns tokens. pytest-benchmark's own column is the time in which the host gets through a
+replay of a graph of ten calls; the time of one call on the device is `device_us` in the JSON that `--benchmark-json` writes,
+from which `record.py` makes tables. The calls of a graph read the same logits, so those of small batches lie in the cache.
+"""
+
+import functools
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler, backends, sample
+from specdecode.batch import SamplerOutput
+from tests.benchmarks.bandwidth import REPLAYS, Recording, quartiles, read_bandwidth
+from tests.benchmarks.inputs import VOCAB, Inputs, describe, peaked_rows, straightforward, verification
+
+WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+class Shape(NamedTuple):
+    """What a batch of inputs is made of."""
+
+    batch: int
+    num_draft_tokens: int
+    dtype: str
+    temperature: float
+
+    def __str__(self) -> str:
+        """Return the shape as a benchmark's group."""
+        return f"{describe(self.batch, self.num_draft_tokens, self.dtype)}, T = {self.temperature:g}"
+
+
+class Verifier(NamedTuple):
+    """A method of this package on one of its backends."""
+
+    method: str
+    backend: str = "triton"
+    with_logsumexp: bool = False
+
+    def __call__(self, inputs: Inputs) -> Callable[[], SamplerOutput]:
+        draft = inputs.drafts(self.method)
+        options = {"draft_logsumexp": draft.logsumexp} if self.with_logsumexp else {}
+        return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
+
+    def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> tuple[int, int]:
+        """Count the rows that an outcome depends on, and the readings of them.
+
+        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested. After a
+        rejection max(0, p - q) can be summed only once the sums of both rows are known: another reading.
+        """
+        target = (num_accepted + 1).sum().item()
+        if self.method == "strict":
+            return target, target
+        rejections = (num_accepted < num_draft_tokens).sum().item()
+        if self.with_logsumexp:
+            return target + rejections, target + 2 * rejections
+        tested = (num_accepted + 1).clamp(max=num_draft_tokens).sum().item()
+        return target + tested, target + tested + 2 * rejections
+
+
+def plain(inputs: Inputs, function: Callable[..., Tensor] = straightforward) -> Callable[[], Tensor]:
+    token_ids = inputs.drafts("probabilistic").token_ids
+    return functools.partial(function, inputs.target_logits, token_ids, inputs.draft_logits, inputs.temperature)
+
+
+def compiled(inputs: Inputs) -> Callable[[], Tensor]:
+    return plain(inputs, torch.compile(straightforward, mode="max-autotune-no-cudagraphs", dynamic=False))
+
+
+def vllm(inputs: Inputs) -> Callable[[], None]:
+    """Do as vLLM's model runner: a float32 copy of the target's logits, the temperature, rejection sampling."""
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    token_ids = inputs.drafts("probabilistic").token_ids
+    batch, num_draft_tokens = token_ids.shape
+    requests = torch.arange(batch, dtype=torch.int32, device="cuda")
+    offsets = torch.arange(num_draft_tokens + 1, dtype=torch.int32, device="cuda").repeat(batch)
+    starts = (num_draft_tokens + 1) * torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    request_of_row, positions, seeds = requests.repeat_interleave(num_draft_tokens + 1), offsets.long(), requests.long()
+    temperature = torch.full((batch,), inputs.temperature, device="cuda")
+    drafted = torch.nn.functional.pad(token_ids, (1, 0)).flatten()  # before each request's drafts, its last token
+
+    def call() -> None:
+        logits = inputs.target_logits.flatten(0, 1).to(torch.float32, copy=True)
+        apply_temperature(logits, request_of_row, temperature)
+        rows = (requests, request_of_row, offsets)
+        rejection_sample(
+            logits, inputs.draft_logits, drafted, starts, positions, *rows, temperature, seeds, num_draft_tokens
+        )
+
+    return call
+
+
+PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
+    "triton": Verifier("probabilistic"),
+    "triton with draft_logsumexp": Verifier("probabilistic", with_logsumexp=True),
+    "triton strict": Verifier("strict"),
+    "triton greedy": Verifier("strict"),
+    "eager": Verifier("probabilistic", "eager"),
+    "straightforward": plain,
+    "straightforward compiled": compiled,
+    "vllm": vllm,
+}
+FAST = ["triton", "triton with draft_logsumexp", "triton strict"]
+SLOW = ["eager", "straightforward", "vllm"]
+
+
+def cases():
+    """Yield shapes and providers: those of one shape together, as they share its inputs."""
+    for batch, num_draft_tokens in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
+        for temperature in (0.7, 1.0, 0.0):
+            providers = ["triton greedy"] if temperature == 0 else list(FAST)
+            if temperature == 0.7 and batch <= 128:
+                providers += SLOW
+                if batch in (1, 128):
+                    providers.append("straightforward compiled")
+            for provider in providers:
+                yield case(Shape(batch, num_draft_tokens, "bfloat16", temperature), provider)
+    for provider in FAST:
+        yield case(Shape(256, 3, "float32", 0.7), provider)
+
+
+def case(shape: Shape, provider: str):
+    """Return a test's parameters; others may warn as they like."""
+    marks = () if isinstance(PROVIDERS[provider], Verifier) else pytest.mark.filterwarnings("default")
+    return pytest.param(shape, provider, marks=marks, id="-".join(map(str, (*shape, provider))))
+
+
+@pytest.fixture(scope="module")
+def inputs(request) -> Inputs:
+    """One batch on the GPU, for as long as tests of its shape run."""
+    torch.cuda.empty_cache()
+    batch, num_draft_tokens, dtype, temperature = request.param
+    return Inputs(batch, num_draft_tokens, getattr(torch, dtype), temperature, device="cuda")
+
+
+@pytest.fixture(scope="session")
+def bytes_per_second() -> float:
+    """Measure how fast this GPU's memory can be read."""
+    return read_bandwidth()
+
+
+@pytest.fixture(scope="session")
+def environment(bytes_per_second) -> dict[str, Any]:
+    """Say what was measured on."""
+    import triton
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = "unknown"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "read_TB/s": round(bytes_per_second / 1e12, 3),
+    }
+
+
+@pytest.fixture
+def recording(inputs, provider) -> Recording:
+    """The calls to replay. What is not of this package may be missing or fail; then there is nothing to compare with."""
+    try:
+        return Recording(PROVIDERS[provider](inputs))
+    except Exception as error:
+        if isinstance(PROVIDERS[provider], Verifier):
+            raise
+        pytest.skip(f"{provider}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput) -> None:
+    """Hold a call's result against the eager backend's: no time is reported of wrong tokens."""
+    check_token_ids(output.token_ids)
+    expected = Verifier(verifier.method, "eager")(inputs)()
+    assert output.token_ids.shape == expected.token_ids.shape
+    assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
+
+
+def check_token_ids(token_ids: Tensor) -> None:
+    assert ((token_ids >= -1) & (token_ids < VOCAB)).all()
+
+
+def measure(benchmark, recording: Recording) -> float:
+    """Replay; return the median microseconds of one call on the device."""
+    benchmark.pedantic(recording.replay, rounds=REPLAYS, warmup_rounds=2)
+    benchmark.extra_info["device_us"] = recording.device_us()
+    return recording.device_us()["median"]
+
+
+def note_bytes(benchmark, once: int, read: int, device_us: float, bytes_per_second: float) -> None:
+    """Note the bytes that an outcome needs, each once and as often as they must be read, and how fast they were read."""
+    rate = read / device_us * 1e6
+    benchmark.extra_info |= {"bytes_once": once, "bytes": read}
+    benchmark.extra_info |= {"TB/s": round(rate / 1e12, 3), "fraction": round(rate / bytes_per_second, 3)}
+
+
+@pytest.mark.parametrize(("inputs", "provider"), list(cases()), indirect=["inputs"])
+def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider, bytes_per_second, environment):
+    benchmark.group = str(request.node.callspec.params["inputs"])
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    verifier, output = PROVIDERS[provider], recording.output
+    if isinstance(verifier, Verifier):
+        check(inputs, verifier, output)
+    elif output is not None:
+        check_token_ids(output)
+    device_us = measure(benchmark, recording)
+    if isinstance(verifier, Verifier) and verifier.backend == "triton":
+        rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
+        once, read = (count * VOCAB * inputs.target_logits.element_size() for count in rows)
+        note_bytes(benchmark, once, read, device_us, bytes_per_second)
+
+
+@pytest.mark.parametrize("provider", ["triton sample", "triton draft"])
+@pytest.mark.parametrize("rows", [1, 256])
+def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, environment):
+    benchmark.group = f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    logits = peaked_rows(rows, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    method = "strict" if provider == "triton sample" else "probabilistic"
+    expected = RejectionSampler(method, backend="eager").draft(logits, 0.7, seeds=0).token_ids
+    if provider == "triton sample":
+        recording = Recording(functools.partial(sample, logits, 0.7, seeds=0))
+        token_ids = recording.output
+    else:
+        recording = Recording(functools.partial(RejectionSampler(method, backend="triton").draft, logits, 0.7, seeds=0))
+        token_ids = recording.output.token_ids
+    assert (token_ids == expected).double().mean() >= 0.98
+    note_bytes(benchmark, logits.nbytes, logits.nbytes, measure(benchmark, recording), bytes_per_second)
+
+
+@pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
+@pytest.mark.parametrize("provider", ["triton", "triton strict"])
+def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
+    """Time a call as Python makes it, without a graph: until it returns, and until its result is there."""
+    benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    call, until_return, until_result = PROVIDERS[provider](inputs), [], []
+
+    def timed() -> None:
+        start = time.perf_counter()
+        call()
+        until_return.append(1e6 * (time.perf_counter() - start))
+        torch.cuda.synchronize()
+        until_result.append(1e6 * (time.perf_counter() - start))
+
+    check(inputs, PROVIDERS[provider], call())
+    torch.cuda.synchronize()
+    benchmark.pedantic(timed, rounds=200, warmup_rounds=20)
+    benchmark.extra_info |= {
+        "call_us": quartiles(until_return[-200:]),
+        "call_and_wait_us": quartiles(until_result[-200:]),
+    }

@@ -1,0 +1,153 @@
+"""Run every variant of the kernels once, small, for NVIDIA's checkers of memory and barriers.
+
+`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU. Nothing is compared here: errors
+are the checker's to report. Half of each batch is hostile: rows of NaN and infinities, ids that are no tokens.
+"""
+
+import itertools
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
+
+from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
+from specdecode.batch import VerificationBatch
+from tests.differential import Case, case
+
+BATCH, DRAFTS = 6, 3
+VOCABS = [2048, 1025, 7, 33_001]
+"""Aligned; odd; less than a block; and enough blocks for several programs a row, of which the last to finish decides."""
+
+METHODS = ["strict", "probabilistic", "synthetic"]
+SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
+NAN, INF = math.nan, math.inf
+
+
+def with_hostile_half(batch: Case) -> Case:
+    """Spoil the first half of the requests, on the host."""
+    target, draft, token_ids = batch.target_logits, batch.draft_logits, batch.draft_token_ids
+    if len(target) < 3:
+        return batch
+    target[0, 0], target[0, -1] = NAN, -INF
+    target[1, :, 1::2], target[1, 0, -1] = NAN, INF
+    target[2, :, 0] = -INF
+    if token_ids.shape[1] > 0:
+        draft[0, 0], draft[1, :, 2::3], draft[2, :, -1] = -INF, NAN, INF
+        token_ids[0, 0], token_ids[1, -1], token_ids[2, -1] = target.shape[2], -7, 2**31 - 1
+    return batch
+
+
+class Calls:
+    """Make calls on a device, and count them."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.count = 0
+
+    def sampler(self, method: str) -> RejectionSampler:
+        schedule = SCHEDULE if method == "synthetic" else None
+        return RejectionSampler(method, backend="triton", schedule=schedule)
+
+    def draft(self, method: str, logits: Tensor, *scalars: Tensor | float) -> Tensor:
+        """Draw a token per row; return the logsumexp."""
+        self.count += 1
+        return self.sampler(method).draft(logits, *scalars).logsumexp
+
+    def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool) -> None:
+        """Verify a batch on the device, by the kernels' own entry; `options` are its."""
+        self.count += 1
+        logsumexp = options.pop("draft_logsumexp", None)
+        scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
+        draft = batch.draft_logits if with_draft else None
+        checked = VerificationBatch.check(batch.target_logits, batch.draft_token_ids, draft, logsumexp, *scalars)
+        kernels = backends.choose("triton", batch.target_logits)
+        kernels.verify(method, checked, self.sampler(method).schedule, **options)
+
+    def all_variants(self, vocab: int) -> None:
+        """Every method, with and without what is optional, deciding while reading and after it."""
+        batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab)).to(self.device)
+        for temperature in (0.7, batch.temperature):  # the tensor holds zeros
+            scalars = temperature, batch.seeds, batch.positions
+            columns = [self.draft("probabilistic", batch.draft_logits[:, i], *scalars) for i in range(DRAFTS)]
+            logsumexp = torch.stack(columns, dim=1)
+            self.draft("strict", batch.draft_logits[:, 0], *scalars)
+            self.count += 1
+            sample(batch.target_logits[:, 0], *scalars)
+            for method, lazy in itertools.product(METHODS, (False, True)):
+                options = {"temperature": temperature, "lazy": lazy}
+                self.verify(method, batch, **options)
+                self.verify(method, batch, draft_logsumexp=logsumexp, **options)
+                self.verify(method, batch, with_draft=False, **options)
+
+    def other_shapes(self) -> None:
+        """No drafts, other dtypes, greedy alone, rows that are not dense, and the largest vocabularies."""
+        for lazy in (False, True):
+            for dtype in (torch.float16, torch.float32, torch.float64):
+                batch = with_hostile_half(case(BATCH, DRAFTS, 1040, dtype, seed=1)).to(self.device)
+                self.verify("strict", batch, lazy=lazy)
+                self.verify("probabilistic", batch, lazy=lazy)
+            batch = with_hostile_half(case(BATCH, DRAFTS, 1025, torch.float32, seed=2)).to(self.device)
+            columns = replace(
+                batch,
+                target_logits=batch.target_logits.transpose(0, 2).contiguous().transpose(0, 2),
+                draft_logits=batch.draft_logits.transpose(0, 2).contiguous().transpose(0, 2),
+                draft_token_ids=batch.draft_token_ids.t().contiguous().t().to(torch.int32),
+            )
+            no_drafts = with_hostile_half(case(BATCH, 0, 2048, torch.bfloat16, seed=3)).to(self.device)
+            large = case(2, 2, 270_001, torch.bfloat16, seed=4).to(self.device)
+            for method in METHODS:
+                self.verify(method, columns, lazy=lazy)
+                self.verify(method, batch, temperature=0.0, lazy=lazy)
+                self.verify(method, no_drafts, lazy=lazy)
+                self.verify(method, large, lazy=lazy)
+
+    def packed(self) -> None:
+        """Rows of a ragged batch packed without gaps, drafts in slots of a larger cache."""
+        for vocab in (2048, 1025):
+            batch = case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=5)
+            numbers = [i % (DRAFTS + 1) for i in range(BATCH)]
+            numbers[-1] = 1  # a row too many would be read beyond the end of the pack
+            starts = [sum(number + 1 for number in numbers[:i]) for i in range(BATCH)]
+            for i, number in enumerate(numbers):
+                batch.draft_token_ids[i, :number].clamp_(min=0)
+                batch.draft_token_ids[i, number:] = -1
+            rows = [row for i, number in enumerate(numbers) for row in batch.target_logits[i, : number + 1]]
+            slots = [2 * BATCH - 1 - 2 * i for i in range(BATCH)]
+            cache = torch.zeros(2 * BATCH, DRAFTS, vocab, dtype=torch.bfloat16)
+            cache[slots] = batch.draft_logits
+            pack, cache, batch = torch.stack(rows).to(self.device), cache.to(self.device), batch.to(self.device)
+            # The shape says how many requests and rows there are; where they lie, the index and the strides.
+            view = pack.as_strided((BATCH, DRAFTS + 1, vocab), (vocab, vocab, 1))
+            batch = replace(batch, target_logits=view, draft_logits=cache[:BATCH])
+            for method, lazy, dtype in itertools.product(METHODS, (False, True), (torch.int32, torch.int64)):
+                index = {
+                    "target_index": torch.tensor(starts, dtype=dtype).to(self.device),
+                    "draft_index": torch.tensor(slots, dtype=dtype).to(self.device),
+                }
+                self.verify(method, batch, lazy=lazy, **index)
+
+
+def main(device: str, vocabs: list[int]) -> int:
+    """Make all calls; return how many they were."""
+    calls = Calls(device)
+    for vocab in vocabs:
+        calls.all_variants(vocab)
+    calls.other_shapes()
+    calls.packed()
+    return calls.count
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA device")
+    # Each tensor in memory of its own: in a pool, what lies beyond its end is mapped, and has been written before.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    count = main("cuda", VOCABS)
+    torch.cuda.synchronize()
+    print(f"{count} calls")
