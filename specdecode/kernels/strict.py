@@ -106,8 +106,8 @@ def finish_by_sample_kernel(
             row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
             decide_by_sample(
                 token_ids_ptr, state_ptr, statistics_ptr, row, drafts, rates_ptr, request, offset,
-                load_temperature(temperature_ptr, temperature, request), load_key(seeds_ptr, first_seed, positions_ptr, request),
-                num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
+                load_temperature(temperature_ptr, temperature, request),
+                load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
             )  # fmt: skip
         writes = is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1)
     if writes:
