@@ -33,14 +33,15 @@ def load_temperature(temperature_ptr, temperature, request):
 @triton.jit
 def base_2_scale(temperature):
     """Return log2(e) / T: exp(l / T) = exp2(l times this). T of a greedy request is of no consequence."""
-    return tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST)
+    # Not 0, which a denormal number is to a GPU: 0 times -inf would be NaN.
+    return tl.maximum(tl.minimum(1 / tl.where(temperature > 0, temperature, 1.0) * LOG2_E, LARGEST), SMALLEST)
 
 
 @triton.jit
 def scaled(logits, peak, temperature):
     """Return (l - peak) / T, where the peak is finite and T > 0."""
     # One division for all logits. 1 / T of the smallest T is finite in float32.
-    return (logits - peak) * (1 / tl.where(temperature > 0, temperature, 1.0))
+    return (logits - peak) * tl.maximum(1 / tl.where(temperature > 0, temperature, 1.0), SMALLEST)
 
 
 @triton.jit
