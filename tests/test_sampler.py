@@ -34,7 +34,7 @@ def make(method: str, place, rates=(0.9, 0.6, 0.5, 0.4, 0.3)) -> RejectionSample
     return RejectionSampler(method, backend=place[0], schedule=schedule)
 
 
-def plain(place):
+def plain_sample(place):
     """What `sample` does, which takes no backend: the drafts of "strict"."""
     return lambda *arguments: RejectionSampler("strict", backend=place[0]).draft(*arguments).token_ids
 
@@ -296,7 +296,9 @@ def test_an_empty_residual_falls_back_to_the_target(place, dtype, vocab):
     call["draft_logits"] = call["target_logits"][:, :2].clone()
     call["draft_token_ids"] = call["draft_token_ids"].clamp(min=0)
     output = make("synthetic", place, rates=[1.0, 0.0])(**call)
-    expected = plain(place)(call["target_logits"][:, 1], call["temperature"], call["seeds"], call["positions"] + 1)
+    expected = plain_sample(place)(
+        call["target_logits"][:, 1], call["temperature"], call["seeds"], call["positions"] + 1
+    )
     assert output.num_accepted.tolist() == [1] * 40
     assert output.token_ids[:, 1].tolist() == expected.tolist()
 
@@ -870,7 +872,7 @@ def test_strict_says_what_sample_says_whatever_the_drafts(place, dtype, vocab):
     call = make_call(place, batch=60, vocab=vocab, dtype=dtype)
     plain = torch.stack(
         [
-            plain(place)(call["target_logits"][:, i], call["temperature"], call["seeds"], call["positions"] + i)
+            plain_sample(place)(call["target_logits"][:, i], call["temperature"], call["seeds"], call["positions"] + i)
             for i in range(4)
         ],
         dim=1,
