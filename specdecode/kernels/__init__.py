@@ -73,7 +73,7 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
         constants={
             "ALIGNMENT": aligned,
             "BLOCKS": BLOCKS,
-            "LANES": lanes(logits, aligned),
+            "LANES": lanes(logits),
             "MAX_BLOCKS": max_blocks(num_blocks),
         },
     )
@@ -128,8 +128,8 @@ def verify(
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
-    target_lanes = lanes(target, target_aligned)
-    draft_lanes = target_lanes if draft is None else lanes(draft, draft_aligned)
+    target_lanes = lanes(target)
+    draft_lanes = target_lanes if draft is None else lanes(draft)
     of_requests, numbers = per_request(batch)
     launches = Launches(
         device,
@@ -184,9 +184,8 @@ def verify(
         if num_draft_tokens > 0 and not lazy:
             # As many warps as decide in `read_kernel`, for sums to be added in the same order.
             launches.launch(decide_by_ratio_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-        # Eight warps are sooner done with one request, four with many. In which order they add is the same for dense rows.
-        dense = target_aligned > 0 and draft_aligned > 0
-        warps, tiles = (8, 1) if dense and not lazy else (4, LAZY_TILES if lazy else 1)
+        # Eight warps are sooner done with one request, four with many.
+        warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
         programs = requests * (1 if draft is None else triton.cdiv(num_blocks, tiles * warps))
         launches.launch(emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps)
     return output

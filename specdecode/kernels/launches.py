@@ -85,9 +85,9 @@ def alignment(logits: Tensor) -> int:
     return 16 if at_16 else 1
 
 
-def lanes(logits: Tensor, alignment: int) -> int:
-    """Return how many logits one warp loads at once: 16 bytes a thread of aligned rows, one logit a thread of others."""
-    return 512 // logits.element_size() if alignment == 16 else 32
+def lanes(logits: Tensor) -> int:
+    """Return how many logits one warp loads at once if each thread loads 16 bytes."""
+    return 512 // logits.element_size()
 
 
 _compiled: dict[tuple[object, ...], Any] = {}

@@ -21,6 +21,7 @@ from specdecode.kernels.rows import (
     load_temperature,
     row_at,
     scaled,
+    sum_blocks,
     tokens_of,
 )
 from specdecode.kernels.selection import load_row, select_block, select_token
@@ -64,6 +65,14 @@ def load_logsumexp(logsumexps, request, offset, wanted):
 
 
 @triton.jit
+def log_quotient(a, b):
+    """Return log(a / b), which keeps its relative precision where a and b nearly agree."""
+    x = (a - b) / b
+    near = x * (1 - x * (1 / 2 - x * (1 / 3 - x * (1 / 4))))
+    return tl.where(tl.abs(x) < 1 / 64, near, tl.log(a / b))
+
+
+@triton.jit
 def load_draft_row(
     statistics_ptr,
     index,
@@ -73,20 +82,23 @@ def load_draft_row(
     offset,
     num_blocks,
     temperature,
+    target_total,
     ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Return a draft row's peak, the logarithm of its sum and its point mass, from the given logsumexp if possible."""
-    if logsumexps[0] is None:
-        peak, log_sum, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
-    else:
-        peak, log_sum = 0.0, load_logsumexp(logsumexps, request, offset, True)
-        point = tl.full([], -1, tl.int32)
-        if is_trusted(log_sum) == 0:
-            peak, log_sum, point, _ = load_row(
-                statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS
-            )
-    return peak, log_sum, point
+    """Return a draft row's peak, log(its sum), log(its sum / the target's) and its point mass.
+
+    They come from the given logsumexp where that is possible, which has a peak of 0.
+    """
+    peak, log_sum, log_sum_ratio = 0.0, 0.0, 0.0
+    point = tl.full([], -1, tl.int32)
+    if logsumexps[0] is not None:
+        log_sum = load_logsumexp(logsumexps, request, offset, True)
+        log_sum_ratio = log_sum - tl.log(target_total)
+    if logsumexps[0] is None or is_trusted(log_sum) == 0:
+        peak, total, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+        log_sum, log_sum_ratio = tl.log(total), log_quotient(total, target_total)
+    return peak, log_sum, log_sum_ratio, point
 
 
 @triton.jit
@@ -126,21 +138,21 @@ def decide_by_ratio(
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
         index = request * (num_draft_tokens + 1) + offset
-        peak, log_sum, point, _ = load_row(
+        peak, total, point, _ = load_row(
             statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
         )
         if peak == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
-        target = logprob(target_row, token, peak, log_sum, point, temperature)
-        draft_peak, draft_log_sum, draft = 0.0, log_sum, 0.0
+        target = logprob(target_row, token, peak, tl.log(total), point, temperature)
+        draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
         taken = token
         if draft_rows[0] is not None:
             if temperature > 0:
                 draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
                 index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
-                draft_peak, draft_log_sum, draft_point = load_draft_row(
-                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, DRAFT_ALIGNMENT,
-                    MAX_BLOCKS,
+                draft_peak, draft_log_sum, log_sum_ratio, draft_point = load_draft_row(
+                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, total,
+                    DRAFT_ALIGNMENT, MAX_BLOCKS,
                 )  # fmt: skip
                 draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
                 taken = tl.where(draft_point < 0, ALL, draft_point)
@@ -155,7 +167,7 @@ def decide_by_ratio(
             scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
             tl.store(scalars_ptr, peak)
             tl.store(scalars_ptr + 1, draft_peak)
-            tl.store(scalars_ptr + 2, draft_log_sum - log_sum)
+            tl.store(scalars_ptr + 2, log_sum_ratio)
             tl.store(scalars_ptr + 3, taken.to(tl.float32, bitcast=True))
 
 
@@ -303,7 +315,7 @@ def emit_kernel(
                     weights = tl.exp2((p - peak) * scale) * shortfall(p, q, draft_peak - peak, log_sum_ratio, scale)
                     sums += tl.where(weights > 0, weights, 0.0)
                 blocks = first + tl.arange(0, BLOCKS)
-                tl.store(residual_sums_ptr + request * num_blocks + blocks, tl.sum(sums, 1), mask=blocks < num_blocks)
+                tl.store(residual_sums_ptr + request * num_blocks + blocks, sum_blocks(sums), mask=blocks < num_blocks)
             emits = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
 
     if emits:
@@ -326,7 +338,8 @@ def emit_kernel(
             if taken >= 0:
                 block = taken // BLOCK_SIZE
                 weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, t))
-                rest = tl.sum(tl.where(tokens_of(block) == taken, 0.0, weights), 0)
+                weights = tl.where(tokens_of(block) == taken, 0.0, weights)
+                rest = tl.sum(sum_blocks(tl.reshape(weights, [1, BLOCK_SIZE])), 0)
                 without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
                 if tl.sum(without, 0) > 0:
                     sums = without

@@ -89,8 +89,7 @@ def tokens_of(block):
 def part_of_blocks(first, part, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     """Return the token ids of one part of each of a few consecutive blocks, [BLOCKS, LANES].
 
-    `LANES` logits are one load of one warp. With a warp for each block, a block is summed within one warp, part by part, in
-    the same order whatever the number of blocks and warps.
+    `LANES` logits of an aligned row are one load of one warp, 16 bytes a thread.
     """
     return (first + tl.arange(0, BLOCKS)[:, None]) * BLOCK_SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
@@ -102,6 +101,20 @@ def load_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexp
     for part in tl.static_range(BLOCK_SIZE // LANES):
         parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCKS, LANES), wanted, ALIGNMENT),)
     return parts
+
+
+@triton.jit
+def sum_blocks(weights):
+    """Return the sums of [BLOCKS, LANES] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
+
+    That is the same order however the compiler spreads the lanes over threads, which hangs on how a row lies in memory.
+    """
+    BLOCKS: tl.constexpr = weights.shape[0]
+    LANES: tl.constexpr = weights.shape[1]
+    for level in tl.static_range(10):
+        if LANES >> level > 1:
+            weights = tl.sum(tl.reshape(weights, [BLOCKS, LANES >> (level + 1), 2]), 2)
+    return tl.reshape(weights, [BLOCKS])
 
 
 @triton.jit
@@ -118,7 +131,7 @@ def summarise(logits, temperature):
         weights = tl.exp2((logits[0].to(tl.float32) - finite) * scale)
         for part in tl.static_range(1, len(logits)):
             weights += tl.exp2((logits[part].to(tl.float32) - finite) * scale)
-        sums = tl.sum(weights, 1)
+        sums = sum_blocks(weights)
     return maxima, sums
 
 
@@ -156,7 +169,7 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
     blocks = tl.arange(0, MAX_BLOCKS)
     if tl.max(spoilt, 0) == 1:
         # As `summarise` does it, so that a NaN and a -inf give the same bits; but this seldom runs, and is to stay small.
-        LANES: tl.constexpr = 4096 // row[0].dtype.element_ty.primitive_bitwidth if ALIGNMENT == 16 else 32
+        LANES: tl.constexpr = 4096 // row[0].dtype.element_ty.primitive_bitwidth
         scale = base_2_scale(temperature)
         for block in range(num_blocks):
             if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
@@ -170,5 +183,5 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
                     logits = load_logits(row, part_of_blocks(block, part, 1, LANES), ALIGNMENT)
                     weights += tl.exp2((logits - finite) * scale)
                 maxima = tl.where(blocks == block, peak, maxima)
-                sums = tl.where(blocks == block, tl.sum(tl.sum(weights, 1), 0), sums)
+                sums = tl.where(blocks == block, tl.sum(sum_blocks(weights), 0), sums)
     return maxima, sums

@@ -31,8 +31,8 @@ from specdecode.kernels.rows import (
 def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
     """Return a row's scalars and block sums.
 
-    Its largest logit; its sum of exponentials relative to that, as a logarithm; the token that it is a point mass on, -1 for
-    none; and its block sums [MAX_BLOCKS]. A point mass has a logarithm of 0 and no block sums.
+    Its largest logit; its sum of exponentials relative to that; the token that it is a point mass on, -1 for none; and its
+    block sums [MAX_BLOCKS]. A point mass has a sum of 1 and no block sums.
     """
     maxima, sums = load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS)
     peak = tl.max(maxima, 0)
@@ -49,7 +49,7 @@ def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.
             weights = tl.zeros([MAX_BLOCKS], tl.float32)
             total = 1.0
             point = point_mass(row, maxima, peak, ALIGNMENT)
-    return peak, tl.log(total), point, weights
+    return peak, total, point, weights
 
 
 @triton.jit
@@ -79,14 +79,14 @@ def draw(
     ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Draw a token of a row; return it, the row's largest logit and the logarithm of its sum relative to that."""
-    peak, log_sum, token, sums = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+    """Draw a token of a row; return it, the row's largest logit and its sum relative to that."""
+    peak, total, token, sums = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     if token < 0:
         block = select_block(sums, key, offset, domains[0])
         log_weights = scaled(load_logits(row, tokens_of(block), ALIGNMENT), peak, temperature)
         token = select_token(log_weights, block, key, offset, domains[1])
     _, _, vocab_size = row
-    return tl.minimum(token, vocab_size - 1), peak, log_sum
+    return tl.minimum(token, vocab_size - 1), peak, total
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -145,9 +145,9 @@ def sample_kernel(
     row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     domains = (block_domain, token_domain)
     await_launch(OVERLAPS)
-    token, peak, log_sum = draw(statistics_ptr, request, row, num_blocks, t, key, 0, domains, ALIGNMENT, MAX_BLOCKS)
+    token, peak, total = draw(statistics_ptr, request, row, num_blocks, t, key, 0, domains, ALIGNMENT, MAX_BLOCKS)
     tl.store(token_ids_ptr + request, token.to(tl.int64))
     logsumexp = 0.0
     if t > 0:
-        logsumexp = peak / t + log_sum
+        logsumexp = peak / t + tl.log(total)
     tl.store(logsumexp_ptr + request, logsumexp)
