@@ -166,7 +166,12 @@ def column_major(logits: Tensor) -> Tensor:
     return logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
 
-@pytest.mark.parametrize("layout", [sliced, strided, transposed, column_major])
+def negated_lazily(logits: Tensor) -> Tensor:
+    """The same rows, of which PyTorch holds the negatives."""
+    return torch._neg_view(-logits)
+
+
+@pytest.mark.parametrize("layout", [sliced, strided, transposed, column_major, negated_lazily])
 @pytest.mark.parametrize("kind", small("probabilistic", "strict", "synthetic"))
 @pytest.mark.parametrize("vocab", small(2064, 1025))
 def test_rows_may_lie_in_any_way(layout, kind, vocab):
@@ -180,10 +185,7 @@ def test_rows_may_lie_in_any_way(layout, kind, vocab):
         positions=strided(batch.positions),
         temperature=strided(batch.temperature),
     )
-    # Odd places are read one number at a time, and summed in another order: tokens are the same but for close calls.
-    assert_same_tokens(verify(kind, elsewhere).token_ids, expected(kind, batch.to("cpu")), FLOAT32_BAND)
-    if layout is transposed:
-        assert_same(verify(kind, elsewhere), verify(kind, batch))
+    assert_same(verify(kind, elsewhere), verify(kind, batch))
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
@@ -441,34 +443,43 @@ def test_calls_from_several_threads_on_several_streams_do_not_meet():
     assert wrong == []
 
 
-@needs_gpu
-@pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
-@pytest.mark.parametrize("given", [False, True], ids=["draft rows read", "draft logsumexp"])
-def test_the_residual_keeps_its_law_where_target_and_draft_nearly_agree(closeness, given):
-    # A schedule that accepts nothing draws every token from max(0, p - q), of which at closeness 1e-5 float32
-    # probabilities would leave little: p and q agree in five digits.
+def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Draw from max(0, p - q) only, p and q being closer and closer; return counts of tokens, and max(0, p - q).
+
+    A schedule that accepts nothing draws every token from there.
+    """
     vocab, requests = 12, laws.REQUESTS
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(vocab, generator=generator)
     draft = target + closeness * torch.randn(vocab, generator=generator)
     sampler = RejectionSampler("synthetic", backend="triton", schedule=AcceptanceSchedule.from_rates([0.0]))
-    seeds = torch.arange(requests, device="cuda")
     rows = [logits.to("cuda").expand(requests, 1, vocab) for logits in (target, draft)]
-    logsumexp = draft.double().logsumexp(0).float().to("cuda").expand(requests, 1) if given else None
-    if given and closeness < 1e-2:
-        pytest.skip("a float32 logsumexp is not known to five digits of p - q")
     output = sampler(
         rows[0].expand(requests, 2, vocab),
         torch.zeros(requests, 1, dtype=torch.int64, device="cuda"),
         rows[1],
-        seeds=seeds,
-        draft_logsumexp=logsumexp,
+        seeds=torch.arange(requests, device="cuda"),
+        draft_logsumexp=draft.double().logsumexp(0).float().to("cuda").expand(requests, 1) if given else None,
     )
     p, q = (laws.softmax(logits.double().numpy()) for logits in (target, draft))
-    residual = (p - q).clip(min=0)
+    return np.bincount(output.token_ids[:, 0].cpu(), minlength=vocab), (p - q).clip(min=0)
 
-    counts = np.bincount(output.token_ids[:, 0].cpu(), minlength=vocab)
+
+@needs_gpu
+@pytest.mark.parametrize(("closeness", "given"), [(1e-1, False), (1e-1, True), (1e-2, True), (1e-3, False)])
+def test_the_residual_keeps_its_law_where_target_and_draft_nearly_agree(closeness, given):
+    counts, residual = recovered_near_agreement(closeness, given)
     laws.assert_law(counts, residual / residual.sum())
+
+
+@needs_gpu
+@pytest.mark.parametrize("closeness", [1e-4, 1e-5, 1e-6])
+def test_what_rounding_leaves_of_the_residual_cannot_be_seen_in_the_output(closeness):
+    # log-sums in float32 are off by some 1e-7, which moves the recovered token's law by 1e-7 / A, A being the mass of
+    # max(0, p - q), but happens with probability A. Counting 200,000 tokens moves it by 0.4 percent.
+    counts, residual = recovered_near_agreement(closeness, given=False)
+    moved = np.abs(counts / counts.sum() - residual / residual.sum()).sum() / 2
+    assert residual.sum() * (moved - 0.004) < 3e-7
 
 
 @needs_gpu

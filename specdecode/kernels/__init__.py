@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.kernels.launches import Launches, alignment, lanes
+from specdecode.kernels.launches import Launches, alignment, cdiv, lanes
 from specdecode.kernels.probabilistic import SCALARS, decide_by_ratio_kernel, emit_kernel
 from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST, SMALLEST
@@ -44,7 +44,7 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     logits = batch.logits
     requests, vocab_size = logits.shape
-    num_blocks, device = triton.cdiv(vocab_size, BLOCK_SIZE), logits.device
+    num_blocks, device = cdiv(vocab_size, BLOCK_SIZE), logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=device)
     if requests == 0:
@@ -78,7 +78,7 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
         },
     )
     with on_device(device):
-        launches.launch(summarise_kernel, requests * triton.cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
+        launches.launch(summarise_kernel, requests * cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
         launches.launch(sample_kernel, requests, num_warps=8)
     return token_ids, logsumexp
 
@@ -110,13 +110,12 @@ def verify(
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
     num_rows, vocab_size, device = num_draft_tokens + 1, target.shape[-1], target.device
-    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
+    num_blocks = cdiv(vocab_size, BLOCK_SIZE)
 
-    counts = torch.empty(2, requests, dtype=torch.int32, device=device)
     output = SamplerOutput(
         token_ids=torch.empty(requests, num_rows, dtype=torch.int64, device=device),
-        num_accepted=counts[0],
-        num_draft_tokens=counts[1],
+        num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
+        num_draft_tokens=torch.empty(requests, dtype=torch.int32, device=device),
         invalid=torch.empty(requests, dtype=torch.bool, device=device),
     )
     if requests == 0:
@@ -175,7 +174,7 @@ def verify(
     )
     with on_device(device):
         tiles = LAZY_TILES if lazy else 1
-        programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
+        programs = requests * num_rows * cdiv(num_blocks, tiles * BLOCKS)
         launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
         if not by_ratio:
             programs, warps = (requests, 1) if lazy else (requests * num_rows, 8)
@@ -186,7 +185,7 @@ def verify(
             launches.launch(decide_by_ratio_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
         # Eight warps are sooner done with one request, four with many.
         warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
-        programs = requests * (1 if draft is None else triton.cdiv(num_blocks, tiles * warps))
+        programs = requests * (1 if draft is None else cdiv(num_blocks, tiles * warps))
         launches.launch(emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps)
     return output
 
