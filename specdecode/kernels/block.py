@@ -1,0 +1,253 @@
+"""Block verification in Triton: the longest block of drafts that stands.
+
+    c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
+
+Each draft's ratio comes from its rows' statistics, as in `probabilistic`, but what fails does not stop the request: only an
+impossible draft does. The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So of all i only those
+with eta_i <= c_i are candidates, which takes no reading to know; the last i with c_i = 1, which is sure to stand, is the last
+one to be considered; and if all drafts stand nothing is read again. The other candidates' rows are read once more, for
+the sums of max(0, c_i p - q) over each block, from which both A_i and the recovered token come.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
+from specdecode.kernels.philox import load_key, uniform
+from specdecode.kernels.probabilistic import (
+    ALL,
+    KEPT,
+    LOG_RATIO,
+    LOG_SUM,
+    NOTHING,
+    SCALARS,
+    TAKEN,
+    draw_residual,
+    load_scalars,
+    one_minus_exp2,
+    store_scalars,
+    sum_residual,
+    weigh,
+)
+from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, load_temperature, row_at, sum_blocks
+from specdecode.kernels.steps import (
+    FIELDS,
+    FINISHED,
+    is_last,
+    load_drafts,
+    load_empty,
+    load_stop,
+    post_empty,
+    post_stop,
+    store_output,
+)
+from specdecode.kernels.synthetic import ACCEPT
+
+
+@triton.jit
+def decide_ratio(
+    token_ids_ptr,
+    state_ptr,
+    scalars_ptr,
+    statistics_ptr,
+    target_row,
+    draft_rows,
+    logsumexps,
+    drafts,
+    rates_ptr,
+    request,
+    offset,
+    temperature,
+    key,
+    batch,
+    num_blocks,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Leave the ratio of the draft at one offset and what its row's residual needs; post where the drafts end.
+
+    They end where there is none, or (1 is posted) at one that p or q makes impossible.
+    """
+    num_draft_tokens, vocab_size = drafts[3], target_row[2]
+    token = load_drafts(drafts, request, offset, vocab_size)
+    if token < 0:  # as after the last draft
+        post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+    else:
+        target, draft, scalars = weigh(
+            statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
+            num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+        if scalars[0] == -INFINITY:
+            post_empty(state_ptr, request, offset, num_draft_tokens)
+        if ((target > -INFINITY) & (draft > -INFINITY)) == 0:
+            post_stop(state_ptr, request, offset, num_draft_tokens, 1)
+        scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
+        store_scalars(scalars_ptr, scalars)
+        tl.store(scalars_ptr + LOG_RATIO, target - draft)
+
+
+@triton.jit
+def at(values, index):
+    """Return the value at an index."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
+
+
+@triton.jit
+def running_ratios(scalars_ptr, last, MAX_DRAFTS: tl.constexpr):
+    """Return log c_i for i = 0 to `last`, and 0 beyond, [MAX_DRAFTS]."""
+    counts = tl.arange(0, MAX_DRAFTS)
+    log_ratios = tl.load(
+        scalars_ptr + (counts - 1) * SCALARS + LOG_RATIO, mask=(counts > 0) & (counts <= last), other=0.0
+    )
+    log_c = tl.zeros([MAX_DRAFTS], tl.float32)
+    running = tl.sum(log_c, 0)
+    for count in range(1, last + 1):
+        running = tl.minimum(running + at(log_ratios, count), 0.0)
+        log_c = tl.where(counts == count, running, log_c)
+    return log_c
+
+
+@triton.jit
+def log_residual_mass(scalars_ptr, sums_ptr, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
+    """Return log A = log sum max(0, c p - q) of a row, from its block sums or, of a point mass, in closed form."""
+    kept = tl.load(scalars_ptr + KEPT)
+    if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
+        blocks = tl.arange(0, MAX_BLOCKS)
+        sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
+        log_mass = (
+            log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(tl.sum(sum_blocks(tl.reshape(sums, [1, MAX_BLOCKS])), 0))
+        )
+    elif taken == NOTHING:  # p is a point mass, on a token of which q has `kept`
+        log_mass = log_c + tl.log(tl.maximum(one_minus_exp2((kept - log_c) * LOG2_E), 0.0))
+    else:  # q is a point mass, on a token of which p has `kept`
+        log_mass = log_c + tl.log(one_minus_exp2(kept * LOG2_E))
+    return log_mass
+
+
+@triton.jit
+def load_excess(scalars_ptr, log_c):
+    """Return the scalars of max(0, p - q / c): as those of max(0, p - q), but for q's logarithm."""
+    scalars, _ = load_scalars(scalars_ptr)
+    peak, draft_peak, log_sum_ratio = scalars
+    return peak, draft_peak, log_sum_ratio + log_c
+
+
+@triton.jit
+def stands_by_mass(log_uniform, log_c, log_mass):
+    """Return whether eta <= A / (A + 1 - c)."""
+    return log_uniform <= log_mass - tl.log(tl.exp(log_mass) + one_minus_exp2(log_c * LOG2_E))
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def emit_kernel(
+    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
+    num_accepted_ptr,  # [batch] int32
+    num_drafts_ptr,  # [batch] int32
+    invalid_ptr,  # [batch] bool
+    residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    tiles,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Sum a few blocks of the residuals of a request's candidates; the last program to do so decides and emits."""
+    chunks = 1 if draft_ptr is None else tl.cdiv(num_blocks, tiles * BLOCKS)
+    request = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    counts = tl.arange(0, MAX_DRAFTS)
+    log_uniforms = tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
+    target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+    draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+    scalars_ptr += request * num_draft_tokens * SCALARS
+    await_launch(OVERLAPS)
+    last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
+    log_c = running_ratios(scalars_ptr, last, MAX_DRAFTS)
+    # After the last draft there is no residual; before an impossible one there is.
+    highest = last if is_impossible else last - 1
+    accepts_all = (is_impossible == 0) & (at(log_uniforms, last) <= at(log_c, last))
+    lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
+    is_candidate = (log_uniforms <= log_c) & (counts >= lowest) & (counts <= highest) & (accepts_all == 0)
+    taken = tl.load(scalars_ptr + counts * SCALARS + TAKEN, mask=is_candidate, other=0.0).to(tl.int32, bitcast=True)
+
+    decides = chunk == 0
+    if draft_ptr is not None:
+        residual_sums_ptr += request * num_draft_tokens * num_blocks
+        has_residual = (is_candidate & (taken == ALL)).to(tl.int32)
+        if tl.max(has_residual, 0) == 1:
+            for count in range(lowest, highest + 1):
+                if at(has_residual, count) == 1:
+                    peaks = load_excess(scalars_ptr + count * SCALARS, at(log_c, count))
+                    target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
+                    draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
+                    for tile in range(tiles):
+                        sum_residual(
+                            residual_sums_ptr + count * num_blocks, target_row, draft_row, peaks,
+                            (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT,
+                            DRAFT_ALIGNMENT, BLOCKS, LANES,
+                        )  # fmt: skip
+            decides = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
+
+    if decides:
+        accepted = last if accepts_all else lowest
+        searching = accepts_all == 0
+        count = highest
+        while searching & (count > lowest):
+            if at(is_candidate.to(tl.int32), count) == 1:
+                log_mass = log_residual_mass(
+                    scalars_ptr + count * SCALARS, residual_sums_ptr + count * num_blocks, at(log_c, count),
+                    at(taken, count), num_blocks, MAX_BLOCKS,
+                )  # fmt: skip
+                if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
+                    accepted = count
+                    searching = count < 0
+            count -= 1
+        drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        invalid = load_empty(state_ptr, request, num_draft_tokens) <= accepted
+        store_output(output, drafts, request, accepted, invalid, vocab_size)
+        index = request * (num_draft_tokens + 1) + accepted
+        scalars, taken_there = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
+        if accepts_all == 0:
+            scalars, taken_there = (
+                load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)),
+                at(taken, accepted),
+            )
+        token, peak = draw_residual(
+            statistics_ptr, residual_sums_ptr + accepted * num_blocks, index,
+            row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, taken_there,
+            request, accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+        if peak == -INFINITY:
+            tl.store(invalid_ptr + request, True)
+        tl.store(token_ids_ptr + index, token)
