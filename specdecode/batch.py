@@ -143,13 +143,14 @@ MOST_DRAFT_TOKENS = 4096
 """Far more drafts than any step has; a larger number is a mistake, and could fill the memory."""
 
 
-def check_count(name: str, value: object, most: int | None = None) -> int:
-    """Return a positive int, of at most `most`, or raise."""
+def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
+    """Return an int of at least `least` and at most `most`, or raise."""
+    expected = "a positive int" if least == 1 else f"an int >= {least}"
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive int, got {shown(value)} ({type(value).__name__})")
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)} ({type(value).__name__})")
     count = int(value)
-    if count < 1:
-        raise ValueError(f"{name}: expected a positive int, got {shown(value)}")
+    if count < least:
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
     if most is not None and count > most:
         raise ValueError(f"{name}: expected at most {most}, got {shown(value)}")
     return count

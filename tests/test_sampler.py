@@ -129,7 +129,7 @@ SAMPLING = [("temperature", 1.0), ("seeds", None), ("positions", None)]
             [("target_logits", REQUIRED), ("draft_token_ids", REQUIRED), ("draft_logits", None)],
             [*SAMPLING, ("draft_logsumexp", None)],
         ),
-        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], []),
+        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0)]),
         (sample, [("logits", REQUIRED), *SAMPLING], []),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],
