@@ -15,7 +15,7 @@ import torch
 from scipy.stats import poisson
 from torch import Tensor
 
-from reference import greedy, probabilistic, strict, synthetic
+from reference import block, greedy, probabilistic, strict, synthetic
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from tests import laws
@@ -33,6 +33,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=16)
 KINDS = ["strict", "probabilistic", "given logsumexp", "deterministic", "synthetic", "synthetic strict"]
+KINDS += ["block", "block given logsumexp", "block deterministic"]
 
 if ON_GPU:
     CASES = list(itertools.product(KINDS, [1, 2, 7, 1000], [0, 1, 3, 7, 16], DTYPES))
@@ -43,7 +44,7 @@ else:  # each kind with each vocabulary, number of drafts and dtype, but not all
 IDS = [f"{kind}-V{vocab}-K{drafts}-{str(dtype).removeprefix('torch.')}" for kind, vocab, drafts, dtype in CASES]
 
 
-FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp"]
+FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp", "block"]
 
 
 def small(*cases):
@@ -53,10 +54,10 @@ def small(*cases):
 
 def verify(kind: str, batch, **options):
     """Run the kernels on a case, in one of the ways that calls differ."""
-    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic") else "probabilistic"
-    draft_logits = None if kind in ("strict", "deterministic", "synthetic strict") else batch.draft_logits
+    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
+    draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
     logsumexp = None
-    if kind == "given logsumexp":
+    if kind.endswith("given logsumexp"):
         columns = [draft_logsumexp(batch, offset) for offset in range(batch.draft_logits.shape[1])]
         logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
     checked = VerificationBatch.check(
@@ -93,8 +94,9 @@ def expected(kind: str, batch) -> list:
             rates = SCHEDULE.conditional_rates
             verdicts.append(synthetic.verify(target, token_ids, draft, conditional_rates=rates, **request))
         else:
-            draft = None if kind == "deterministic" else draft
-            verdicts.append(probabilistic.verify(target, token_ids, draft, **request))
+            draft = None if kind.endswith("deterministic") else draft
+            method = block if kind.startswith("block") else probabilistic
+            verdicts.append(method.verify(target, token_ids, draft, **request))
     return verdicts
 
 
@@ -172,7 +174,7 @@ def negated_lazily(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("layout", [sliced, strided, transposed, column_major, negated_lazily])
-@pytest.mark.parametrize("kind", small("probabilistic", "strict", "synthetic"))
+@pytest.mark.parametrize("kind", small("probabilistic", "strict", "synthetic", "block"))
 @pytest.mark.parametrize("vocab", small(2064, 1025))
 def test_rows_may_lie_in_any_way(layout, kind, vocab):
     batch = case(30 if ON_GPU else 3, 3, vocab, torch.float32, seed=5).to(DEVICE)

@@ -4,9 +4,9 @@
 
 Each draft's ratio comes from its rows' statistics, as in `probabilistic`, but what fails does not stop the request: only an
 impossible draft does. The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So of all i only those
-with eta_i <= c_i are candidates, which takes no reading to know; the last i with c_i = 1, which is sure to stand, is the last
-one to be considered; and if all drafts stand nothing is read again. The other candidates' rows are read once more, for
-the sums of max(0, c_i p - q) over each block, from which both A_i and the recovered token come.
+with eta_i <= c_i are candidates, which takes no reading to know; none below the largest with c_i = 1, which is sure to
+stand, is considered; and if all drafts stand nothing is read again. The candidates' rows are read once more, for the sums
+of max(0, c_i p - q) over each block, from which both A_i and the recovered token come.
 """
 
 import triton
@@ -109,19 +109,19 @@ def running_ratios(scalars_ptr, last, MAX_DRAFTS: tl.constexpr):
 
 
 @triton.jit
-def log_residual_mass(scalars_ptr, sums_ptr, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
+def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
     """Return log A = log sum max(0, c p - q) of a row, from its block sums or, of a point mass, in closed form."""
     kept = tl.load(scalars_ptr + KEPT)
-    if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
-        blocks = tl.arange(0, MAX_BLOCKS)
-        sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
-        log_mass = (
-            log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(tl.sum(sum_blocks(tl.reshape(sums, [1, MAX_BLOCKS])), 0))
-        )
-    elif taken == NOTHING:  # p is a point mass, on a token of which q has `kept`
+    if taken == NOTHING:  # p is a point mass, on a token of which q has `kept`
         log_mass = log_c + tl.log(tl.maximum(one_minus_exp2((kept - log_c) * LOG2_E), 0.0))
     else:  # q is a point mass, on a token of which p has `kept`
         log_mass = log_c + tl.log(one_minus_exp2(kept * LOG2_E))
+    if sums_ptr is not None:
+        if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
+            blocks = tl.arange(0, MAX_BLOCKS)
+            sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+            total = tl.sum(sum_blocks(tl.reshape(sums, [1, MAX_BLOCKS])), 0)
+            log_mass = log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(total)
     return log_mass
 
 
@@ -189,7 +189,8 @@ def emit_kernel(
     log_uniforms = tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    scalars_ptr += request * num_draft_tokens * SCALARS
+    first_row = request * num_draft_tokens
+    scalars_ptr += first_row * SCALARS
     await_launch(OVERLAPS)
     last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
     log_c = running_ratios(scalars_ptr, last, MAX_DRAFTS)
@@ -202,7 +203,6 @@ def emit_kernel(
 
     decides = chunk == 0
     if draft_ptr is not None:
-        residual_sums_ptr += request * num_draft_tokens * num_blocks
         has_residual = (is_candidate & (taken == ALL)).to(tl.int32)
         if tl.max(has_residual, 0) == 1:
             for count in range(lowest, highest + 1):
@@ -212,7 +212,7 @@ def emit_kernel(
                     draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
                     for tile in range(tiles):
                         sum_residual(
-                            residual_sums_ptr + count * num_blocks, target_row, draft_row, peaks,
+                            residual_sums_ptr + (first_row + count) * num_blocks, target_row, draft_row, peaks,
                             (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT,
                             DRAFT_ALIGNMENT, BLOCKS, LANES,
                         )  # fmt: skip
@@ -225,7 +225,7 @@ def emit_kernel(
         while searching & (count > lowest):
             if at(is_candidate.to(tl.int32), count) == 1:
                 log_mass = log_residual_mass(
-                    scalars_ptr + count * SCALARS, residual_sums_ptr + count * num_blocks, at(log_c, count),
+                    scalars_ptr + count * SCALARS, residual_sums_ptr, first_row + count, at(log_c, count),
                     at(taken, count), num_blocks, MAX_BLOCKS,
                 )  # fmt: skip
                 if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
@@ -244,7 +244,7 @@ def emit_kernel(
                 at(taken, accepted),
             )
         token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr + accepted * num_blocks, index,
+            statistics_ptr, residual_sums_ptr, first_row + accepted, index,
             row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, taken_there,
             request, accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip

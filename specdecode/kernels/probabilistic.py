@@ -271,6 +271,7 @@ def sum_residual(
 def draw_residual(
     statistics_ptr,
     sums_ptr,
+    sums_index,
     index,
     target_row,
     draft_rows,
@@ -293,7 +294,7 @@ def draw_residual(
     if draft_rows[0] is not None:
         if taken == ALL:
             blocks = tl.arange(0, MAX_BLOCKS)
-            sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
+            sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
             if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
                 taken = tl.full([], NOTHING, tl.int32)
     if taken != ALL:
@@ -387,20 +388,20 @@ def emit_kernel(
 
     emits = chunk == 0
     if draft_ptr is not None:
-        residual_sums_ptr += request * num_blocks
         if taken == ALL:
             draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNMENT)
             for tile in range(tiles):
                 sum_residual(
-                    residual_sums_ptr, target_row, draft_row, scalars, (chunk * tiles + tile) * BLOCKS, num_blocks,
-                    base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES,
+                    residual_sums_ptr + request * num_blocks, target_row, draft_row, scalars,
+                    (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
+                    LANES,
                 )  # fmt: skip
             emits = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
 
     if emits:
         index = request * (num_draft_tokens + 1) + stop
         token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr, index, target_row, draft_rows, scalars, taken, request, stop,
+            statistics_ptr, residual_sums_ptr, request, index, target_row, draft_rows, scalars, taken, request, stop,
             load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
             MAX_BLOCKS,
         )  # fmt: skip
