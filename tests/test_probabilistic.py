@@ -69,8 +69,8 @@ def test_drafts_that_share_the_targets_noise_would_break_the_law(place):
     model = laws.tables(5, 2, history=False, seed=5)
 
     class WrongDomain(RejectionSampler):
-        def draft(self, *args):
-            return RejectionSampler("strict").draft(*args)
+        def draft(self, *args, **options):
+            return RejectionSampler("strict").draft(*args, **options)
 
     result = laws.run(WrongDomain("probabilistic", backend=backend), model, device, own_drafts=True)
     assert laws.p_value(laws.counts_of_tokens(model, result), laws.joint_law(model)) < laws.FALSE_ALARM
