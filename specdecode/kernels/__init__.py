@@ -48,6 +48,10 @@ BLOCKS = 4
 LAZY_TILES = 3
 """Times that a program of a large batch does so: fewer programs to start, against later decisions."""
 
+BLOCK_PROGRAMS = 132 * 6
+"""Programs."""
+
+MAXR=0
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
 
@@ -121,7 +125,7 @@ def verify(
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
     requests, num_draft_tokens = draft_token_ids.shape
     decide = METHODS[method][batch.draft_logits is None]
-    by_sample = decide is BY_SAMPLE
+    by_sample, in_block = decide is BY_SAMPLE, decide is BY_BLOCK
     draft = None if by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
@@ -141,7 +145,7 @@ def verify(
     allocate = torch.zeros if lazy else torch.empty
     state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
-    num_residuals = num_draft_tokens if decide is BY_BLOCK else 1
+    num_residuals = num_draft_tokens if in_block else 1
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
     target_lanes = lanes(target)
@@ -158,6 +162,7 @@ def verify(
             "statistics_ptr": floats(requests * summarised, 2, num_blocks),
             "residual_sums_ptr": None if draft is None else floats(requests, num_residuals, num_blocks),
             "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, SCALARS.value),
+            "jobs_ptr": torch.empty(requests, num_rows, 2, dtype=torch.int32, device=device) if in_block else None,
             "target_ptr": target,
             "draft_ptr": draft,
             "ids_ptr": draft_token_ids,
@@ -203,9 +208,15 @@ def verify(
             launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
         # Eight warps are sooner done with one request, four with many.
         warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
-        programs = requests * (1 if draft is None else cdiv(num_blocks, tiles * warps))
-        emit_kernel = block.emit_kernel if decide is BY_BLOCK else probabilistic.emit_kernel
-        launches.launch(emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps)
+        chunks = 1 if draft is None else cdiv(num_blocks, tiles * warps)
+        if not in_block:
+            launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
+            return output
+        launches.launch(block.plan_kernel, requests, num_warps=1)
+        programs = requests * max(1, num_draft_tokens) * chunks
+        if lazy:
+            programs = min(programs, BLOCK_PROGRAMS)
+        launches.launch(block.emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps, options={"maxnreg": MAXR} if MAXR else None)
     return output
 
 

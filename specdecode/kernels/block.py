@@ -12,11 +12,12 @@ of max(0, c_i p - q) over each block, from which both A_i and the recovered toke
 import triton
 import triton.language as tl
 
-from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
 from specdecode.kernels.philox import load_key, uniform
 from specdecode.kernels.probabilistic import (
     ALL,
     KEPT,
+    LOG_C,
     LOG_RATIO,
     LOG_SUM,
     NOTHING,
@@ -33,6 +34,7 @@ from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, load_tempera
 from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
+    JOBS,
     is_last,
     load_drafts,
     load_empty,
@@ -109,6 +111,64 @@ def running_ratios(scalars_ptr, last, MAX_DRAFTS: tl.constexpr):
 
 
 @triton.jit
+def survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS: tl.constexpr):
+    """Return all that can be known of a request without reading its rows again.
+
+    The number of drafts if all stand, else -1; the least number that is sure to stand, and the largest that can; and for
+    each number i, as [MAX_DRAFTS] tensors: whether it is a candidate, log eta_i, log c_i, what is taken from p at row i.
+    """
+    counts = tl.arange(0, MAX_DRAFTS)
+    last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
+    log_uniforms = tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
+    log_c = running_ratios(scalars_ptr, last, MAX_DRAFTS)
+    # After the last draft there is no residual; before an impossible one there is.
+    highest = tl.where(is_impossible, last, last - 1)
+    all_stand = (is_impossible == 0) & (at(log_uniforms, last) <= at(log_c, last))
+    lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
+    is_candidate = (log_uniforms <= log_c) & (counts >= lowest) & (counts <= highest) & (all_stand == 0)
+    taken = tl.load(scalars_ptr + counts * SCALARS + TAKEN, mask=is_candidate, other=0.0).to(tl.int32, bitcast=True)
+    return tl.where(all_stand, last, -1), lowest, highest, (is_candidate.to(tl.int32), log_uniforms, log_c, taken)
+
+
+@triton.jit
+def plan(jobs_ptr, state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS: tl.constexpr):
+    """List the rows of a request whose residual must be summed; if there is none, the request itself, for its emission."""
+    counts = tl.arange(0, MAX_DRAFTS)
+    scalars_ptr += request * num_draft_tokens * SCALARS
+    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+    is_candidate, _, log_c, taken = of_counts
+    tl.store(scalars_ptr + counts * SCALARS + LOG_C, log_c, mask=is_candidate == 1)
+    has_sum = is_candidate * (taken == ALL).to(tl.int32)
+    rows = tl.sum(has_sum, 0)
+    first = tl.atomic_add(state_ptr + JOBS, tl.maximum(rows, 1), sem="relaxed")
+    ids = request.to(tl.int32) * (num_draft_tokens + 1) + counts
+    jobs_ptr += (first + tl.cumsum(has_sum, 0) - has_sum) * 2
+    wanted = tl.where(rows > 0, has_sum, (counts == 0).to(tl.int32)) == 1
+    tl.store(jobs_ptr, ids, mask=wanted)
+    tl.store(jobs_ptr + 1, rows + counts * 0, mask=wanted)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def plan_kernel(
+    jobs_ptr,  # [batch * (num_draft_tokens + 1), 2] int32
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    num_draft_tokens,
+    MAX_DRAFTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """List a request's jobs."""
+    request = tl.program_id(0).to(tl.int64)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    plan(jobs_ptr, state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+
+
+@triton.jit
 def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
     """Return log A = log sum max(0, c p - q) of a row, from its block sums or, of a point mass, in closed form."""
     kept = tl.load(scalars_ptr + KEPT)
@@ -120,23 +180,79 @@ def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_
         if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
             blocks = tl.arange(0, MAX_BLOCKS)
             sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
-            total = tl.sum(sum_blocks(tl.reshape(sums, [1, MAX_BLOCKS])), 0)
+            total = tl.sum(sum_blocks((tl.reshape(sums, [1, MAX_BLOCKS]),)), 0)
             log_mass = log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(total)
     return log_mass
 
 
 @triton.jit
-def load_excess(scalars_ptr, log_c):
+def load_excess(scalars_ptr):
     """Return the scalars of max(0, p - q / c): as those of max(0, p - q), but for q's logarithm."""
     scalars, _ = load_scalars(scalars_ptr)
     peak, draft_peak, log_sum_ratio = scalars
-    return peak, draft_peak, log_sum_ratio + log_c
+    return peak, draft_peak, log_sum_ratio + tl.load(scalars_ptr + LOG_C)
 
 
 @triton.jit
 def stands_by_mass(log_uniform, log_c, log_mass):
     """Return whether eta <= A / (A + 1 - c)."""
     return log_uniform <= log_mass - tl.log(tl.exp(log_mass) + one_minus_exp2(log_c * LOG2_E))
+
+
+@triton.jit
+def emit(
+    output,
+    sums_ptr,
+    state_ptr,
+    scalars_ptr,
+    statistics_ptr,
+    target_rows,
+    draft_rows,
+    drafts,
+    request,
+    temperature,
+    key,
+    num_blocks,
+    vocab_size,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr,
+):
+    """Look from the largest candidate down for the first that stands; draw the token after it, write the output."""
+    token_ids_ptr, _, _, invalid_ptr = output
+    num_draft_tokens = drafts[3]
+    first_row = request * num_draft_tokens
+    scalars_ptr += first_row * SCALARS
+    accepted, lowest, count, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+    is_candidate, log_uniforms, log_c, taken = of_counts
+    all_stand = accepted >= 0
+    while (accepted < 0) & (count > lowest):
+        if at(is_candidate, count) == 1:
+            log_mass = log_residual_mass(
+                scalars_ptr + count * SCALARS, sums_ptr, first_row + count, at(log_c, count), at(taken, count), num_blocks,
+                MAX_BLOCKS,
+            )  # fmt: skip
+            if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
+                accepted = count
+        count -= 1
+    accepted = tl.where(accepted < 0, lowest, accepted)
+
+    store_output(
+        output, drafts, request, accepted, load_empty(state_ptr, request, num_draft_tokens) <= accepted, vocab_size
+    )
+    scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
+    if all_stand == 0:
+        scalars, takes = load_excess(scalars_ptr + accepted * SCALARS), at(taken, accepted)
+    index = request * (num_draft_tokens + 1) + accepted
+    token, peak = draw_residual(
+        statistics_ptr, sums_ptr, first_row + accepted, index,
+        row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, takes, request, accepted,
+        key, num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+    )  # fmt: skip
+    if peak == -INFINITY:
+        tl.store(invalid_ptr + request, True)
+    tl.store(token_ids_ptr + index, token)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -146,6 +262,7 @@ def emit_kernel(
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
     residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
+    jobs_ptr,  # [batch * (num_draft_tokens + 1), 2] int32: a request and a row, as one number; the request's rows to sum
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
@@ -179,75 +296,36 @@ def emit_kernel(
     MAX_DRAFTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Sum a few blocks of the residuals of a request's candidates; the last program to do so decides and emits."""
+    """Do jobs: sum a few blocks of a row's residual; the last program to do so for a request decides and emits."""
     chunks = 1 if draft_ptr is None else tl.cdiv(num_blocks, tiles * BLOCKS)
-    request = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    t = load_temperature(temperature_ptr, temperature, request)
-    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-    counts = tl.arange(0, MAX_DRAFTS)
-    log_uniforms = tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    first_row = request * num_draft_tokens
-    scalars_ptr += first_row * SCALARS
+    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
     await_launch(OVERLAPS)
-    last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
-    log_c = running_ratios(scalars_ptr, last, MAX_DRAFTS)
-    # After the last draft there is no residual; before an impossible one there is.
-    highest = last if is_impossible else last - 1
-    accepts_all = (is_impossible == 0) & (at(log_uniforms, last) <= at(log_c, last))
-    lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
-    is_candidate = (log_uniforms <= log_c) & (counts >= lowest) & (counts <= highest) & (accepts_all == 0)
-    taken = tl.load(scalars_ptr + counts * SCALARS + TAKEN, mask=is_candidate, other=0.0).to(tl.int32, bitcast=True)
-
-    decides = chunk == 0
-    if draft_ptr is not None:
-        has_residual = (is_candidate & (taken == ALL)).to(tl.int32)
-        if tl.max(has_residual, 0) == 1:
-            for count in range(lowest, highest + 1):
-                if at(has_residual, count) == 1:
-                    peaks = load_excess(scalars_ptr + count * SCALARS, at(log_c, count))
-                    target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
-                    draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
-                    for tile in range(tiles):
-                        sum_residual(
-                            residual_sums_ptr + (first_row + count) * num_blocks, target_row, draft_row, peaks,
-                            (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT,
-                            DRAFT_ALIGNMENT, BLOCKS, LANES,
-                        )  # fmt: skip
-            decides = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
-
-    if decides:
-        accepted = last if accepts_all else lowest
-        searching = accepts_all == 0
-        count = highest
-        while searching & (count > lowest):
-            if at(is_candidate.to(tl.int32), count) == 1:
-                log_mass = log_residual_mass(
-                    scalars_ptr + count * SCALARS, residual_sums_ptr, first_row + count, at(log_c, count),
-                    at(taken, count), num_blocks, MAX_BLOCKS,
-                )  # fmt: skip
-                if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
-                    accepted = count
-                    searching = count < 0
-            count -= 1
-        drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= accepted
-        store_output(output, drafts, request, accepted, invalid, vocab_size)
-        index = request * (num_draft_tokens + 1) + accepted
-        scalars, taken_there = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
-        if accepts_all == 0:
-            scalars, taken_there = (
-                load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)),
-                at(taken, accepted),
-            )
-        token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr, first_row + accepted, index,
-            row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, taken_there,
-            request, accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-        )  # fmt: skip
-        if peak == -INFINITY:
-            tl.store(invalid_ptr + request, True)
-        tl.store(token_ids_ptr + index, token)
+    for item in range(tl.program_id(0), tl.load(state_ptr + JOBS) * chunks, tl.num_programs(0)):
+        job, chunk = item // chunks, item % chunks
+        row = tl.load(jobs_ptr + job * 2).to(tl.int64)
+        rows = tl.load(jobs_ptr + job * 2 + 1)
+        request, count = row // (num_draft_tokens + 1), row % (num_draft_tokens + 1)
+        t = load_temperature(temperature_ptr, temperature, request)
+        decides = chunk == 0
+        if draft_ptr is not None:
+            if rows > 0:
+                target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
+                draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
+                index = request * num_draft_tokens + count
+                scalars = load_excess(scalars_ptr + index * SCALARS)
+                for tile in range(tiles):
+                    sum_residual(
+                        residual_sums_ptr + index * num_blocks, target_row, draft_row, scalars,
+                        (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
+                        BLOCKS, LANES,
+                    )  # fmt: skip
+                decides = is_last(state_ptr + request * FIELDS + FINISHED, rows * chunks)
+        if decides:
+            key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+            emit(
+                output, residual_sums_ptr, state_ptr, scalars_ptr, statistics_ptr, target_rows, draft_rows, drafts, request,
+                t, key, num_blocks, vocab_size, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS, MAX_DRAFTS,
+            )  # fmt: skip

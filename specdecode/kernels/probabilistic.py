@@ -23,6 +23,7 @@ from specdecode.kernels.rows import (
     scaled,
     sum_blocks,
     tokens_of,
+    unpack,
 )
 from specdecode.kernels.selection import load_row, select_block, select_token
 from specdecode.kernels.steps import (
@@ -48,8 +49,8 @@ NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
 
 PEAK, DRAFT_PEAK, LOG_SUM_RATIO, TAKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-LOG_SUM, KEPT, LOG_RATIO, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-"""Numbers that a judged draft leaves for its residual, see `weigh`."""
+LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+"""Numbers that a judged draft leaves for its residual, see `weigh`; the last two for block verification."""
 
 
 @triton.jit
@@ -224,7 +225,7 @@ def decide_by_ratio(
 
 @triton.jit
 def shortfall(target, draft, peak_difference, log_sum_ratio, scale):
-    """Return 1 - q / p, which is negative or NaN where there is no residual; `scale` is log2(e) / T.
+    """Return 1 - q / p, which is negative where there is no residual, and 1 where q is NaN; `scale` is log2(e) / T.
 
     log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
     agree: so the residual keeps its relative precision.
@@ -234,9 +235,10 @@ def shortfall(target, draft, peak_difference, log_sum_ratio, scale):
 
 @triton.jit
 def one_minus_exp2(x):
-    """Return 1 - 2^x, which keeps its relative precision near 0; for x > 0 it is only known to be negative."""
-    near = -x * (LN_2 + x * (LN_2 * LN_2 / 2 + x * (LN_2 * LN_2 * LN_2 / 6)))
-    return tl.where(x > -1 / 64, near, 1 - tl.exp2(x))
+    """Return 1 - 2^x, precise near 0 too, and 1 for NaN; for x > 0 it is only known to be negative."""
+    near = x * (-LN_2 - x * (LN_2 * LN_2 / 2 + x * (LN_2 * LN_2 * LN_2 / 6)))
+    power = tl.exp2(x)
+    return tl.where(x > -1 / 64, near, 1 - tl.where(power > 0, power, 0.0))
 
 
 @triton.jit
@@ -257,12 +259,16 @@ def sum_residual(
     peak, draft_peak, log_sum_ratio = scalars
     target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, LANES)
     draft = load_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, LANES)
-    sums = tl.zeros([BLOCKS, LANES], tl.float32)
+    sums = ()
     for part in tl.static_range(len(target)):
-        p, q = target[part].to(tl.float32), draft[part].to(tl.float32)
-        q = tl.where(q == q, q, -INFINITY)
-        weights = tl.exp2((p - peak) * scale) * shortfall(p, q, draft_peak - peak, log_sum_ratio, scale)
-        sums += tl.where(weights > 0, weights, 0.0)
+        p, q = unpack(target[part]), unpack(draft[part])
+        added = ()
+        for half in tl.static_range(len(p)):
+            left = shortfall(p[half], q[half], draft_peak - peak, log_sum_ratio, scale)
+            weights = tl.exp2((p[half] - peak) * scale) * left
+            weights = tl.where(weights > 0, weights, 0.0)
+            added = added + (weights if part == 0 else sums[half] + weights,)
+        sums = added
     blocks = first + tl.arange(0, BLOCKS)
     tl.store(sums_ptr + blocks, sum_blocks(sums), mask=blocks < num_blocks)
 
@@ -305,7 +311,7 @@ def draw_residual(
             block = taken // BLOCK_SIZE
             weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, temperature))
             weights = tl.where(tokens_of(block) == taken, 0.0, weights)
-            rest = tl.sum(sum_blocks(tl.reshape(weights, [1, BLOCK_SIZE])), 0)
+            rest = tl.sum(sum_blocks((tl.reshape(weights, [1, BLOCK_SIZE]),)), 0)
             without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
             if tl.sum(without, 0) > 0:
                 sums = without
