@@ -41,7 +41,7 @@ class Inputs:
         batch, num_draft_tokens, _ = self.draft_logits.shape
         positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
         rows = enumerate(zip(self.draft_logits.unbind(1), positions))
-        steps = [sampler.draft(logits, self.temperature, 0, position, offset=i) for i, (logits, position) in rows]
+        steps = [sampler.draft(logits, self.temperature, 0, where, offset=i) for i, (logits, where) in rows]
         return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*steps)))
 
 
