@@ -190,6 +190,17 @@ def test_rows_may_lie_in_any_way(layout, kind, vocab):
     assert_same(verify(kind, elsewhere), verify(kind, batch))
 
 
+@pytest.mark.parametrize("kind", small("block", "probabilistic"))
+@pytest.mark.parametrize(("target", "draft"), [(torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16)])
+def test_target_and_draft_may_differ_in_dtype_and_layout(kind, target, draft):
+    batch = case(30 if ON_GPU else 4, 2, 2064, torch.bfloat16, seed=8).to(DEVICE)  # whose values every dtype holds
+    whole = verify(kind, batch)
+    cast = replace(batch, target_logits=batch.target_logits.to(target), draft_logits=batch.draft_logits.to(draft))
+    assert_same_tokens(verify(kind, cast).token_ids, expected(kind, batch), FLOAT32_BAND)
+    for layout in (sliced, strided):
+        assert_same(verify(kind, replace(batch, draft_logits=layout(batch.draft_logits))), whole)
+
+
 @pytest.mark.parametrize("kind", FEW_KINDS)
 def test_packed_rows_and_cached_draft_rows_need_no_copy(kind):
     # Requests of 3, 1, 0 and 2 drafts, their target rows packed one after another, their draft rows in a cache of 9 slots.

@@ -263,8 +263,12 @@ def sum_residual(
 ):
     """Sum max(0, p - q), relative to p's peak, over a few blocks."""
     peak, draft_peak, log_sum_ratio = scalars
-    target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, LANES)
-    draft = load_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, LANES)
+    # In pairs both or none, for their logits to meet.
+    TARGET_PAIRS: tl.constexpr = TARGET_ALIGNMENT == 16 and target_row[0].dtype.element_ty == tl.bfloat16
+    DRAFT_PAIRS: tl.constexpr = DRAFT_ALIGNMENT == 16 and draft_row[0].dtype.element_ty == tl.bfloat16
+    PAIRS: tl.constexpr = TARGET_PAIRS and DRAFT_PAIRS
+    target = load_blocks(target_row, first, True, PAIRS, TARGET_ALIGNMENT, BLOCKS, LANES)
+    draft = load_blocks(draft_row, first, True, PAIRS, DRAFT_ALIGNMENT, BLOCKS, LANES)
     sums = ()
     for part in tl.static_range(len(target)):
         p, q = unpack(target[part]), unpack(draft[part])

@@ -17,7 +17,7 @@ import triton.language as tl
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.rows import load_blocks, load_temperature, row_at, store_statistics
+from specdecode.kernels.rows import load_row_blocks, load_temperature, row_at, store_statistics
 from specdecode.kernels.steps import FIELDS, clear_state, is_last, load_drafts, peek_stop
 
 
@@ -93,10 +93,10 @@ def read_kernel(
         index = request * (num_draft_tokens + 1) + offset
         for tile in range(tiles):
             first = (chunk * tiles + tile) * BLOCKS
-            target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, TARGET_LANES)
+            target = load_row_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, TARGET_LANES)
             if draft_ptr is not None:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
-                draft = load_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
+                draft = load_row_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
             store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS)
             if draft_ptr is not None:
                 if reads_draft:

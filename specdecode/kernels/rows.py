@@ -97,21 +97,30 @@ def part_of_blocks(first, part, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LANES:
 
 
 @triton.jit
-def load_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+def load_blocks(
+    row, first, wanted, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr
+):
     """Return the raw logits of a few consecutive blocks, as a tuple of parts to `unpack`.
 
-    Aligned bfloat16 is loaded in pairs, for compilers take twice the instructions to unpack it by themselves.
+    Aligned bfloat16 can be loaded in pairs, which compilers would take twice the instructions to unpack by themselves.
     """
     row_ptr, _, vocab_size = row
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
-        if ALIGNMENT == 16 and row_ptr.dtype.element_ty == tl.bfloat16:
+        if PAIRS:
             pairs = part_of_blocks(first, part, BLOCK_SIZE // 2, BLOCKS, LANES // 2)
             pointers = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             parts = parts + (tl.load(pointers, mask=wanted & (pairs < vocab_size // 2), other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCK_SIZE, BLOCKS, LANES), wanted, ALIGNMENT),)
     return parts
+
+
+@triton.jit
+def load_row_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """Return the raw logits of a few consecutive blocks, in the way that is best for their row alone."""
+    PAIRS: tl.constexpr = ALIGNMENT == 16 and row[0].dtype.element_ty == tl.bfloat16
+    return load_blocks(row, first, wanted, PAIRS, ALIGNMENT, BLOCKS, LANES)
 
 
 @triton.jit
@@ -166,9 +175,9 @@ def sum_blocks(weights):
 
 
 @triton.jit
-def store_statistics(statistics_ptr, index, logits, first, num_blocks, temperature, BLOCKS: tl.constexpr):
+def store_statistics(statistics_ptr, index, parts, first, num_blocks, temperature, BLOCKS: tl.constexpr):
     """Leave the statistics of a few blocks of the row that has this index; a greedy row has no sums."""
-    maxima, sums = summarise(logits, temperature)
+    maxima, sums = summarise(parts, temperature)
     blocks = first + tl.arange(0, BLOCKS)
     maxima_ptr = statistics_ptr + index * 2 * num_blocks
     tl.store(maxima_ptr + blocks, maxima, mask=blocks < num_blocks)

@@ -15,8 +15,8 @@ from specdecode.kernels.philox import gumbel, load_key
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    load_blocks,
     load_logits,
+    load_row_blocks,
     load_statistics,
     load_temperature,
     mend_statistics,
@@ -113,8 +113,8 @@ def summarise_kernel(
     row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     for tile in range(tiles):
         first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
-        logits = load_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
-        store_statistics(statistics_ptr, request, logits, first, num_blocks, t, BLOCKS)
+        parts = load_row_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
+        store_statistics(statistics_ptr, request, parts, first, num_blocks, t, BLOCKS)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
