@@ -21,7 +21,7 @@
   const html = maker("http://www.w3.org/1999/xhtml");
   const svg = maker("http://www.w3.org/2000/svg");
 
-  const percent = (value) => `${(100 * value).toFixed(1)} %`;
+  const percent = (value) => `${(100 * value).toFixed(1)}%`;
   const fixed = (digits) => (value) => value.toFixed(digits);
   const range = (count) => Array.from({ length: count }, (_, i) => i);
 
@@ -261,7 +261,7 @@
     const runs = readouts({ runs: "verifications", accepted: "accepted so far", distance: "total variation to p" });
     const summary = html("p", { class: "sd-summary" });
     const status = announcer();
-    const numbers = table("Probabilities by token", ["token", "p", "q", "min(p, q)", "residual", "simulated"]);
+    const numbers = table("Probabilities by token", ["token", "p", "q", "min", "residual", "out"]);
     const hatch = unique("hatch");
     const reduced = matchMedia("(prefers-reduced-motion: reduce)");
     let target, draft, counts, done, accepted, history, stream, random, timer;
@@ -398,8 +398,8 @@
       numbers.set(
         TOKENS.map((token, v) => [
           token,
-          ...[target, draft, kept, left].map((values) => values[v].toFixed(4)),
-          done > 0 ? frequencies[v].toFixed(4) : "–",
+          ...[target, draft, kept, left].map((values) => values[v].toFixed(3)),
+          done > 0 ? frequencies[v].toFixed(3) : "–",
         ]),
       );
       distances.redraw(
@@ -615,8 +615,10 @@
       });
       const [p, q] = distributions.map((probs) => `(${probs.map(fixed(3)).join(", ")})`);
       summary.textContent =
-        `Here p = ${p} and q = ${q}. Token verification knows them by α alone; block verification does not: ` +
-        (pair.value === "certain" ? "from a draft that was certain it gains nothing." : "others gain more or less.");
+        `Here p = ${p} and q = ${q}. What token verification emits follows from α alone; what block verification emits ` +
+        (pair.value === "certain"
+          ? "does not, but a draft that was certain leaves it nothing to gain."
+          : "does not: choose other distributions and see.");
       numbers.set(
         counts.map((n) => [n, ...[expected, blocks, token.speedups, blockGains].map((values) => values[n].toFixed(4))]),
       );
