@@ -40,8 +40,9 @@ def measured_inline(source: str, language: str, css_class: str, md: Any) -> str:
     """Return one number of a record, with its unit."""
     try:
         value = look_up(source)
-        unit = "" if len(source.split(";")) == 2 else "&nbsp;µs"
-        return f"{shown(value) if isinstance(value, float | int) else escape(value)}{unit}"
+        if len(source.split(";")) == 2:  # the record's own word, in its own unit
+            return f"{value:.2f}" if isinstance(value, float) else escape(str(value))
+        return f"{shown(float(value))}&nbsp;µs"
     except (LookupError, TypeError, ValueError) as error:
         raise InlineHiliteException(f"measured: {source!r}: {error!r}") from error
 
@@ -57,7 +58,7 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 def shown(value: float) -> str:
     """Return a number with as many digits as it deserves."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}" if value < 10 else f"{value:.1f}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -115,7 +116,7 @@ def environment_table(record: str) -> str:
     about = load(record)
     wanted = ("gpu", "cpu", "threads", "driver", "cuda", "torch", "triton", "python", "vLLM", "SGLang", "FlashInfer")
     names = {"gpu": "GPU", "cpu": "CPU", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "python": "Python"}
-    rows = [(names.get(key, key if key[0].isupper() else key.capitalize()), str(about[key])) for key in wanted if key in about]
+    rows = [(names.get(key, key if key != key.lower() else key.capitalize()), str(about[key])) for key in wanted if key in about]
     if "read_TB/s" in about:
         rows.append(("Memory, as fast as a kernel read it", f"{about['read_TB/s']:.2f} TB/s"))
     if "commit" in about:

@@ -21,13 +21,13 @@ def figure_fence(source: str, language: str, css_class: str, options: dict[str, 
 def step_figure() -> str:
     """Draw one verification step: three drafts, of which two stand."""
     drafts, emitted = ["sat", "on", "my"], ["sat", "on", "the"]
-    left, pitch, width = 108, 84, 72
+    left, pitch, width = 118, 80, 70
     columns = [left + pitch * i for i in range(4)]
     parts = []
     rows = {"the draft proposes": 48, "the target scores": 108, "verification": 168, "the step emits": 228}
     for label, y in rows.items():
-        parts.append(text(98, y + 5, label, "label", "end"))
-    parts.append(text(98, 20, "text so far: “The cat”", "label", "end") if False else text(4, 18, "text so far: “The cat …”", "label", "start"))
+        parts.append(text(left - 10, y + 5, label, "label", "end"))
+    parts.append(text(left, 18, "text so far: “The cat …”", "label", "start"))
     for i, x in enumerate(columns):
         middle = x + width / 2
         stands = i < 2
@@ -62,10 +62,10 @@ class Schedule:
     to have stopped before its offset leaves at once, and its lane takes the next in the same tick.
     """
 
-    stops: tuple[int, ...] = (3, 0, 1, 2)  # the offset that each request stops at
+    stops: tuple[int, ...] = (3, 0, 1, 2, 0, 3)  # the offset that each request stops at
     offsets: int = 4  # three drafts and the bonus row
     halves: int = 2
-    lanes: int = 6
+    lanes: int = 10
     ticks: int = 2
     states: dict[tuple[int, int, int], str] = field(default_factory=dict)  # (request, offset, half): reading, read, left
     posted: dict[int, int] = field(default_factory=dict)  # request: the offset that it is known to stop at
@@ -121,7 +121,7 @@ def schedule_frame(
     schedule: Schedule, states: dict[tuple[int, int, int], str], posted: dict[int, int], number: int, total: int
 ) -> str:
     """Draw the rows of all requests at one moment."""
-    left, top, pitch_x, pitch_y, width, height = 92, 44, 86, 42, 78, 30
+    left, top, pitch_x, pitch_y, width, height = 92, 44, 86, 36, 78, 28
     parts = []
     for offset in range(schedule.offsets):
         name = f"draft {offset}" if offset < schedule.offsets - 1 else "bonus"
