@@ -23,9 +23,7 @@ from docs._tools.records import Cell, cells, load, look_up
 from docs._tools.svg import Series, plot
 
 
-def benchmark_fence(
-    source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any
-) -> str:
+def benchmark_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
     """Return the table or plot that a fence asks for."""
     asked = dict(re.split(r"\s*:\s*", line.strip(), maxsplit=1) for line in source.strip().splitlines())
     try:
@@ -116,7 +114,8 @@ def environment_table(record: str) -> str:
     about = load(record)
     wanted = ("gpu", "cpu", "threads", "driver", "cuda", "torch", "triton", "python", "vLLM", "SGLang", "FlashInfer")
     names = {"gpu": "GPU", "cpu": "CPU", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "python": "Python"}
-    rows = [(names.get(key, key if key != key.lower() else key.capitalize()), str(about[key])) for key in wanted if key in about]
+    names |= {key: key.capitalize() for key in ("threads", "driver")}
+    rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
     if "read_TB/s" in about:
         rows.append(("Memory, as fast as a kernel read it", f"{about['read_TB/s']:.2f} TB/s"))
     if "commit" in about:
@@ -161,11 +160,10 @@ def cpu_table(record: str, dtype: str) -> str:
 
 def blocks_table(record: str) -> str:
     """Show how fast rows stream by the size of a block."""
-    results = load(record)["results"]
-    return html_table(
-        ["", "best time, µs", "best TB/s"],
-        ([name, f"{min(each['by blocks per program'].values()):.1f}", f"{each['best TB/s']:.2f}"] for name, each in results.items()),
-    )
+    rows = []
+    for name, result in load(record)["results"].items():
+        rows.append([name, f"{min(result['by blocks per program'].values()):.1f}", f"{result['best TB/s']:.2f}"])
+    return html_table(["", "best time, µs", "best TB/s"], rows)
 
 
 def with_peers_table(record: str, peers: str, temperature: str = "0.7") -> str:
@@ -191,7 +189,11 @@ def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "
         if cell.provider not in ("eager", "vllm", "straightforward compiled"):
             by_provider.setdefault(cell.title, []).append(cell)
     series = [
-        Series(title.replace("`", ""), f"s{i % 8 + 1}", [(cell.count, cell.values["device_us"]["median"]) for cell in found])
+        Series(
+            title.replace("`", ""),
+            f"s{i % 8 + 1}",
+            [(cell.count, cell.values["device_us"]["median"]) for cell in found],
+        )
         for i, (title, found) in enumerate(by_provider.items())
     ]
     counts = sorted({x for each in series for x, _ in each.points})

@@ -35,11 +35,11 @@ class DoctestProcessor(Preprocessor):
 class DoctestExtension(Extension):
     """Register the preprocessor before fences are looked for."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         """Register it."""
         md.preprocessors.register(DoctestProcessor(md), "doctests", 29)
 
 
-def makeExtension(**options: object) -> DoctestExtension:  # noqa: N802
+def makeExtension(**options: object) -> DoctestExtension:
     """Return the extension, as Markdown wants it."""
     return DoctestExtension(**options)

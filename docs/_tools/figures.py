@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from pymdownx.superfences import SuperFencesException
 
-from docs._tools.svg import WIDTH, path, picture, rect, text
+from docs._tools.svg import path, picture, rect, text
 
 
 def figure_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
@@ -67,7 +66,9 @@ class Schedule:
     halves: int = 2
     lanes: int = 10
     ticks: int = 2
-    states: dict[tuple[int, int, int], str] = field(default_factory=dict)  # (request, offset, half): reading, read, left
+    states: dict[tuple[int, int, int], str] = field(
+        default_factory=dict
+    )  # (request, offset, half): reading, read, left
     posted: dict[int, int] = field(default_factory=dict)  # request: the offset that it is known to stop at
 
     def frames(self) -> list[tuple[dict[tuple[int, int, int], str], dict[int, int]]]:
@@ -109,11 +110,12 @@ def schedule_figure() -> str:
     inputs, pictures = [], []
     for number, (states, posted) in enumerate(frames):
         checked = " checked" if number == 0 else ""
-        inputs.append(f'<label><input type="radio" name="schedule" value="{number}"{checked}/><span>{number + 1}</span></label>')
+        button = f'<input type="radio" name="schedule" value="{number}"{checked}/>'
+        inputs.append(f"<label>{button}<span>{number + 1}</span></label>")
         pictures.append(f"<div>{schedule_frame(schedule, states, posted, number, len(frames))}</div>")
     return (
         '<div class="steps"><fieldset><legend>Moment</legend>'
-        f"{''.join(inputs)}</fieldset><div class=\"frames\">{''.join(pictures)}</div></div>"
+        f'{"".join(inputs)}</fieldset><div class="frames">{"".join(pictures)}</div></div>'
     )
 
 
@@ -137,7 +139,9 @@ def schedule_frame(
             if posted.get(request) == offset:
                 final = offset == schedule.offsets - 1
                 parts.append(text(x + width / 2 - 1, y + 20, "emits" if final else "stop", "verdict"))
-            elif all(states.get((request, offset, half)) == "read" for half in range(schedule.halves)) and offset < stop:
+            elif (
+                all(states.get((request, offset, half)) == "read" for half in range(schedule.halves)) and offset < stop
+            ):
                 parts.append(text(x + width / 2 - 1, y + 20, "stands", "verdict"))
     count = {state: sum(value == state for value in states.values()) for state in ("reading", "read", "left")}
     programs = len(schedule.stops) * schedule.offsets * schedule.halves

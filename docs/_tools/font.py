@@ -16,7 +16,7 @@ CHARACTERS = [
     (0x0391, 0x03D6),  # Greek
     (0x2016, 0x2033),  # dots, primes
     (0x2061, 0x2064),  # invisible operators
-    (0x2102, 0x2115),  # letters that mathematics had before there were planes
+    (0x2102, 0x2133),  # letters that mathematics had before there were planes
     (0x2190, 0x21D5),  # arrows
     (0x2200, 0x22C5),  # operators
     (0x2308, 0x230B),  # floor, ceiling

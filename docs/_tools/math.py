@@ -52,12 +52,12 @@ def is_math(element: Element) -> bool:
 class MathExtension(Extension):
     """Convert what arithmatex leaves, and see to it that the font is there."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         """Register behind the inline patterns."""
         write_font()
         md.treeprocessors.register(MathProcessor(md), "mathml", 12)
 
 
-def makeExtension(**options: object) -> MathExtension:  # noqa: N802
+def makeExtension(**options: object) -> MathExtension:
     """Return the extension, as Markdown wants it."""
     return MathExtension(**options)

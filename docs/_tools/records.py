@@ -105,7 +105,9 @@ def look_up(where: str) -> float | str:
     wanted: dict[str, object] = {"count": count, "drafts": drafts, "dtype": "bfloat16", "provider": provider}
     if temperature:
         wanted["temperature"] = temperature[0]
-    found = [cell for cell in cells(name, **wanted) if (cell.kind == "call") == (bool(key) and key[0].startswith("call"))]
+    found = [
+        cell for cell in cells(name, **wanted) if (cell.kind == "call") == (bool(key) and key[0].startswith("call"))
+    ]
     if len(found) != 1:
         raise LookupError(f"{where!r} names {len(found)} results")
     values = found[0].values
