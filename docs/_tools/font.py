@@ -18,7 +18,7 @@ CHARACTERS = [
     (0x2061, 0x2064),  # invisible operators
     (0x2102, 0x2133),  # letters that mathematics had before there were planes
     (0x2190, 0x21D5),  # arrows
-    (0x2200, 0x22C5),  # operators
+    (0x2200, 0x22F1),  # operators
     (0x2308, 0x230B),  # floor, ceiling
     (0x23DE, 0x23DF),  # braces over and under
     (0x27E8, 0x27E9),  # angle brackets
