@@ -66,10 +66,10 @@ class Schedule:
     halves: int = 2
     lanes: int = 10
     ticks: int = 2
-    states: dict[tuple[int, int, int], str] = field(
-        default_factory=dict
-    )  # (request, offset, half): reading, read, left
-    posted: dict[int, int] = field(default_factory=dict)  # request: the offset that it is known to stop at
+    # Of (request, offset, half): "reading", "read" or "left".
+    states: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    # Of a request: the offset that it is known to stop at.
+    posted: dict[int, int] = field(default_factory=dict)
 
     def frames(self) -> list[tuple[dict[tuple[int, int, int], str], dict[int, int]]]:
         """Return the states and verdicts after each tick."""

@@ -21,10 +21,13 @@ CHARACTERS = [
     (0x2200, 0x22F1),  # operators
     (0x2308, 0x230B),  # floor, ceiling
     (0x23DE, 0x23DF),  # braces over and under
+    (0x25A0, 0x25A1),  # squares, which end proofs
     (0x27E8, 0x27E9),  # angle brackets
     (0x1D434, 0x1D467),  # italic letters
     (0x1D49C, 0x1D4B5),  # script capitals
     (0x1D538, 0x1D551),  # double-struck capitals
+    (0x1D670, 0x1D6A3),  # letters of one width
+    (0x1D7F6, 0x1D7FF),  # digits of one width
     (0x1D6A4, 0x1D71B),  # dotless letters, bold and italic Greek
 ]
 """Ranges of code points, both ends included."""
