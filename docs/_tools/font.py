@@ -23,6 +23,7 @@ CHARACTERS = [
     (0x23DE, 0x23DF),  # braces over and under
     (0x25A0, 0x25A1),  # squares, which end proofs
     (0x27E8, 0x27E9),  # angle brackets
+    (0x27F5, 0x27FA),  # long arrows
     (0x1D434, 0x1D467),  # italic letters
     (0x1D49C, 0x1D4B5),  # script capitals
     (0x1D538, 0x1D551),  # double-struck capitals
