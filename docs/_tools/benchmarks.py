@@ -191,7 +191,7 @@ def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "
     series = [
         Series(
             title.replace("`", ""),
-            f"s{i % 8 + 1}",
+            f"s{i % 12 + 1}",
             [(cell.count, cell.values["device_us"]["median"]) for cell in found],
         )
         for i, (title, found) in enumerate(by_provider.items())
@@ -212,7 +212,7 @@ def roofline_plot(record: str) -> str:
     limit = [(x, x / rate) for x in (sizes[0], sizes[-1])]
     series = [Series(f"the memory's limit, {rate:.2f} TB/s", "s0", limit, mark=False)]
     series += [
-        Series(title.replace("`", ""), f"s{i + 1}", sorted(points), line=False)
+        Series(title.replace("`", ""), f"s{i % 12 + 1}", sorted(points), line=False)
         for i, (title, points) in enumerate(by_provider.items())
     ]
     return plot(series, "megabytes that must be read", "microseconds on the device", "Time against bytes", height=340)
