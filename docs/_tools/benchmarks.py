@@ -55,8 +55,8 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 
 def shown(value: float) -> str:
-    """Return a number with as many digits as it deserves."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+    """Return a number with as many digits as it deserves: whole ones are known no better."""
+    return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
