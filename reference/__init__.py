@@ -10,8 +10,9 @@ it accepts, the fewer calls of the target a text takes.
 
 Read the rooms in this order: [`philox`][reference.philox] (noise; on a first reading, only what `uniform` and `gumbel`
 return matters), [`selection`][reference.selection] (how any token is drawn), [`greedy`][reference.greedy],
-[`strict`][reference.strict], [`probabilistic`][reference.probabilistic], [`synthetic`][reference.synthetic]. The last four
-have a `verify`, which returns the very tokens that the package returns for the same logits, seed and position.
+[`strict`][reference.strict], [`probabilistic`][reference.probabilistic], [`block`][reference.block],
+[`synthetic`][reference.synthetic]. The last five have a `verify`, which returns the very tokens that the package returns for
+the same logits, seed and position.
 
 This package imports nothing of specdecode and specdecode imports nothing of it: an oracle that shared code with what it
 judges would be no oracle.

@@ -1,8 +1,8 @@
 """Greedy verification: temperature 0, where the target always says its likeliest token.
 
 A draft stands iff it is the argmax of the target's raw logits, the lowest id on ties. The softmax is monotone, so
-nothing but maxima is ever needed: no exponential, no noise, and the draft's logits do not matter. Strict and
-probabilistic verify a request of temperature 0 like this; synthetic keeps to its schedule and emits the argmax.
+nothing but maxima is ever needed: no exponential, no noise, and the draft's logits do not matter. Strict,
+probabilistic and block verify a request of temperature 0 like this; synthetic keeps to its schedule and emits the argmax.
 
 Left out: nothing. Source: the T = 0 limit of Leviathan, Kalman, Matias, "Fast inference from transformers via
 speculative decoding" (2023), section 2.2.

@@ -5,8 +5,8 @@ whoever asks for it, in whatever order, on whatever machine. So a request's toke
 or its neighbours, and no state is kept anywhere.
 
 The key is the request's 64-bit seed. The counter is (index, position low word, position high word, domain): index is a
-block or token id, position the place of the token in its sequence, and the domain keeps uses apart that must be
-independent.
+block or token id (or, where block verification judges a draft, its offset in the step), position the place of the token in
+its sequence, and the domain keeps uses apart that must be independent.
 
 Left out: streams, skipping ahead, other widths. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
 as 1, 2, 3" (SC 2011), section 3.2 and table 2.

@@ -27,11 +27,17 @@ def choose(backend: Backend, logits: Tensor) -> ModuleType:
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:
-        return importlib.import_module("specdecode.kernels")
+        return kernels()
     if backend == "triton":
         raise ValueError(f"backend: 'triton' cannot run here, {why_not}; use 'eager' or 'auto'")
     warn_once(f"specdecode: the eager backend is used, for the Triton one cannot run: {why_not}")
     return eager
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """Import the Triton backend, which needs Triton."""
+    return importlib.import_module("specdecode.kernels")
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class RowBatch:
         """
         batch, _ = check_logits("logits", logits, ("batch", "vocab"))
         return cls(
-            logits.detach(),
+            plain(logits),
             check_temperature(temperature, batch, logits.device),
             check_seeds(seeds, batch, logits.device),
             check_positions(positions, batch, logits.device),
@@ -106,14 +106,23 @@ class VerificationBatch:
                 raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
         check_token_ids(draft_token_ids, vocab)
         return cls(
-            target_logits.detach(),
-            draft_token_ids,
-            None if draft_logits is None else draft_logits.detach(),
-            None if draft_logsumexp is None else draft_logsumexp.detach(),
+            plain(target_logits),
+            plain(draft_token_ids),
+            None if draft_logits is None else plain(draft_logits),
+            None if draft_logsumexp is None else plain(draft_logsumexp),
             check_temperature(temperature, batch, device),
             check_seeds(seeds, batch, device),
             check_positions(positions, batch, device),
         )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history, and with its values in memory, where PyTorch may not yet have put them."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
+    return tensor.resolve_neg()
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -134,13 +143,14 @@ MOST_DRAFT_TOKENS = 4096
 """Far more drafts than any step has; a larger number is a mistake, and could fill the memory."""
 
 
-def check_count(name: str, value: object, most: int | None = None) -> int:
-    """Return a positive int, of at most `most`, or raise."""
+def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
+    """Return an int of at least `least` and at most `most`, or raise."""
+    expected = "a positive int" if least == 1 else f"an int >= {least}"
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a positive int, got {shown(value)} ({type(value).__name__})")
+        raise TypeError(f"{name}: expected {expected}, got {shown(value)} ({type(value).__name__})")
     count = int(value)
-    if count < 1:
-        raise ValueError(f"{name}: expected a positive int, got {shown(value)}")
+    if count < least:
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
     if most is not None and count > most:
         raise ValueError(f"{name}: expected at most {most}, got {shown(value)}")
     return count
@@ -207,7 +217,7 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
         check_tensor("temperature", temperature, FLOATS, (batch,), device)
         if on_host(temperature):
             check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
-        return temperature.detach()
+        return plain(temperature)
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
     try:
@@ -226,7 +236,7 @@ def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) ->
         return torch.randint(INT64.min, INT64.max, (batch,), dtype=torch.int64, device=device)
     if isinstance(seeds, Tensor):
         check_tensor("seeds", seeds, (torch.int64,), (batch,), device)
-        return seeds
+        return plain(seeds)
     if isinstance(seeds, bool) or not isinstance(seeds, Integral):
         raise TypeError(f"seeds: expected an int, a [batch] int64 tensor or None, got {type(seeds).__name__}")
     if not INT64.min <= seeds <= INT64.max:
@@ -246,4 +256,4 @@ def check_positions(positions: Tensor | None, batch: int, device: torch.device) 
     check_tensor("positions", positions, (torch.int64,), (batch,), device)
     if on_host(positions):
         check_values("positions", positions, positions >= 0, "numbers >= 0")
-    return positions
+    return plain(positions)

@@ -1,4 +1,8 @@
-"""The noise contract that every backend keeps: change anything here and every seeded output changes."""
+"""The noise contract that every backend keeps: change anything here and every seeded output changes.
+
+The counter of a number is (index, position low word, position high word, domain). The index is a block or token id; in
+accept decisions it is 0, but in those of block verification the draft's offset in its step.
+"""
 
 from enum import IntEnum
 
@@ -25,3 +29,9 @@ SELECT = (Domain.SELECT_BLOCK, Domain.SELECT_TOKEN)
 
 DRAFT = (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN)
 """Domains of drafts that must not share the target's noise (every other method)."""
+
+
+def draft_domains(offset: int) -> tuple[int, int]:
+    """Return `DRAFT` for the draft at an offset of its step: position and offset together say which step it is."""
+    block_domain, token_domain = DRAFT
+    return block_domain + (offset << 8), token_domain + (offset << 8)

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from specdecode import backends, eager
 from specdecode.backends import Backend
-from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, check_choice
+from specdecode.batch import MOST_DRAFT_TOKENS, RowBatch, SamplerOutput, VerificationBatch, check_choice, check_count
 from specdecode.drafting import DraftOutput
-from specdecode.noise import DRAFT, SELECT
+from specdecode.noise import SELECT, draft_domains
 from specdecode.synthetic import AcceptanceSchedule
 
-Method = Literal["strict", "probabilistic", "synthetic"]
+Method = Literal["strict", "probabilistic", "block", "synthetic"]
 
 
 class RejectionSampler:
@@ -21,19 +21,23 @@ class RejectionSampler:
     |---|---|---|
     | `"strict"` | iff x is the target's own seeded sample y | y |
     | `"probabilistic"` | with probability min(1, p(x) / q(x)) | a draw from max(0, p - q), normalised |
+    | `"block"` | jointly with those before it, at least as many in the mean | a draw from max(0, c p - q), normalised |
     | `"synthetic"` | at the scheduled rate, whatever the logits say | what the method it imitates would |
 
     p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last draft stood, a
     bonus token is drawn from p. Requests of temperature 0 are greedy: a draft stands iff it is the argmax of the raw
     target logits (`"synthetic"` keeps to its schedule and emits the argmax). The output of `"strict"` and, for drafts from
-    [`draft`][specdecode.RejectionSampler.draft] or of any generator that shares no noise with it, of `"probabilistic"` is
-    distributed exactly as if the target had sampled alone; that of `"strict"` is, token for token, what
+    [`draft`][specdecode.RejectionSampler.draft] or of any generator that shares no noise with it, of `"probabilistic"` and
+    `"block"` is distributed exactly as if the target had sampled alone; that of `"strict"` is, token for token, what
     [`sample`][specdecode.sample] returns without any drafts.
+    `"block"` judges the drafts of a request together: with the running ratio c_i = min(1, c_{i-1} p(x_i) / q(x_i)), c_0 = 1,
+    i drafts or more stand with probability c_i. No exact method that sees one draft path accepts more in the mean;
+    without draft logits it accepts as `"probabilistic"` does.
     `"synthetic"` is for load tests: it costs what `"probabilistic"` does with the same arguments (what `"strict"` does
     without draft logits) and only the verdict is scheduled.
 
     Args:
-        method: `"strict"`, `"probabilistic"` or `"synthetic"`.
+        method: `"strict"`, `"probabilistic"`, `"block"` or `"synthetic"`.
         backend: `"triton"` are kernels for NVIDIA GPUs, computing in float32; `"eager"` is batched PyTorch for any device;
             `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts, and for it alone.
@@ -55,7 +59,8 @@ class RejectionSampler:
 
     References:
         Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2
-        (`"probabilistic"`). Daliri et al. 2024, arXiv 2408.07978, algorithm 2 (`"strict"`).
+        (`"probabilistic"`). Sun et al. 2024, arXiv 2403.10444, algorithm 2 (`"block"`). Daliri et al. 2024, arXiv
+        2408.07978, algorithm 2 (`"strict"`).
     """
 
     def __init__(
@@ -198,17 +203,24 @@ class RejectionSampler:
         temperature: float | Tensor = 1.0,
         seeds: int | Tensor | None = None,
         positions: Tensor | None = None,
+        *,
+        offset: int = 0,
     ) -> DraftOutput:
         """Draw one draft token per request with the noise that this sampler's method wants.
 
         `"strict"` wants its drafts to share the target's noise, which is what makes them agree; every other method must
         have drafts that do not, or its output is not distributed as the target's. This method cannot pick the wrong one.
 
+        `"block"` looks at the noise of all drafts of a step, those that it rejects too, and the next step drafts the same
+        positions again. Were that noise used again, a request that keeps its seed over steps would not get the target's
+        law. So pass the offset, by which each step's drafts have noise of their own; the other methods ignore it.
+
         Args:
             logits: [batch, vocab] the draft model's raw logits.
             temperature: as for the sampler.
             seeds: as for the sampler; pass the same ones.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
+            offset: which of its step's drafts it is, counted from 0.
 
         Returns:
             Token ids, and the logsumexp that verification takes as `draft_logsumexp`.
@@ -225,5 +237,6 @@ class RejectionSampler:
             (tensor([1]), tensor([9.0001]))
         """
         batch = RowBatch.check(logits, temperature, seeds, positions)
-        domains = SELECT if self.method == "strict" else DRAFT
+        offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
+        domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
         return DraftOutput(*backends.choose(self.backend, logits).sample(batch, domains))

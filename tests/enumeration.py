@@ -15,7 +15,7 @@ what is left of its interval, a race of the same clocks at other weights with it
 (`shared_race`). So noise that is shared where it must not be is seen exactly, too. Where the enumeration would need more
 than this (three different races of the same clocks), it raises instead of guessing.
 
-Left out: margins, which are inf here, and the last bits of real noise, which has 2^64 values where ideal noise has a
+Left out: margins, which mean nothing here, and the last bits of real noise, which has 2^64 values where ideal noise has a
 continuum.
 """
 
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import reference
-from reference import philox, selection
+from reference import block, philox, selection
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
@@ -42,6 +42,7 @@ DUST = 1e-14
 """Probabilities below are rounding errors of the code under proof: not worth a path."""
 
 Key = tuple[int, int, int]  # (seed, position, domain)
+Domains = tuple[int, int] | Callable[[int], tuple[int, int]]
 
 
 class Chance:
@@ -249,6 +250,8 @@ def ideal_noise(chance: Chance) -> Iterator[Noise]:
             for room in rooms_that_use(getattr(philox, stand_in.__name__)):
                 if room is not philox:  # where they are at home they compute what is not replaced
                     patches.enter_context(mock.patch.object(room, stand_in.__name__, stand_in))
+        # A margin alone: it asks for the very value of a uniform number.
+        patches.enter_context(mock.patch.object(block, "log_critical_ratio", return_value=-np.inf))
         yield noise
 
 
@@ -338,14 +341,14 @@ class Case:
         return len(self.target(()))
 
 
-def decode(chance: Chance, case: Case, verify: Callable, domains: tuple, seed: int = 11, position: int = 7) -> tuple:
+def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed: int = 11, position: int = 7) -> tuple:
     """Decode speculatively with ideal noise; return (tokens, accepted drafts of each step).
 
     Args:
         chance: what decides.
         case: the models.
         verify: (target_logits, draft_token_ids, draft_logits, *, temperature, seed, position) -> Verdict.
-        domains: of the drafts' noise.
+        domains: of the drafts' noise, or a function of a draft's offset in its step that returns them.
         seed: the request's seed.
         position: absolute position of the first token.
     """
@@ -362,7 +365,10 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: tuple, seed: i
             for offset in range(num_drafts):
                 here = position + len(tokens) + offset
                 proposal = selection.sample(
-                    row(case.draft, tokens + drafts), **keywords, position=here, domains=domains
+                    row(case.draft, tokens + drafts),
+                    **keywords,
+                    position=here,
+                    domains=domains(offset) if callable(domains) else domains,
                 )
                 drafts += (proposal.index,)
             padding = max(case.slots - num_drafts, 0)

@@ -89,7 +89,7 @@ def run(
     for offset in range(drafts):
         rows = draft[offset][prefix]
         if own_drafts:
-            tokens = sampler.draft(rows, temperature, seeds, torch.full_like(seeds, offset)).token_ids
+            tokens = sampler.draft(rows, temperature, seeds, torch.full_like(seeds, offset), offset=offset).token_ids
         else:
             tokens = torch.multinomial(torch.softmax(rows / temperature, 1), 1, generator=generator).squeeze(1)
         prefix = prefix * vocab + tokens
@@ -132,6 +132,16 @@ def accepted_law(
         joint = [stands(p, q) for p, q in zip(softmax(target / temperature), softmax(draft / temperature))]
         reached = (reached[:, None] * np.array(joint)).reshape(-1)
         at_least.append(float(reached.sum()))
+    return -np.diff([*at_least, 0.0])
+
+
+def accepted_law_of_blocks(model: Tables, temperature: float = 1.0) -> np.ndarray:
+    """P(num_accepted = n) of block verification: a block is drafted and stands, or more does, with Q times its ratio."""
+    drafted, standing, at_least = np.ones(1), np.ones(1), [1.0]
+    for target, draft in zip(model.target[:-1], model.draft):
+        drafted = (drafted[:, None] * softmax(draft / temperature)).reshape(-1)
+        standing = np.minimum(drafted, (standing[:, None] * softmax(target / temperature)).reshape(-1))
+        at_least.append(float(standing.sum()))
     return -np.diff([*at_least, 0.0])
 
 

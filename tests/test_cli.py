@@ -60,7 +60,7 @@ def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
         assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("method", ["strict", "probabilistic"])
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
 def test_generate_marks_what_became_of_each_draft(capsys, method):
     status, out, _ = run(capsys, "generate", "--prompt", "def main(", "--max-new-tokens", "40", "--method", method)
     assert status == 0
@@ -84,6 +84,9 @@ def test_strict_says_the_same_whoever_drafts(capsys):
 def test_demo_compares_the_methods_and_says_that_strict_is_plain_decoding(capsys):
     status, out, _ = run(capsys, "demo", "--max-new-tokens", "24")
     assert status == 0
-    for method in ("plain", "strict", "probabilistic", "greedy", "prompt lookup", "synthetic"):
+    for method in ("plain", "strict", "probabilistic", "block", "greedy", "prompt lookup", "synthetic"):
         assert re.search(rf"^ +{method} .*\d+ +\d+\.\d\dx", out, flags=re.M)
+    # Given its drafts, no block is accepted less in the mean, so the gain is a mean of numbers >= 0.
+    gain, error = map(float, re.search(r"^ +block .* (\d\.\d{3})±(\d\.\d{3}) ", out, flags=re.M).groups())
+    assert 0 < error <= gain < 0.5
     assert "strict was identical to plain decoding, token for token (6 texts, 144 tokens)" in out

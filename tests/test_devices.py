@@ -18,6 +18,7 @@ SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=3)
 SAMPLERS = {
     "strict": {"method": "strict"},
     "probabilistic": {"method": "probabilistic"},
+    "block": {"method": "block"},
     "synthetic": {"method": "synthetic", "schedule": SCHEDULE},
 }
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -23,10 +24,11 @@ from scipy.integrate import quad
 from scipy.stats import binom, chi2, ncx2
 
 import reference
-from reference import greedy, philox, probabilistic, selection, strict, synthetic
+from reference import block, greedy, philox, probabilistic, selection, strict, synthetic
 from tests.enumeration import (
     Case,
     Chance,
+    Domains,
     decode,
     history,
     ideal_noise,
@@ -60,6 +62,7 @@ CASES = {
     "point-mass-draft": Case(history(1, 3), likeliest(history(2, 3)), (2,), 3),
     "point-mass-target": Case(likeliest(history(1, 3)), history(2, 3), (2,), 3),
     "ragged-1-of-3": Case(history(1, 3), history(2, 3), (1,), 3, slots=3),
+    "ragged-2-of-4": Case(history(1, 3), history(2, 3), (2,), 3, slots=4),
     "ragged-0-of-2": Case(history(1, 3), history(2, 3), (0,), 2, slots=2),
     "temperature-0.6": Case(history(1, 3), history(2, 3), (2,), 3, temperature=0.6),
     "temperature-2": Case(history(1, 3), history(2, 3), (2,), 3, temperature=2.0),
@@ -76,9 +79,9 @@ class Method(NamedTuple):
     """A way to verify: `verify` of a room, which noise its drafts are drawn with, and how often a draft stands."""
 
     verify: Callable
-    domains: tuple
-    stands: Callable
-    """(target row, draft row) -> for each token, the probability that the draft is this token and stands."""
+    domains: Domains
+    accepted_law: Callable[[Case], dict]
+    """The law of the first step's number of accepted drafts."""
 
 
 def overlap(target_row: list, draft_row: list) -> list:
@@ -94,6 +97,41 @@ def coupled(target_row: list, draft_row: list) -> list:
     return [joint[token][token] for token in range(len(target_row))]
 
 
+def accepted_law(case: Case, stands: Callable) -> dict[int, Fraction]:
+    """Return the law of the number accepted; `stands` gives, for each token, the chance that it is the draft and stands."""
+    reached, at_least = {(): Fraction(1)}, [Fraction(1)]
+    for _ in range(case.drafts[0]):
+        reached = {
+            (*prefix, token): probability * share
+            for prefix, probability in reached.items()
+            for token, share in enumerate(stands(case.target(prefix), case.draft(prefix)))
+        }
+        at_least.append(sum(reached.values()))
+    return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
+
+
+def standing_blocks(case: Case) -> list[dict]:
+    """Return, for each length, the probability of each block of drafts that it is drafted and accepted, or more is.
+
+    That is Q(x) p_i(x), Q(x) being the probability that it is drafted. With p_{i+1} = min(1, p_i p(v) / q(v)) a block and
+    another token v have min(Q q(v), Q p_i p(v)).
+    """
+    drafted, standing = {(): Fraction(1)}, [{(): Fraction(1)}]
+    for _ in range(case.drafts[0]):
+        longer = {}
+        for prefix, probability in standing[-1].items():
+            for token, (p, q) in enumerate(zip(case.target(prefix), case.draft(prefix))):
+                drafted[*prefix, token] = drafted[prefix] * q
+                longer[*prefix, token] = min(drafted[prefix] * q, probability * p)
+        standing.append(longer)
+    return standing
+
+
+def accepted_law_of_blocks(case: Case) -> dict[int, Fraction]:
+    at_least = [sum(blocks.values()) for blocks in standing_blocks(case)]
+    return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
+
+
 def verify_probabilistic(target_logits, draft_token_ids, draft_logits, **keywords):
     return probabilistic.verify(target_logits, draft_token_ids, draft_logits, **keywords)
 
@@ -102,16 +140,32 @@ def verify_without_draft_logits(target_logits, draft_token_ids, draft_logits, **
     return probabilistic.verify(target_logits, draft_token_ids, **keywords)
 
 
+def verify_block(target_logits, draft_token_ids, draft_logits, **keywords):
+    return block.verify(target_logits, draft_token_ids, draft_logits, **keywords)
+
+
+def verify_block_without_draft_logits(target_logits, draft_token_ids, draft_logits, **keywords):
+    return block.verify(target_logits, draft_token_ids, **keywords)
+
+
+def fresh_domains(offset: int) -> tuple[int, int]:
+    return block.draft_domains(offset)  # looked up late, for a mutant to be seen
+
+
 def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
     return strict.verify(target_logits, draft_token_ids, **keywords)
 
 
 METHODS = {
-    "probabilistic": Method(verify_probabilistic, selection.DRAFT, overlap),
+    "probabilistic": Method(verify_probabilistic, selection.DRAFT, partial(accepted_law, stands=overlap)),
     # Whatever the drafter is, taking its draft for certain gives p; it is accepted as often as by strict.
-    "no-draft-logits": Method(verify_without_draft_logits, selection.DRAFT, agreement),
-    "strict": Method(verify_strict, selection.DRAFT, agreement),
-    "strict-shared-noise": Method(verify_strict, selection.SELECT, coupled),
+    "no-draft-logits": Method(verify_without_draft_logits, selection.DRAFT, partial(accepted_law, stands=agreement)),
+    "block": Method(verify_block, fresh_domains, accepted_law_of_blocks),
+    "block-no-draft-logits": Method(
+        verify_block_without_draft_logits, fresh_domains, partial(accepted_law, stands=agreement)
+    ),
+    "strict": Method(verify_strict, selection.DRAFT, partial(accepted_law, stands=agreement)),
+    "strict-shared-noise": Method(verify_strict, selection.SELECT, partial(accepted_law, stands=coupled)),
 }
 
 BEYOND = {("strict-shared-noise", "steps-history")}
@@ -124,26 +178,13 @@ def assert_same_law(got: dict, expected: dict) -> None:
     assert distance < EXACT, f"the law is wrong by a total variation of {distance:.3g}"
 
 
-def accepted_law(case: Case, stands: Callable) -> dict[int, Fraction]:
-    """Return the law of the first step's number of accepted drafts, from the chance that a draft stands."""
-    reached, at_least = {(): Fraction(1)}, [Fraction(1)]
-    for _ in range(case.drafts[0]):
-        reached = {
-            (*prefix, token): probability * share
-            for prefix, probability in reached.items()
-            for token, share in enumerate(stands(case.target(prefix), case.draft(prefix)))
-        }
-        at_least.append(sum(reached.values()))
-    return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
-
-
 def check_method(name: str, case: Case) -> None:
     """The joint law of the tokens is the target's, and the number of accepted drafts has the promised law."""
     method = METHODS[name]
     joint = law(lambda chance: decode(chance, case, method.verify, method.domains))
     assert_same_law(marginal(joint, lambda outcome: outcome[0]), sequence_law(case.target, case.num_tokens))
     accepted = marginal(joint, lambda outcome: outcome[1][0])
-    assert_same_law(accepted, accepted_law(case, method.stands))
+    assert_same_law(accepted, method.accepted_law(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -292,6 +333,7 @@ VERIFIERS = {
     "greedy": lambda rows, drafts: greedy.verify(rows, drafts),
     "strict": lambda rows, drafts: strict.verify(rows, drafts, temperature=0),
     "probabilistic": lambda rows, drafts: probabilistic.verify(rows, drafts, rows, temperature=0),
+    "block": lambda rows, drafts: block.verify(rows, drafts, rows, temperature=0),
 }
 
 
@@ -345,6 +387,147 @@ def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
 
 def test_strict_says_token_for_token_what_plain_sampling_says():
     check_strict_is_plain_sampling()
+
+
+# --- Block verification ------------------------------------------------------------------------------------------------
+
+
+def text_book_block(chance: Chance, case: Case, num_drafts: int) -> tuple:
+    """Algorithm 2 of Sun et al. with the reference's formulas on fractions; return (tokens, accepted drafts)."""
+    tokens, rows, ratios = (), [], [Fraction(1)]
+    for _ in range(num_drafts):
+        rows.append([np.array(model(tokens), dtype=object) for model in (case.target, case.draft)])
+        draft = chance.draw(rows[-1][1])
+        ratios.append(Fraction(block.running_ratio(ratios[-1], *(row[draft] for row in rows[-1]))))
+        tokens += (draft,)
+    accepted = num_drafts
+    while accepted > 0:
+        acceptance = ratio = ratios[accepted]
+        if accepted < num_drafts:
+            acceptance = block.acceptance_probability(ratio, block.residual_mass(ratio, *rows[accepted]))
+        if chance.draw([1 - acceptance, acceptance]):
+            break
+        accepted -= 1
+    tokens = tokens[:accepted]
+    if accepted < num_drafts:
+        tokens += (chance.draw(block.residual(ratios[accepted], *rows[accepted])),)
+    while len(tokens) <= num_drafts:
+        tokens += (chance.draw(case.target(tokens)),)
+    return tokens, accepted
+
+
+def check_block_formulas(case: Case) -> None:
+    """In fractions: the joint law is the target's, and P(accepted >= i, first i drafts = x) is Q(x) p_i(x) for every x."""
+    num_drafts = case.drafts[0]
+    joint = law(lambda chance: text_book_block(chance, case, num_drafts))
+    assert marginal(joint, lambda outcome: outcome[0]) == sequence_law(case.target, num_drafts + 1)
+    for length, blocks in enumerate(standing_blocks(case)):
+        standing = dict.fromkeys(blocks, 0)
+        for (tokens, accepted), probability in joint.items():
+            standing[tokens[:length]] += probability if accepted >= length else 0
+        assert standing == blocks
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_formulas_of_blocks_are_exact_in_fractions(case):
+    check_block_formulas(CASES[case])
+
+
+SEVERAL_STEPS = {
+    "V2-K2-2": Case(iid(1, 2), iid(3, 1), (2, 2), 5),
+    "V2-K3-2": Case(history(3, 2), history(4, 2), (3, 2), 5),
+    "V3-K2-2": Case(history(1, 3), history(2, 3), (2, 2), 4),
+    "V2-K2-2-2": Case(history(3, 2), history(4, 2), (2, 2, 2), 5),
+    "V2-K2-1-2": Case(iid(1, 3), iid(2, 1), (2, 1, 2), 5),
+}
+"""Steps that draft and judge positions again that an earlier step did not get to, all of one request with one seed."""
+
+
+@pytest.mark.parametrize("case", SEVERAL_STEPS)
+def test_several_steps_with_one_seed_have_the_law_of_the_target(case):
+    check_method("block", SEVERAL_STEPS[case])
+
+
+def mean(accepted: dict) -> Fraction:
+    return sum(n * probability for n, probability in accepted.items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_never_accepted_less_than_tokens_in_the_mean(case):
+    by_blocks, by_tokens = accepted_law_of_blocks(CASES[case]), accepted_law(CASES[case], overlap)
+    assert mean(by_blocks) >= mean(by_tokens)
+    for certain in ("target", "draft"):
+        model = likeliest(getattr(CASES[case], certain))
+        one_sided = replace(CASES[case], **{certain: model})
+        assert accepted_law_of_blocks(one_sided) == accepted_law(one_sided, overlap)
+
+
+def test_the_toy_example_accepts_11_drafts_of_18_by_blocks_and_10_by_tokens():
+    toy = Case(iid(1, 2), iid(2, 1), (2,), 3)
+    assert mean(accepted_law_of_blocks(toy)) == Fraction(11, 9)
+    assert mean(accepted_law(toy, overlap)) == Fraction(10, 9)
+    check_method("block", toy)
+    check_method("probabilistic", toy)
+
+
+def check_deterministic_blocks(case: Case) -> None:
+    """A drafter that always says its likeliest token: with or without its logits, blocks have the law of tokens."""
+    certain = replace(case, draft=likeliest(case.draft))
+    check_method("block-no-draft-logits", certain)
+    laws = [
+        law(lambda chance, verify=verify: decode(chance, certain, verify, fresh_domains))
+        for verify in (verify_block, verify_block_without_draft_logits, verify_probabilistic)
+    ]
+    assert_same_law(laws[0], laws[2])
+    assert_same_law(laws[1], laws[2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_a_deterministic_drafter_have_the_law_of_tokens(case):
+    check_deterministic_blocks(CASES[case])
+
+
+def check_impossible_blocks() -> None:
+    """After a draft that either model holds impossible nothing stands, however likely it is."""
+    fair, certain = [Fraction(1, 2), Fraction(1, 2)], [Fraction(1), Fraction(0)]
+    for target_row, draft_row in [(certain, fair), (fair, certain), (certain, certain)]:
+        assert block.running_ratio(1, target_row[1], draft_row[1]) == 0
+        target_logits, draft_logits = (
+            [logits(row) for row in (fair, target_row, fair, fair)],
+            [logits(row) for row in (fair, draft_row, [Fraction(1, 9), Fraction(8, 9)])],
+        )
+
+        def step(chance: Chance, target_logits=target_logits, draft_logits=draft_logits) -> bool:
+            with ideal_noise(chance):
+                return block.verify(target_logits, [0, 1, 0], draft_logits).num_accepted <= 1
+
+        assert_same_law(law(step), {True: 1})
+
+
+def test_no_block_stands_with_an_impossible_draft_in_it():
+    check_impossible_blocks()
+
+
+def check_margins() -> None:
+    """The margin is how far the running ratio may move before the decision falls the other way, and no further."""
+    random = np.random.default_rng(0)
+    flipped = 0
+    for _ in range(2000):
+        vocab = int(random.integers(1, 6))
+        target_row, draft_row = random.dirichlet(np.ones(vocab), size=2) * random.choice([1, 1e-3], size=(2, 1))
+        target_row[0], draft_row[0] = 1 - target_row[1:].sum(), 1 - draft_row[1:].sum()
+        row = None if random.random() < 0.2 else (target_row, draft_row)
+        log_ratio, log_uniform = -random.exponential(2) + 0.5, np.log(random.uniform(1e-9, 1))
+        decided = block.accepts(log_uniform, log_ratio, row)
+        for away, same in [(0.999, True), (1.001, False)]:
+            moved = log_ratio + decided.margin * away * (-1 if decided.index else 1)
+            assert (block.accepts(log_uniform, moved, row).index == decided.index) == same
+            flipped += not same
+    assert flipped == 2000
+
+
+def test_margins_of_blocks_are_how_far_the_running_ratio_may_move():
+    check_margins()
 
 
 # --- Synthetic acceptance ----------------------------------------------------------------------------------------------
@@ -659,6 +842,29 @@ def certain() -> None:
     check_real_noise(CERTAIN)
 
 
+def block_formulas() -> None:
+    check_block_formulas(CASES["history-V2-K3"])
+    check_block_formulas(CASES["truncated-supports"])
+
+
+def deterministic_blocks() -> None:
+    check_deterministic_blocks(CASES["history-V3-K2"])
+
+
+def several_steps() -> None:
+    check_method("block", SEVERAL_STEPS["V2-K2-2"])
+
+
+def accepted_by_blocks() -> None:
+    """The accepted length alone, which is not what makes an output exact, but is what the method is for."""
+    for case in (CASES["history-V2-K3"], CASES["ragged-1-of-3"]):
+        joint = law(lambda chance, case=case: decode(chance, case, verify_block, fresh_domains))
+        assert_same_law(marginal(joint, lambda outcome: outcome[1][0]), accepted_law_of_blocks(case))
+
+
+blocks = laws("block", "history-V3-K2", "history-V3-K3")
+ragged_blocks = laws("block", "ragged-1-of-3", "ragged-2-of-4")
+warm_blocks = laws("block", "temperature-0.6")
 joint = laws("probabilistic", "history-V3-K2")
 ragged = laws("probabilistic", "ragged-1-of-3", "ragged-0-of-2")
 warm = laws("probabilistic", "temperature-0.6")
@@ -667,7 +873,7 @@ strict_joint = laws("strict", "history-V3-K2")
 strict_iid = laws("strict", "iid-V3-K2")
 strict_warm = laws("strict", "temperature-0.6")
 
-P, S = probabilistic, selection
+B, P, S = block, probabilistic, selection
 
 MUTANTS = [
     # The formulas.
@@ -744,6 +950,71 @@ MUTANTS = [
            "recover(target_logprobs, draft_logprobs - (np.inf if draft_logits is None else 0),", deterministic),
     Mutant("uniform draft assumed", P.draft_log_softmax, "np.where(np.arange(vocab_size) == token, 0.0, -np.inf)",
            "np.full(vocab_size, -np.log(vocab_size))", deterministic),
+    # Blocks: the formulas.
+    Mutant("ratio q/p", B.running_ratio, "target_prob / draft_prob", "draft_prob / target_prob", block_formulas),
+    Mutant("ratio not cut at 1", B.running_ratio, "min(1, before * target_prob / draft_prob)",
+           "before * target_prob / draft_prob", block_formulas),
+    Mutant("ratio that forgets", B.running_ratio, "before * target_prob", "target_prob", block_formulas),
+    Mutant("residual mass |c p - q|", B.residual_mass, "np.maximum(0, ratio * target_probs - draft_probs)",
+           "abs(ratio * target_probs - draft_probs)", block_formulas),
+    Mutant("unscaled residual mass", B.residual_mass, "ratio * target_probs", "target_probs", block_formulas),
+    Mutant("unscaled residual", B.residual, "ratio * target_probs", "target_probs", block_formulas),
+    Mutant("residual q - c p", B.residual, "ratio * target_probs - draft_probs", "draft_probs - ratio * target_probs",
+           block_formulas),
+    Mutant("accept with the ratio", B.acceptance_probability, "mass / (mass + 1 - ratio)", "ratio", block_formulas),
+    Mutant("accept with the mass", B.acceptance_probability, "mass / (mass + 1 - ratio)", "mass", block_formulas),
+    Mutant("accept with the mass over the ratio", B.acceptance_probability, "mass / (mass + 1 - ratio)",
+           "mass / ratio if ratio else 0", block_formulas),
+    # Blocks: the search.
+    Mutant("stop at the first failure", B.verify, "if stands.index:\n            accepted = count\n            break",
+           "if not stands.index:\n            accepted = count - 1\n        elif count + 1 == len(log_ratios):\n"
+           "            accepted = count", blocks),
+    Mutant("first success, not last", B.verify, "range(len(log_ratios) - 1, 0, -1)", "range(1, len(log_ratios))", blocks),
+    Mutant("all or nothing", B.verify, "range(len(log_ratios) - 1, 0, -1)",
+           "range(len(log_ratios) - 1, max(len(log_ratios) - 2, 0), -1)", accepted_by_blocks),
+    Mutant("stale ratio", B.verify, "accepts(log_uniform, log_ratios[count],", "accepts(log_uniform, log_ratios[count - 1],",
+           blocks),
+    Mutant("residual of a stale ratio", B.verify, "log_ratios[accepted])), *rows",
+           "log_ratios[max(accepted - 1, 0)])), *rows", blocks),
+    Mutant("residual of the last ratio", B.verify, "log_ratios[accepted])), *rows", "log_ratios[-1])), *rows", blocks),
+    Mutant("unscaled residual", B.verify, "np.exp(min(0.0, log_ratios[accepted]))", "1.0", blocks),
+    Mutant("unscaled residual mass", B.accepts, "residual_mass(ratio,", "residual_mass(1.0,", blocks),
+    Mutant("ratio not cut at 1", B.verify, "min(0.0, log_ratios[-1]) +", "log_ratios[-1] +", blocks),
+    Mutant("ratio that forgets", B.verify, "min(0.0, log_ratios[-1]) +", "0.0 +", blocks),
+    Mutant("mass of the row before", B.verify, "rows[count] if", "rows[count - 1] if", blocks),
+    Mutant("residual of the row before", B.verify, "*rows[accepted])", "*rows[max(accepted - 1, 0)])", blocks),
+    Mutant("mass after the last draft, too", B.verify, "if count < len(drafts) else None",
+           "if count < len(rows) else rows[-1]", blocks),
+    Mutant("K of the padded width", B.verify, "rows[count] if count < len(drafts) else None",
+           "rows[min(count, len(drafts) - 1)] if count < len(draft_token_ids) else None", ragged_blocks),
+    Mutant("K of the padded width, where a bonus token is due", B.verify, "if accepted == len(drafts):",
+           "if accepted == len(draft_token_ids) or not rows or accepted == len(rows) and rows.append(rows[-1]):",
+           ragged_blocks),
+    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", ragged_blocks),
+    Mutant("go on after an impossible draft", B.verify, "== -np.inf:\n            break", "== np.inf:\n            break",
+           check_impossible_blocks),
+    Mutant("accept the complement", B.accepts, "slack = np.log(", "slack = -np.log(", blocks),
+    Mutant("rows not scaled", B.verify, "log_softmax(target_logits[offset], temperature)",
+           "log_softmax(target_logits[offset])", warm_blocks),
+    Mutant("bonus row not scaled", B.verify, "sample(last_row, temperature=temperature,", "sample(last_row,", warm_blocks),
+    Mutant("x left in the residual", B.verify, "probs = residual(np.exp(min(0.0, log_ratios[accepted])), *rows[accepted])",
+           "probs = residual(1.0, rows[accepted][0], rows[accepted][1] * (draft_logits is not None))", deterministic_blocks),
+    # Blocks: the noise.
+    Mutant("same accept noise at every position", B.verify, "uniform(seed, position + count - 1, count - 1,",
+           "uniform(seed, position, 0,", blocks),
+    Mutant("accept noise used again by later steps", B.verify, "count - 1, count - 1, Domain", "count - 1, 0, Domain",
+           several_steps),
+    Mutant("drafts' noise used again by later steps", B.draft_domains,
+           "block_domain + (offset << 8), token_domain + (offset << 8)", "block_domain, token_domain", several_steps),
+    Mutant("recover with the draft's noise", B.verify, "seed, position + accepted)\n    invalid",
+           "seed, position + accepted, draft_domains(accepted))\n    invalid", blocks),
+    Mutant("recover with the next position's noise", B.verify, "seed, position + accepted)\n    invalid",
+           "seed, position + accepted + 1)\n    invalid", blocks),
+    # Blocks: margins.
+    Mutant("margin of what was cut", B.accepts, "abs(log_ratio - log_critical_ratio",
+           "abs(min(0.0, log_ratio) - log_critical_ratio", check_margins),
+    Mutant("margin from the total mass alone", B.log_critical_ratio, "np.cumsum([0.0, *probs[order]])",
+           "np.array([0.0, probs.sum()])", check_margins),
     # Strict.
     Mutant("compare with the argmax", strict.verify, "drafts[offset] != token.index",
            "drafts[offset] != greedy.argmax(row).index", strict_joint),

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import greedy, leading_drafts, probabilistic, selection, strict, synthetic
+from reference import block, greedy, leading_drafts, probabilistic, selection, strict, synthetic
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
 from tests.differential import like_a_device
 
-METHODS = ["strict", "probabilistic", "synthetic"]
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)
@@ -309,6 +309,8 @@ def judge(method: str, rates, call: dict, output: SamplerOutput, index: int, sin
         verdict = strict.verify(request.target, ids, **request.arguments)
     elif method == "probabilistic":
         verdict = probabilistic.verify(request.target, ids, request.draft, **request.arguments)
+    elif method == "block":
+        verdict = block.verify(request.target, ids, request.draft, **request.arguments)
     else:
         verdict = synthetic.verify(request.target, ids, request.draft, conditional_rates=rates, **request.arguments)
     tokens = output.token_ids[index].tolist()[: int(output.num_tokens[index])]
@@ -316,25 +318,30 @@ def judge(method: str, rates, call: dict, output: SamplerOutput, index: int, sin
         return "same"
     assert request.temperature > 0, f"greedy rounds nothing: {tokens} != {verdict}"
 
-    band = request.band
-    if method == "probabilistic" and request.draft is not None:
-        for offset, token in enumerate(drafts[: verdict.num_accepted + 1]):
-            for rows in (request.target, request.draft):
-                side = logprobs(rows, offset, request)[token]
+    band, log_ratio_before = request.band, 0.0
+    if method in ("probabilistic", "block") and request.draft is not None:
+        roundings = [0.0]
+        for offset, token in enumerate(drafts if method == "block" else drafts[: verdict.num_accepted + 1]):
+            sides = [logprobs(rows, offset, request)[token] for rows in (request.target, request.draft)]
+            for rows, side in zip((request.target, request.draft), sides):
                 if side < -1e30 and np.isfinite(rows[offset][token]):
                     return "incomparable"  # floats have no room for its own log-probability
-                band = max(band, abs(side) * (1e-13 if request.double else 1e-6)) if side > -INF else band
+                roundings.append(abs(side) * (1e-13 if request.double else 1e-6) if side > -INF else 0.0)
             if known is not None:
-                band = max(band, 1e-6 * abs(float(known[index, offset])))
+                roundings.append(1e-6 * abs(float(known[index, offset])))
+            if method == "block" and offset < verdict.num_accepted:
+                log_ratio_before = min(0.0, log_ratio_before + sides[0] - sides[1])
+        # The running ratio of a block gathers the roundings of all drafts.
+        band = max(band, sum(roundings) if method == "block" else max(roundings))
     if verdict.margin <= band:
         return "close"
 
-    # Where p and q nearly agree everywhere, rounding decides what is left of p - q.
+    # Where p and q nearly agree everywhere, rounding decides what is left of p - q; of c p - q for the running ratio c.
     recovered = verdict.num_accepted < len(drafts) and request.draft is not None and method != "strict"
     assert recovered, f"{tokens} != {verdict}"
     assert tokens[:-1] == verdict.token_ids[:-1], f"{tokens} != {verdict}"
     target, draft = (logprobs(rows, verdict.num_accepted, request) for rows in (request.target, request.draft))
-    log_ratio = np.where(target > -INF, draft - target, INF)
+    log_ratio = np.where(target > -INF, draft - target - log_ratio_before, INF)
     near = 1e-6 if request.double else 0.05
     assert (np.abs(log_ratio[target > -700]) < near).any(), f"{tokens} != {verdict}"
     assert log_ratio[tokens[-1]] <= (1e-12 if request.double else 1e-5), (

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import poisson
 from torch import Tensor
 
-from reference import greedy, probabilistic, strict, synthetic
+from reference import block, greedy, probabilistic, strict, synthetic
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from tests import laws
@@ -33,6 +33,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=16)
 KINDS = ["strict", "probabilistic", "given logsumexp", "deterministic", "synthetic", "synthetic strict"]
+KINDS += ["block", "block given logsumexp", "block deterministic"]
 
 if ON_GPU:
     CASES = list(itertools.product(KINDS, [1, 2, 7, 1000], [0, 1, 3, 7, 16], DTYPES))
@@ -43,7 +44,7 @@ else:  # each kind with each vocabulary, number of drafts and dtype, but not all
 IDS = [f"{kind}-V{vocab}-K{drafts}-{str(dtype).removeprefix('torch.')}" for kind, vocab, drafts, dtype in CASES]
 
 
-FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp"]
+FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp", "block"]
 
 
 def small(*cases):
@@ -53,10 +54,10 @@ def small(*cases):
 
 def verify(kind: str, batch, **options):
     """Run the kernels on a case, in one of the ways that calls differ."""
-    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic") else "probabilistic"
-    draft_logits = None if kind in ("strict", "deterministic", "synthetic strict") else batch.draft_logits
+    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
+    draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
     logsumexp = None
-    if kind == "given logsumexp":
+    if kind.endswith("given logsumexp"):
         columns = [draft_logsumexp(batch, offset) for offset in range(batch.draft_logits.shape[1])]
         logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
     checked = VerificationBatch.check(
@@ -93,8 +94,9 @@ def expected(kind: str, batch) -> list:
             rates = SCHEDULE.conditional_rates
             verdicts.append(synthetic.verify(target, token_ids, draft, conditional_rates=rates, **request))
         else:
-            draft = None if kind == "deterministic" else draft
-            verdicts.append(probabilistic.verify(target, token_ids, draft, **request))
+            draft = None if kind.endswith("deterministic") else draft
+            method = block if kind.startswith("block") else probabilistic
+            verdicts.append(method.verify(target, token_ids, draft, **request))
     return verdicts
 
 
@@ -166,8 +168,13 @@ def column_major(logits: Tensor) -> Tensor:
     return logits.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
 
-@pytest.mark.parametrize("layout", [sliced, strided, transposed, column_major])
-@pytest.mark.parametrize("kind", small("probabilistic", "strict", "synthetic"))
+def negated_lazily(logits: Tensor) -> Tensor:
+    """The same rows, of which PyTorch holds the negatives."""
+    return torch._neg_view(-logits)
+
+
+@pytest.mark.parametrize("layout", [sliced, strided, transposed, column_major, negated_lazily])
+@pytest.mark.parametrize("kind", small("probabilistic", "strict", "synthetic", "block"))
 @pytest.mark.parametrize("vocab", small(2064, 1025))
 def test_rows_may_lie_in_any_way(layout, kind, vocab):
     batch = case(30 if ON_GPU else 3, 3, vocab, torch.float32, seed=5).to(DEVICE)
@@ -180,10 +187,7 @@ def test_rows_may_lie_in_any_way(layout, kind, vocab):
         positions=strided(batch.positions),
         temperature=strided(batch.temperature),
     )
-    # Odd places are read one number at a time, and summed in another order: tokens are the same but for close calls.
-    assert_same_tokens(verify(kind, elsewhere).token_ids, expected(kind, batch.to("cpu")), FLOAT32_BAND)
-    if layout is transposed:
-        assert_same(verify(kind, elsewhere), verify(kind, batch))
+    assert_same(verify(kind, elsewhere), verify(kind, batch))
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
@@ -441,34 +445,43 @@ def test_calls_from_several_threads_on_several_streams_do_not_meet():
     assert wrong == []
 
 
-@needs_gpu
-@pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
-@pytest.mark.parametrize("given", [False, True], ids=["draft rows read", "draft logsumexp"])
-def test_the_residual_keeps_its_law_where_target_and_draft_nearly_agree(closeness, given):
-    # A schedule that accepts nothing draws every token from max(0, p - q), of which at closeness 1e-5 float32
-    # probabilities would leave little: p and q agree in five digits.
+def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Draw from max(0, p - q) only, p and q being closer and closer; return counts of tokens, and max(0, p - q).
+
+    A schedule that accepts nothing draws every token from there.
+    """
     vocab, requests = 12, laws.REQUESTS
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(vocab, generator=generator)
     draft = target + closeness * torch.randn(vocab, generator=generator)
     sampler = RejectionSampler("synthetic", backend="triton", schedule=AcceptanceSchedule.from_rates([0.0]))
-    seeds = torch.arange(requests, device="cuda")
     rows = [logits.to("cuda").expand(requests, 1, vocab) for logits in (target, draft)]
-    logsumexp = draft.double().logsumexp(0).float().to("cuda").expand(requests, 1) if given else None
-    if given and closeness < 1e-2:
-        pytest.skip("a float32 logsumexp is not known to five digits of p - q")
     output = sampler(
         rows[0].expand(requests, 2, vocab),
         torch.zeros(requests, 1, dtype=torch.int64, device="cuda"),
         rows[1],
-        seeds=seeds,
-        draft_logsumexp=logsumexp,
+        seeds=torch.arange(requests, device="cuda"),
+        draft_logsumexp=draft.double().logsumexp(0).float().to("cuda").expand(requests, 1) if given else None,
     )
     p, q = (laws.softmax(logits.double().numpy()) for logits in (target, draft))
-    residual = (p - q).clip(min=0)
+    return np.bincount(output.token_ids[:, 0].cpu(), minlength=vocab), (p - q).clip(min=0)
 
-    counts = np.bincount(output.token_ids[:, 0].cpu(), minlength=vocab)
+
+@needs_gpu
+@pytest.mark.parametrize(("closeness", "given"), [(1e-1, False), (1e-1, True), (1e-2, True), (1e-3, False)])
+def test_the_residual_keeps_its_law_where_target_and_draft_nearly_agree(closeness, given):
+    counts, residual = recovered_near_agreement(closeness, given)
     laws.assert_law(counts, residual / residual.sum())
+
+
+@needs_gpu
+@pytest.mark.parametrize("closeness", [1e-4, 1e-5, 1e-6])
+def test_what_rounding_leaves_of_the_residual_cannot_be_seen_in_the_output(closeness):
+    # log-sums in float32 are off by some 1e-7, which moves the recovered token's law by 1e-7 / A, A being the mass of
+    # max(0, p - q), but happens with probability A. Counting 200,000 tokens moves it by 0.4 percent.
+    counts, residual = recovered_near_agreement(closeness, given=False)
+    moved = np.abs(counts / counts.sum() - residual / residual.sum()).sum() / 2
+    assert residual.sum() * (moved - 0.004) < 3e-7
 
 
 @needs_gpu

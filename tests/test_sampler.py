@@ -18,13 +18,14 @@ from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, Sa
 from specdecode.noise import BLOCK_SIZE
 from tests.differential import like_a_device
 
-METHODS = ["strict", "probabilistic", "synthetic"]
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 INT64 = torch.iinfo(torch.int64)
 NAN, INF = math.nan, math.inf
 
 each_method = pytest.mark.parametrize("method", METHODS)
+by_ratio = pytest.mark.parametrize("method", ["probabilistic", "block"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -129,7 +130,7 @@ SAMPLING = [("temperature", 1.0), ("seeds", None), ("positions", None)]
             [("target_logits", REQUIRED), ("draft_token_ids", REQUIRED), ("draft_logits", None)],
             [*SAMPLING, ("draft_logsumexp", None)],
         ),
-        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], []),
+        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0)]),
         (sample, [("logits", REQUIRED), *SAMPLING], []),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],
@@ -278,12 +279,13 @@ def test_impossible_drafts_are_rejected_and_never_emitted(place, method):
             assert set(output.token_ids[:, 0].tolist()) == {0, 2}
 
 
-def test_drafts_that_could_not_be_drawn_are_rejected(place):
+@by_ratio
+def test_drafts_that_could_not_be_drawn_are_rejected(place, method):
     # q(x) = 0, so the residual is all of p wherever q is 0: the likely draft is rejected, then emitted.
     target = rows(place, *[[9, -INF, -INF, -INF]] * 2, requests=50)
     for impossible in (-INF, NAN):
         draft_logits = rows(place, [impossible, 0, 0, 0], requests=50)
-        output = make("probabilistic", place)(target, ids(place, 0, requests=50), draft_logits, seeds=0)
+        output = make(method, place)(target, ids(place, 0, requests=50), draft_logits, seeds=0)
         assert output.num_accepted.tolist() == [0] * 50
         assert output.token_ids.tolist() == [[0, -1]] * 50
 
@@ -303,13 +305,14 @@ def test_an_empty_residual_falls_back_to_the_target(place, dtype, vocab):
     assert output.token_ids[:, 1].tolist() == expected.tolist()
 
 
+@by_ratio
 @each_dtype
-def test_residuals_hold_only_what_the_target_says_more_often(place, dtype):
+def test_residuals_hold_only_what_the_target_says_more_often(place, method, dtype):
     call = make_call(place, batch=600, drafts=1, vocab=9, dtype=dtype)
     call["temperature"].clamp_(min=0.3)
     call["draft_logits"] *= 0.3  # flatter than the target, so that the sums of the two sides are far apart
     call["draft_token_ids"] = torch.arange(600, device=place[1])[:, None] % 9
-    output = make("probabilistic", place)(**call)
+    output = make(method, place)(**call)
     rejected = output.num_accepted == 0
     scaled = [
         (call[name][:, 0].double() / call["temperature"].double()[:, None]).log_softmax(dim=1)
@@ -321,11 +324,12 @@ def test_residuals_hold_only_what_the_target_says_more_often(place, dtype):
     assert bool((target > draft - 1e-5)[rejected].all())
 
 
+@by_ratio
 @each_dtype
-def test_deterministic_drafters_never_see_their_rejected_draft_again(place, dtype):
+def test_deterministic_drafters_never_see_their_rejected_draft_again(place, method, dtype):
     call = make_call(place, batch=600, drafts=2, vocab=5, dtype=dtype)
     del call["draft_logits"]
-    output = make("probabilistic", place)(**call)
+    output = make(method, place)(**call)
     drafted = torch.nn.functional.pad(call["draft_token_ids"], (0, 1), value=-1).gather(
         1, output.num_accepted[:, None].long()
     )
@@ -408,11 +412,12 @@ def test_plus_infinity_is_a_point_mass_on_the_first(place, method, temperature):
             assert output.token_ids.tolist() == [[2, 2] if stands else [2, -1]] * 30
 
 
-def test_plus_infinity_in_draft_rows_is_a_point_mass_on_the_first(place):
+@by_ratio
+def test_plus_infinity_in_draft_rows_is_a_point_mass_on_the_first(place, method):
     # p is even over three tokens and q(0) = 1: a draft of 0 stands a third of the time, one of 2 never does.
     target = rows(place, *[[0, 0, 0, -INF]] * 2, requests=300)
     draft = rows(place, [INF, 0, INF, 0], requests=300)
-    sampler = make("probabilistic", place)
+    sampler = make(method, place)
     drawn = sampler.draft(draft[:, 0], seeds=0)
     assert drawn.token_ids.tolist() == [0] * 300
     for logsumexp in (None, drawn.logsumexp[:, None]):
@@ -425,27 +430,29 @@ def test_plus_infinity_in_draft_rows_is_a_point_mass_on_the_first(place):
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-10, 1e-30, 1e-40, 1e-300])
+@by_ratio
 @each_dtype
-def test_tiny_temperatures_take_the_largest_and_draw_among_ties(place, dtype, temperature):
+def test_tiny_temperatures_take_the_largest_and_draw_among_ties(place, method, dtype, temperature):
     # Only a temperature of 0 is greedy. Two even outcomes in 128 draws: both are seen but for one chance in 2^127.
     logits = rows(place, [-3, 2, 1, 2], requests=128, dtype=dtype)
     for given in (temperature, torch.full((128,), temperature, dtype=torch.float64, device=place[1])):
         assert set(sample(logits[:, 0], given, seeds=0).tolist()) == {1, 3}
-        output = make("probabilistic", place)(
+        output = make(method, place)(
             logits.expand(-1, 2, -1), ids(place, 2, requests=128), logits, temperature=given, seeds=0
         )
         assert set(output.token_ids.sum(dim=1).tolist()) <= {0, 2, 3, 5}  # 1 or 3 alone (then -1), or 2 and one of them
 
 
 @pytest.mark.parametrize("temperature", [1e6, 1e30, 1e38, 1e39, 1e300])
+@by_ratio
 @each_dtype
-def test_huge_temperatures_are_even(place, dtype, temperature):
+def test_huge_temperatures_are_even(place, method, dtype, temperature):
     # 256 draws of four even outcomes: each is Binomial(256, 1/4), outside 30..103 with probability below 1e-6.
     logits = rows(place, [-3, 2, 1, 2], requests=256, dtype=dtype)
     for given in (temperature, torch.full((256,), temperature, dtype=torch.float64, device=place[1])):
         counts = torch.bincount(sample(logits[:, 0], given, seeds=0), minlength=4).tolist()
         assert all(30 <= count <= 103 for count in counts), counts
-        output = make("probabilistic", place)(
+        output = make(method, place)(
             logits.expand(-1, 2, -1), ids(place, 0, requests=256), logits, temperature=given, seeds=0
         )
         assert output.num_accepted.tolist() == [1] * 256
@@ -668,15 +675,20 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def accept_threshold(place, target: Tensor, requests, layout) -> list[int]:
-    """How low each request's first drafted logit may be and its draft still stand, as the float32's order number."""
-    target, drafted = target[requests].clone(), ids(place, 5, requests=len(requests))
-    sampler, seeds = make("probabilistic", place), torch.tensor(requests, device=place[1])
+def accept_threshold(place, method: str, target: Tensor, requests, layout) -> list[int]:
+    """How low each request's first drafted logit may be and its draft still stand, as the float32's order number.
+
+    There is a second draft, so that a block's residual mass takes part.
+    """
+    target, drafted = target[requests].clone(), ids(place, 5, 6, requests=len(requests))
+    draft = target[:, :2] * 0.8
+    draft[:, :, 5:7] = 12
+    sampler, seeds = make(method, place), torch.tensor(requests, device=place[1])
 
     def stands(order: Tensor) -> Tensor:
         # Positive float32 numbers are ordered as their bits are.
         target[:, 0, 5] = order.to(torch.int32).view(torch.float32)
-        return sampler(layout(target), drafted, seeds=seeds).num_accepted == 1
+        return sampler(layout(target), drafted, layout(draft), seeds=seeds).num_accepted >= 1
 
     low = torch.tensor([1e-6] * len(requests), device=place[1]).view(torch.int32).long()
     high = torch.tensor([60.0] * len(requests), device=place[1]).view(torch.int32).long()
@@ -690,17 +702,18 @@ def accept_threshold(place, target: Tensor, requests, layout) -> list[int]:
 
 
 @pytest.mark.usefixtures("two_threads")
+@by_ratio
 @pytest.mark.parametrize("vocab", [300, 3 * BLOCK_SIZE + 5, 40 * BLOCK_SIZE])
-def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab):
+def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab, method):
     # Tokens that agree may hide sums that differ by a rounding, so look for the very logit at which a draft begins to
     # stand. The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
     if place == ("eager", "cuda"):
         pytest.skip("PyTorch's CUDA reductions depend on the batch in the last bit")
     batch = 6
-    target = (2 * torch.randn(batch, 2, vocab, generator=torch.Generator().manual_seed(3))).to(place[1])
-    together = accept_threshold(place, target, range(batch), layout=lambda tensor: tensor)
-    assert accept_threshold(place, target, range(batch), layout=last_dimension_first) == together
-    alone = [accept_threshold(place, target, [i], layout=lambda tensor: tensor)[0] for i in range(batch)]
+    target = (2 * torch.randn(batch, 3, vocab, generator=torch.Generator().manual_seed(3))).to(place[1])
+    together = accept_threshold(place, method, target, range(batch), layout=lambda tensor: tensor)
+    assert accept_threshold(place, method, target, range(batch), layout=last_dimension_first) == together
+    alone = [accept_threshold(place, method, target, [i], layout=lambda tensor: tensor)[0] for i in range(batch)]
     assert alone == together
 
 
@@ -851,13 +864,15 @@ def test_default_dtype_and_device_do_not_matter(place):
         torch.set_default_dtype(dtype)
         try:
             outputs.append(make("probabilistic", place)(**call | {"temperature": 0.7, "positions": None}))
+            outputs.append(make("block", place)(**call | {"temperature": 0.7, "positions": None}))
             outputs.append(make("synthetic", place)(**call | {"temperature": 0.7, "positions": None}))
         finally:
             torch.set_default_dtype(torch.float32)
     with torch.device("meta"):
         outputs.append(make("probabilistic", place)(**call | {"temperature": 0.7, "positions": None}))
+        outputs.append(make("block", place)(**call | {"temperature": 0.7, "positions": None}))
         outputs.append(make("synthetic", place)(**call | {"temperature": 0.7, "positions": None}))
-    for one, other in zip(outputs, outputs[2:]):
+    for one, other in zip(outputs, outputs[3:]):
         assert_same(one, other)
 
 
@@ -898,7 +913,7 @@ def test_strict_drafts_with_the_noise_of_sample(place):
     assert make("strict", place).draft(logits, **arguments).token_ids.tolist() == sample(logits, **arguments).tolist()
 
 
-@pytest.mark.parametrize("method", ["probabilistic", "synthetic"])
+@pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 def test_other_methods_draft_with_noise_of_their_own(place, method, level):
     # Sharing noise would change the law. Chi-square of independence over 4 x 4 even outcomes: 9 degrees of freedom, false
@@ -917,6 +932,17 @@ def test_other_methods_draft_with_noise_of_their_own(place, method, level):
     expected = pairs / outcomes**2
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert statistic < chi2.isf(1e-6, outcomes**2 - 1)
+
+
+@each_method
+def test_only_block_drafts_with_other_noise_at_another_offset(place, method):
+    # 300 draws of one of 2,048 even tokens: each agrees with another by chance once in 2,048.
+    logits = torch.zeros(300, 2 * BLOCK_SIZE, device=place[1])
+    first, again, later = (make(method, place).draft(logits, seeds=0, offset=offset).token_ids for offset in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert int((first == later).sum()) < 10 if method == "block" else torch.equal(first, later)
+    if method == "block":
+        assert first.tolist() == make("probabilistic", place).draft(logits, seeds=0).token_ids.tolist()
 
 
 @each_dtype
@@ -941,7 +967,7 @@ def draft_logsumexp(sampler: RejectionSampler, draft_logits: Tensor, **arguments
     return torch.stack([sampler.draft(row, **arguments).logsumexp for row in draft_logits.unbind(1)], dim=1)
 
 
-@pytest.mark.parametrize("method", ["probabilistic", "synthetic"])
+@pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
 @each_dtype
 def test_draft_logsumexp_changes_nothing(place, method, dtype):
     # 400 requests of one to three decisions: a rounding of 1e-5 decides one of them with a probability of about 1 percent,
@@ -965,11 +991,12 @@ DEGENERATE_DRAFTS = {
 
 
 @pytest.mark.parametrize(("row", "temperature"), DEGENERATE_DRAFTS.values(), ids=DEGENERATE_DRAFTS)
+@by_ratio
 @pytest.mark.parametrize("drafted", [0, 1, 2])
-def test_draft_logsumexp_changes_nothing_where_it_is_degenerate(place, row, temperature, drafted):
+def test_draft_logsumexp_changes_nothing_where_it_is_degenerate(place, row, temperature, drafted, method):
     draft_logits = rows(place, row, requests=60, dtype=torch.float64)
     target = torch.zeros(60, 2, 3, dtype=torch.float64, device=place[1])
-    sampler = make("probabilistic", place)
+    sampler = make(method, place)
     arguments = {"temperature": temperature, "seeds": 0}
     drawn = sampler.draft(draft_logits[:, 0], **arguments)
     call = {"target_logits": target, "draft_token_ids": ids(place, drafted, requests=60), "draft_logits": draft_logits}
@@ -1170,6 +1197,25 @@ def test_drafts_beyond_the_schedule_are_named(place):
     call = good_call(place)
     refused("draft_token_ids", lambda: make("synthetic", place, rates=[0.5] * (DRAFTS - 1))(**call))
     assert_well_formed(make("synthetic", place, rates=[0.5] * DRAFTS)(**call), call)
+
+
+OFFSETS = {
+    "str": "0",
+    "float": 0.0,
+    "bool": True,
+    "None": None,
+    "tensor": torch.tensor(0),
+    "negative": -1,
+    "many": 4096,
+}
+
+
+@each_method
+@pytest.mark.parametrize("bad", OFFSETS.values(), ids=OFFSETS)
+def test_bad_offsets_of_a_draft_are_named(place, method, bad):
+    logits, sampler = torch.zeros(2, 5, device=place[1]), make(method, place)
+    sampler.draft(logits, offset=4095)
+    refused("offset", lambda: sampler.draft(logits, offset=bad))
 
 
 SCHEDULE = AcceptanceSchedule.from_rates([0.5])

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.eager import probabilistic, strict, synthetic
+from specdecode.eager import block, probabilistic, strict, synthetic
 from specdecode.eager.steps import Steps, request_kinds, row_temperature, seeds_and_positions
-from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
 METHODS: dict[str, Callable[[Steps], Tensor]] = {
     "strict": strict.verify,
     "probabilistic": probabilistic.verify,
+    "block": block.verify,
     "synthetic": synthetic.verify,
 }
 
@@ -34,7 +34,7 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 
 
 @torch.no_grad()
-def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Tensor]:
+def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     temperature, kinds = row_temperature(batch.temperature, batch.logits), request_kinds(batch.temperature)
     seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)

@@ -7,8 +7,6 @@ bits are the right ones: `>> 32` and a mask give the high word.
 import torch
 from torch import Tensor
 
-from specdecode.noise import Domain
-
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
@@ -27,7 +25,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return c0, c1, c2, c3
 
 
-def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: Domain) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
     counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
     high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
@@ -35,6 +33,6 @@ def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: Domain) -> 
     return number.clamp(2.0**-65, 1 - 2.0**-24)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, index: Tensor, domain: Domain, dtype: torch.dtype) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
     """Return standard Gumbel numbers, computed in `dtype`."""
     return -torch.log(-torch.log1p(-uniform(seeds, positions, index, domain).to(dtype)))

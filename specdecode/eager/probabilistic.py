@@ -53,48 +53,100 @@ def read_draft_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, .
     return by_chunks(logprob, steps.vocab, steps.draft_logits[rows, offset], token_ids, temperature)[:1]
 
 
-def residual_weights(target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor) -> Tensor:
-    """Return weights proportional to max(0, p - q), or to p where nothing is left.
+def excess_weights(target: Tensor, draft: Tensor, temperature: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights proportional to max(0, c p - q), and by the same factor to c p.
+
+    max(0, c p - q) = c p (1 - q / (c p)) where q < c p, and log(q / p) keeps its relative precision where p and q are close.
+
+    Args:
+        target: [rows, vocab] raw logits.
+        draft: [rows, vocab] raw logits.
+        temperature: [rows], > 0.
+        log_ratio: [rows] log c, <= 0.
+
+    Returns:
+        Two of [rows, vocab].
+    """
+    target_scaled, target_peak = centre(target, temperature)
+    draft_scaled, draft_peak = centre(draft, temperature)
+    # What is close is subtracted before anything rounds it. Infinite logits are point masses, which `centre` knows about.
+    difference = draft.to(temperature.dtype) - target.to(temperature.dtype)
+    difference.sub_((draft_peak - target_peak)[:, None]).div_(temperature[:, None])
+    difference = torch.where(difference.isfinite(), difference, draft_scaled - target_scaled)
+    difference.nan_to_num_(nan=0, posinf=torch.inf, neginf=-torch.inf)  # NaN: p = q = 0
+    target_weights = target_scaled.exp_()
+    # log(sum of q's weights / sum of p's), by log1p(sum of p expm1(difference)) where that is more precise.
+    log_sum_ratio = log_sum(draft_scaled.exp_()) - log_sum(target_weights)
+    close = difference.abs().amax(dim=1) <= 1
+    if not on_host(close) or close.any():
+        change = block_sums(difference.expm1().mul_(target_weights)).sum(dim=1) / block_sums(target_weights).sum(dim=1)
+        log_sum_ratio = torch.where(close, change.log1p(), log_sum_ratio)
+    log_quotient = difference.sub_((log_sum_ratio + log_ratio)[:, None]).clamp_(max=0)
+    return log_quotient.expm1_().neg_().mul_(target_weights), target_weights
+
+
+def residual_weights(
+    target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor, log_ratio: Tensor
+) -> Tensor:
+    """Return weights proportional to max(0, c p - q), or to p where nothing is left.
 
     Args:
         target: [rows, vocab] raw logits.
         draft: [rows, vocab] raw logits, or None for the point mass on the rejected draft.
         temperature: [rows], > 0.
         token_ids: [rows] the rejected drafts.
+        log_ratio: [rows] log c, <= 0.
 
     Returns:
         [rows, vocab] weights.
     """
-    target_scaled, _ = centre(target, temperature)
-    target_weights = target_scaled.exp()
     if draft is None:
+        target_weights = centre(target, temperature)[0].exp_()
         weights = target_weights.scatter(1, token_ids[:, None], 0)
     else:
-        # max(0, p - q) = p (1 - q/p) where q < p, and log(q/p) keeps its precision where p and q are close.
-        draft_scaled, _ = centre(draft, temperature)
-        log_sum_ratio = log_sum(draft_scaled.exp()) - log_sum(target_weights)
-        log_ratio = draft_scaled.sub_(target_scaled).sub_(log_sum_ratio[:, None])
-        log_ratio.nan_to_num_(nan=0, posinf=0, neginf=-torch.inf).clamp_(max=0)  # NaN: p = q = 0
-        weights = log_ratio.expm1_().neg_().mul_(target_weights)
+        weights, target_weights = excess_weights(target, draft, temperature, log_ratio)
     empty = weights.amax(dim=1, keepdim=True) == 0
     if on_host(empty) and not empty.any():
         return weights
     return torch.where(empty, target_weights, weights)
 
 
-def recover(steps: Steps, rows: Rows) -> tuple[Tensor, ...]:
+def recover(steps: Steps, rows: Rows, log_ratio: Tensor) -> tuple[Tensor, ...]:
     """Draw the recovered token of requests whose draft at `num_accepted` was rejected, [rows] int64."""
 
-    def draw(requests: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+    def draw(requests: Tensor, offset: Tensor, log_ratio: Tensor) -> tuple[Tensor, ...]:
         # Where every draft stood there is no draft row: take the last one, whose result is discarded.
         draft_offset = offset.clamp(max=steps.num_draft_tokens - 1)
         draft = None if steps.draft_logits is None else steps.draft_logits[requests, draft_offset]
         token_ids, temperature = steps.draft_token_ids[requests, draft_offset], steps.temperature[requests]
-        weights = residual_weights(steps.target_logits[requests, offset], draft, temperature, token_ids)
+        weights = residual_weights(steps.target_logits[requests, offset], draft, temperature, token_ids, log_ratio)
         positions = steps.positions[requests] + offset
         return (select(weights, block_sums(weights), steps.seeds[requests], positions, SELECT),)
 
-    return by_chunks(draw, steps.vocab, steps.requests[rows], steps.num_accepted[rows].to(torch.int64))
+    offsets = steps.num_accepted[rows].to(torch.int64)
+    return by_chunks(draw, steps.vocab, steps.requests[rows], offsets, log_ratio[rows])
+
+
+def emit(steps: Steps, log_ratio: Tensor) -> Tensor:
+    """Return the token after each request's accepted drafts, [batch] int64: recovered where one was rejected, or bonus.
+
+    Args:
+        steps: the batch, judged.
+        log_ratio: [batch] log c, <= 0; a recovered token is drawn from max(0, c p - q).
+    """
+    emitted = torch.zeros_like(steps.seeds)
+
+    def draw(rows: Rows) -> tuple[Tensor, Tensor]:
+        offset = steps.num_accepted[rows].to(torch.int64)
+        logits, positions = steps.target_logits[steps.requests[rows], offset], steps.positions[rows] + offset
+        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
+        return token_ids, invalid | steps.invalid[rows]
+
+    rejected = (steps.temperature > 0) & (steps.num_accepted < steps.has_draft.sum(dim=1))
+    fill((emitted, steps.invalid), ~rejected, draw)
+    if steps.num_draft_tokens > 0 and steps.kinds.random:
+        fill((emitted,), rejected, lambda rows: recover(steps, rows, log_ratio))
+    return emitted
 
 
 def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
@@ -128,17 +180,4 @@ def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None)
         if steps.kinds.greedy:
             fill((accepted, steps.invalid), matters & greedy, match)
         steps.advance(offset, accepted if verdict is None else verdict(offset, accepted))
-
-    emitted = torch.zeros_like(steps.seeds)
-
-    def draw(rows: Rows) -> tuple[Tensor, Tensor]:
-        offset = steps.num_accepted[rows].to(torch.int64)
-        logits, positions = steps.target_logits[steps.requests[rows], offset], steps.positions[rows] + offset
-        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
-        return token_ids, invalid | steps.invalid[rows]
-
-    rejected = ~greedy & (steps.num_accepted < steps.has_draft.sum(dim=1))
-    fill((emitted, steps.invalid), ~rejected, draw)
-    if steps.num_draft_tokens > 0 and steps.kinds.random:
-        fill((emitted,), rejected, lambda rows: recover(steps, rows))
-    return emitted
+    return emit(steps, torch.zeros_like(steps.temperature))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdecode.batch import on_host
 from specdecode.eager.philox import gumbel
-from specdecode.noise import BLOCK_SIZE, Domain
+from specdecode.noise import BLOCK_SIZE
 
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
 """Logits upcast at a time: what stays in a core's cache, or what keeps a GPU busy."""
@@ -84,7 +84,7 @@ def log_sum(weights: Tensor) -> Tensor:
     return block_sums(weights).sum(dim=1).log()
 
 
-def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[Domain, Domain]) -> Tensor:
+def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[int, int]) -> Tensor:
     """Draw one token per row with probability proportional to its weight.
 
     Args:

@@ -38,11 +38,15 @@ class Steps:
         self.num_accepted = torch.zeros(size, dtype=torch.int32, device=self.seeds.device)
         self.invalid = torch.zeros_like(self.standing)
 
-    def uniforms(self) -> Tensor:
-        """Return the accept decisions' uniforms, [batch, num_draft_tokens] float32."""
+    def uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the accept decisions' uniforms, [batch, num_draft_tokens] float32.
+
+        Fresh ones have the draft's offset in their counter: a later step that comes to the same positions has others.
+        """
         offsets = torch.arange(self.num_draft_tokens, device=self.seeds.device)
         positions = self.positions[:, None] + offsets
-        return uniform(self.seeds[:, None], positions, torch.zeros_like(positions), Domain.ACCEPT)
+        index = offsets.expand_as(positions) if fresh else torch.zeros_like(positions)
+        return uniform(self.seeds[:, None], positions, index, Domain.ACCEPT)
 
     def advance(self, offset: int, accepted: Tensor) -> None:
         """Record which requests' drafts at `offset` are accepted."""

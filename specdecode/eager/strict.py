@@ -8,7 +8,7 @@ from torch import Tensor
 from specdecode.eager.greedy import argmax
 from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, select
 from specdecode.eager.steps import Kinds, Steps
-from specdecode.noise import SELECT, Domain
+from specdecode.noise import SELECT
 
 
 def sample(
@@ -17,7 +17,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     kinds: Kinds,
-    domains: tuple[Domain, Domain] = SELECT,
+    domains: tuple[int, int] = SELECT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row: greedily where the temperature is 0, else from softmax(logits / temperature).
 

@@ -309,7 +309,7 @@ def _draft(
         # Fitted to the target's vocabulary, whose law must not change: tokens that the draft lacks are never drafted.
         missing = vocab_size - row.shape[-1]
         row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, :vocab_size]
-        drawn = sampler.draft(row, temperature, seeds=seeds, positions=lengths + i)
+        drawn = sampler.draft(row, temperature, seeds=seeds, positions=lengths + i, offset=i)
         tokens = torch.cat([tokens, drawn.token_ids[:, None]], dim=1)
         logits.append(row)
         logsumexp.append(drawn.logsumexp)

@@ -16,16 +16,28 @@ import triton
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.kernels.launches import Launches, alignment, lanes
-from specdecode.kernels.probabilistic import SCALARS, decide_by_ratio_kernel, emit_kernel
-from specdecode.kernels.reading import read_kernel
+from specdecode.kernels import block, probabilistic
+from specdecode.kernels.launches import Launches, alignment, cdiv, lanes
+from specdecode.kernels.probabilistic import SCALARS, decide_by_ratio
+from specdecode.kernels.reading import decide_kernel, read_kernel
 from specdecode.kernels.rows import LARGEST, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
 from specdecode.kernels.steps import FIELDS
-from specdecode.kernels.strict import finish_by_sample_kernel
+from specdecode.kernels.strict import decide_by_sample, finish_by_sample_kernel
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import BLOCK_SIZE, Domain
 from specdecode.synthetic import AcceptanceSchedule
+
+BY_SAMPLE, BY_RATIO, BY_BLOCK = decide_by_sample, decide_by_ratio, block.decide_ratio
+"""How a draft is judged, when the statistics of its rows are there."""
+
+METHODS = {
+    # with draft logits, without
+    "strict": (BY_SAMPLE, BY_SAMPLE),
+    "probabilistic": (BY_RATIO, BY_RATIO),
+    "synthetic": (BY_RATIO, BY_SAMPLE),
+    "block": (BY_BLOCK, BY_BLOCK),
+}
 
 LAZY_BATCH = 64
 """Requests from which on it pays to decide while reading, so as to read no row after a rejection."""
@@ -36,6 +48,13 @@ BLOCKS = 4
 LAZY_TILES = 3
 """Times that a program of a large batch does so: fewer programs to start, against later decisions."""
 
+BLOCK_PROGRAMS = 132 * 6
+"""Programs."""
+
+MAXR=0
+MIN_DRAFTS = 32
+"""As many drafts of a request are handled at once at least, or the next power of two."""
+
 MIN_BLOCKS = 256
 """The statistics of a row are handled as this many blocks at least (262,144 tokens), or as the next power of two."""
 
@@ -44,7 +63,7 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     logits = batch.logits
     requests, vocab_size = logits.shape
-    num_blocks, device = triton.cdiv(vocab_size, BLOCK_SIZE), logits.device
+    num_blocks, device = cdiv(vocab_size, BLOCK_SIZE), logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=device)
     if requests == 0:
@@ -74,11 +93,11 @@ def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Ten
             "ALIGNMENT": aligned,
             "BLOCKS": BLOCKS,
             "LANES": lanes(logits),
-            "MAX_BLOCKS": max_blocks(num_blocks),
+            "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
         },
     )
     with on_device(device):
-        launches.launch(summarise_kernel, requests * triton.cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
+        launches.launch(summarise_kernel, requests * cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
         launches.launch(sample_kernel, requests, num_warps=8)
     return token_ids, logsumexp
 
@@ -105,18 +124,18 @@ def verify(
     """
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
     requests, num_draft_tokens = draft_token_ids.shape
-    by_ratio = method == "probabilistic" or (method == "synthetic" and batch.draft_logits is not None)
-    draft = batch.draft_logits if by_ratio and num_draft_tokens > 0 else None
+    decide = METHODS[method][batch.draft_logits is None]
+    by_sample, in_block = decide is BY_SAMPLE, decide is BY_BLOCK
+    draft = None if by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
     num_rows, vocab_size, device = num_draft_tokens + 1, target.shape[-1], target.device
-    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
+    num_blocks = cdiv(vocab_size, BLOCK_SIZE)
 
-    counts = torch.empty(2, requests, dtype=torch.int32, device=device)
     output = SamplerOutput(
         token_ids=torch.empty(requests, num_rows, dtype=torch.int64, device=device),
-        num_accepted=counts[0],
-        num_draft_tokens=counts[1],
+        num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
+        num_draft_tokens=torch.empty(requests, dtype=torch.int32, device=device),
         invalid=torch.empty(requests, dtype=torch.bool, device=device),
     )
     if requests == 0:
@@ -126,6 +145,7 @@ def verify(
     allocate = torch.zeros if lazy else torch.empty
     state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
+    num_residuals = num_draft_tokens if in_block else 1
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
     target_lanes = lanes(target)
@@ -140,8 +160,9 @@ def verify(
             "invalid_ptr": output.invalid,
             "state_ptr": state,
             "statistics_ptr": floats(requests * summarised, 2, num_blocks),
-            "residual_sums_ptr": None if draft is None else floats(requests, num_blocks),
-            "scalars_ptr": floats(requests, num_draft_tokens, SCALARS.value) if by_ratio else None,
+            "residual_sums_ptr": None if draft is None else floats(requests, num_residuals, num_blocks),
+            "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, SCALARS.value),
+            "jobs_ptr": torch.empty(requests, num_rows, 2, dtype=torch.int32, device=device) if in_block else None,
             "target_ptr": target,
             "draft_ptr": draft,
             "ids_ptr": draft_token_ids,
@@ -163,31 +184,39 @@ def verify(
             **numbers,
         },
         constants={
-            "BY_RATIO": by_ratio,
+            "DECIDE": decide,
             "LAZY": lazy,
             "TARGET_ALIGNMENT": target_aligned,
             "DRAFT_ALIGNMENT": draft_aligned,
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
             "LANES": min(target_lanes, draft_lanes),
-            "MAX_BLOCKS": max_blocks(num_blocks),
+            "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
+            "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
     )
     with on_device(device):
         tiles = LAZY_TILES if lazy else 1
-        programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
+        programs = requests * num_rows * cdiv(num_blocks, tiles * BLOCKS)
         launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
-        if not by_ratio:
+        if by_sample:
             programs, warps = (requests, 1) if lazy else (requests * num_rows, 8)
             launches.launch(finish_by_sample_kernel, programs, num_warps=warps)
             return output
         if num_draft_tokens > 0 and not lazy:
             # As many warps as decide in `read_kernel`, for sums to be added in the same order.
-            launches.launch(decide_by_ratio_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
+            launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
         # Eight warps are sooner done with one request, four with many.
         warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
-        programs = requests * (1 if draft is None else triton.cdiv(num_blocks, tiles * warps))
-        launches.launch(emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps)
+        chunks = 1 if draft is None else cdiv(num_blocks, tiles * warps)
+        if not in_block:
+            launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
+            return output
+        launches.launch(block.plan_kernel, requests, num_warps=1)
+        programs = requests * max(1, num_draft_tokens) * chunks
+        if lazy:
+            programs = min(programs, BLOCK_PROGRAMS)
+        launches.launch(block.emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps, options={"maxnreg": MAXR} if MAXR else None)
     return output
 
 
@@ -198,9 +227,9 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device)
 
 
-def max_blocks(num_blocks: int) -> int:
-    """Return the number of blocks that a row's statistics are handled as."""
-    return MIN_BLOCKS if num_blocks <= MIN_BLOCKS else triton.next_power_of_2(num_blocks)
+def at_least(least: int, size: int) -> int:
+    """Return a power of two that holds a size: the same for all usual ones, as each compiles kernels anew."""
+    return least if size <= least else triton.next_power_of_2(size)
 
 
 def strides(name: str, values: Tensor | None, dimensions: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ logit) needs no second read: p without one token differs from p in one block.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -23,6 +23,7 @@ from specdecode.kernels.rows import (
     scaled,
     sum_blocks,
     tokens_of,
+    unpack,
 )
 from specdecode.kernels.selection import load_row, select_block, select_token
 from specdecode.kernels.steps import (
@@ -47,8 +48,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
 
-SCALARS = tl.constexpr(4)
-"""Numbers that a rejection leaves for its residual: p's peak, q's peak, log(sum of q / sum of p), what is taken from p."""
+PEAK, DRAFT_PEAK, LOG_SUM_RATIO, TAKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+"""Numbers that a judged draft leaves for its residual, see `weigh`; the last two for block verification."""
 
 
 @triton.jit
@@ -112,7 +114,75 @@ def logprob(row, token, peak, log_sum, point, temperature):
 
 
 @triton.jit
+def weigh(
+    statistics_ptr,
+    target_row,
+    draft_rows,
+    logsumexps,
+    token,
+    request,
+    offset,
+    temperature,
+    batch,
+    num_draft_tokens,
+    num_blocks,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Weigh a draft; return log p(x), log q(x) and what residuals of its row need.
+
+    That is, by the names above: the peaks of p and q, log(sum of q / sum of p), what is to be taken from p, log(sum of p),
+    and the log-probability of the token that the other row is a point mass on: of p where it is q, of q where it is p.
+    """
+    vocab_size = target_row[2]
+    index = request * (num_draft_tokens + 1) + offset
+    peak, total, point, _ = load_row(
+        statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
+    )
+    log_sum = tl.log(total)
+    target = logprob(target_row, token, peak, log_sum, point, temperature)
+    draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
+    taken = token
+    draft_of_point = tl.where(token == point, 0.0, -INFINITY)
+    if draft_rows[0] is not None:
+        if temperature > 0:
+            draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
+            index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
+            draft_peak, draft_log_sum, log_sum_ratio, draft_point = load_draft_row(
+                statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, total,
+                DRAFT_ALIGNMENT, MAX_BLOCKS,
+            )  # fmt: skip
+            draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
+            taken = tl.where(draft_point < 0, ALL, draft_point)
+            if point >= 0:
+                draft_of_point = logprob(draft_row, point, draft_peak, draft_log_sum, draft_point, temperature)
+    kept = draft_of_point
+    if point >= 0:
+        taken = tl.full([], NOTHING, tl.int32)
+    elif taken >= 0:
+        kept = logprob(target_row, taken, peak, log_sum, point, temperature)
+    return target, draft, (peak, draft_peak, log_sum_ratio, taken, log_sum, kept)
+
+
+@triton.jit
+def store_scalars(scalars_ptr, scalars):
+    """Leave a row's scalars for whoever emits."""
+    for field in tl.static_range(len(scalars)):
+        value = scalars[field]
+        tl.store(scalars_ptr + field, value.to(tl.float32, bitcast=True) if field == TAKEN else value)
+
+
+@triton.jit
+def load_scalars(scalars_ptr):
+    """Return p's peak, q's peak and log(sum of q / sum of p); and what is taken from p."""
+    taken = tl.load(scalars_ptr + TAKEN).to(tl.int32, bitcast=True)
+    return (tl.load(scalars_ptr + PEAK), tl.load(scalars_ptr + DRAFT_PEAK), tl.load(scalars_ptr + LOG_SUM_RATIO)), taken
+
+
+@triton.jit
 def decide_by_ratio(
+    token_ids_ptr,
     state_ptr,
     scalars_ptr,
     statistics_ptr,
@@ -134,107 +204,132 @@ def decide_by_ratio(
     """Judge the draft at one offset; post whether the request stops there, and leave what its residual will need."""
     num_draft_tokens, vocab_size = drafts[3], target_row[2]
     token = load_drafts(drafts, request, offset, vocab_size)
-    if token < 0:
+    if token < 0:  # as after the last draft
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
-        index = request * (num_draft_tokens + 1) + offset
-        peak, total, point, _ = load_row(
-            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
-        )
-        if peak == -INFINITY:
+        target, draft, scalars = weigh(
+            statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
+            num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+        if scalars[0] == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
-        target = logprob(target_row, token, peak, tl.log(total), point, temperature)
-        draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
-        taken = token
-        if draft_rows[0] is not None:
-            if temperature > 0:
-                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
-                index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
-                draft_peak, draft_log_sum, log_sum_ratio, draft_point = load_draft_row(
-                    statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, total,
-                    DRAFT_ALIGNMENT, MAX_BLOCKS,
-                )  # fmt: skip
-                draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
-                taken = tl.where(draft_point < 0, ALL, draft_point)
         if rates_ptr is None:
             possible = (target > -INFINITY) & (draft > -INFINITY)
             stands = possible & (tl.log(accept_uniform(key, offset)) <= target - draft)
         else:
             stands = is_scheduled(rates_ptr, key, offset)
         if stands == 0:
-            taken = tl.where(point < 0, taken, NOTHING)
-            post_stop(state_ptr, request, offset, num_draft_tokens, (taken != NOTHING).to(tl.int32))
-            scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
-            tl.store(scalars_ptr, peak)
-            tl.store(scalars_ptr + 1, draft_peak)
-            tl.store(scalars_ptr + 2, log_sum_ratio)
-            tl.store(scalars_ptr + 3, taken.to(tl.float32, bitcast=True))
+            post_stop(state_ptr, request, offset, num_draft_tokens, (scalars[3] != NOTHING).to(tl.int32))
+            store_scalars(scalars_ptr + (request * num_draft_tokens + offset) * SCALARS, scalars)
 
 
 @triton.jit
 def shortfall(target, draft, peak_difference, log_sum_ratio, scale):
-    """Return 1 - q / p, which is negative or NaN where there is no residual; `scale` is log2(e) / T.
+    """Return 1 - q / p, which is negative where there is no residual, and 1 where q is NaN; `scale` is log2(e) / T.
 
     log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
     agree: so the residual keeps its relative precision.
     """
-    log_ratio = (draft - target) * scale - (peak_difference * scale + log_sum_ratio * LOG2_E)
-    near = -log_ratio * (LN_2 + log_ratio * (LN_2 * LN_2 / 2 + log_ratio * (LN_2 * LN_2 * LN_2 / 6)))
-    return tl.where(log_ratio > -1 / 64, near, 1 - tl.exp2(log_ratio))
+    return one_minus_exp2((draft - target) * scale - (peak_difference * scale + log_sum_ratio * LOG2_E))
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
-def decide_by_ratio_kernel(
-    state_ptr,  # [batch, FIELDS] int32
-    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
-    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
-    target_index_ptr,  # [batch] int32 or int64, or None
-    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
-    draft_index_ptr,  # [batch] int32 or int64, or None
-    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
-    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
-    rates_ptr,  # [num_draft_tokens] float32 conditional rates, or None
-    temperature_ptr,  # [batch] any float, or None
-    temperature,
-    seeds_ptr,  # [batch] int64, or None
-    first_seed: tl.int64,
-    positions_ptr,  # [batch] int64, or None
-    target_stride_request: tl.int64,
-    target_stride_offset: tl.int64,
-    target_stride_token: tl.int64,
-    draft_stride_request: tl.int64,
-    draft_stride_offset: tl.int64,
-    draft_stride_token: tl.int64,
-    logsumexp_stride_request: tl.int64,
-    logsumexp_stride_offset: tl.int64,
-    ids_stride_request: tl.int64,
-    ids_stride_offset: tl.int64,
-    batch,
-    num_draft_tokens,
-    vocab_size,
+@triton.jit
+def one_minus_exp2(x):
+    """Return 1 - 2^x, precise near 0 too, and 1 for NaN; for x > 0 it is only known to be negative."""
+    near = x * (-LN_2 - x * (LN_2 * LN_2 / 2 + x * (LN_2 * LN_2 * LN_2 / 6)))
+    power = tl.exp2(x)
+    return tl.where(x > -1 / 64, near, 1 - tl.where(power > 0, power, 0.0))
+
+
+@triton.jit
+def sum_residual(
+    sums_ptr,
+    target_row,
+    draft_row,
+    scalars,
+    first,
     num_blocks,
+    scale,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Sum max(0, p - q), relative to p's peak, over a few blocks."""
+    peak, draft_peak, log_sum_ratio = scalars
+    target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, LANES)
+    draft = load_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, LANES)
+    sums = ()
+    for part in tl.static_range(len(target)):
+        p, q = unpack(target[part]), unpack(draft[part])
+        added = ()
+        for half in tl.static_range(len(p)):
+            left = shortfall(p[half], q[half], draft_peak - peak, log_sum_ratio, scale)
+            weights = tl.exp2((p[half] - peak) * scale) * left
+            weights = tl.where(weights > 0, weights, 0.0)
+            added = added + (weights if part == 0 else sums[half] + weights,)
+        sums = added
+    blocks = first + tl.arange(0, BLOCKS)
+    tl.store(sums_ptr + blocks, sum_blocks(sums), mask=blocks < num_blocks)
+
+
+@triton.jit
+def draw_residual(
+    statistics_ptr,
+    sums_ptr,
+    sums_index,
+    index,
+    target_row,
+    draft_rows,
+    scalars,
+    taken,
+    request,
+    offset,
+    key,
+    num_blocks,
+    temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    """Judge the draft at one offset of a request."""
-    await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
-    request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
-    offset = tl.program_id(0) % num_draft_tokens
-    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
-        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-        decide_by_ratio(
-            state_ptr, scalars_ptr, statistics_ptr, row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT),
-            draft_rows, (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), drafts, rates_ptr, request,
-            offset, load_temperature(temperature_ptr, temperature, request),
-            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
-            MAX_BLOCKS,
-        )  # fmt: skip
+    """Draw the token at an offset from p less what is taken from it; return it and, if it was looked at, p's peak."""
+    vocab_size = target_row[2]
+    peak, draft_peak, log_sum_ratio = scalars
+    token = tl.full([], -1, tl.int32)
+    sums = tl.zeros([MAX_BLOCKS], tl.float32)
+    if draft_rows[0] is not None:
+        if taken == ALL:
+            blocks = tl.arange(0, MAX_BLOCKS)
+            sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+            if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
+                taken = tl.full([], NOTHING, tl.int32)
+    if taken != ALL:
+        peak, _, token, sums = load_row(
+            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
+        )
+        if taken >= 0:
+            block = taken // BLOCK_SIZE
+            weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, temperature))
+            weights = tl.where(tokens_of(block) == taken, 0.0, weights)
+            rest = tl.sum(sum_blocks((tl.reshape(weights, [1, BLOCK_SIZE]),)), 0)
+            without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
+            if tl.sum(without, 0) > 0:
+                sums = without
+            else:
+                taken = tl.full([], NOTHING, tl.int32)
+    if token < 0:
+        block = select_block(sums, key, offset, SELECT_BLOCK)
+        token_ids = tokens_of(block)
+        target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
+        log_weights = tl.where(token_ids == taken, -INFINITY, scaled(target, peak, temperature))
+        if draft_rows[0] is not None:
+            if taken == ALL:
+                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
+                draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
+                left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, base_2_scale(temperature))
+                log_weights = tl.where(left > 0, log_weights + tl.log(tl.where(left > 0, left, 1.0)), -INFINITY)
+        token = select_token(log_weights, block, key, offset, SELECT_TOKEN)
+    return tl.minimum(token, vocab_size - 1).to(tl.int64), peak
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -286,13 +381,11 @@ def emit_kernel(
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
-    scale = base_2_scale(t)
+    draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+    scalars = (0.0, 0.0, 0.0)
     taken = tl.full([], NOTHING, tl.int32)
-    peak, draft_peak, log_sum_ratio = 0.0, 0.0, 0.0
     if takes:
-        scalars_ptr += (request * num_draft_tokens + stop) * SCALARS
-        peak, draft_peak, log_sum_ratio = tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2)
-        taken = tl.load(scalars_ptr + 3).to(tl.int32, bitcast=True)
+        scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
 
     if chunk == 0:
         invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
@@ -301,60 +394,23 @@ def emit_kernel(
 
     emits = chunk == 0
     if draft_ptr is not None:
-        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-        draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNMENT)
         if taken == ALL:
+            draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNMENT)
             for tile in range(tiles):
-                first = (chunk * tiles + tile) * BLOCKS
-                target = load_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, LANES)
-                draft = load_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, LANES)
-                sums = tl.zeros([BLOCKS, LANES], tl.float32)
-                for part in tl.static_range(len(target)):
-                    p, q = target[part].to(tl.float32), draft[part].to(tl.float32)
-                    q = tl.where(q == q, q, -INFINITY)
-                    weights = tl.exp2((p - peak) * scale) * shortfall(p, q, draft_peak - peak, log_sum_ratio, scale)
-                    sums += tl.where(weights > 0, weights, 0.0)
-                blocks = first + tl.arange(0, BLOCKS)
-                tl.store(residual_sums_ptr + request * num_blocks + blocks, sum_blocks(sums), mask=blocks < num_blocks)
+                sum_residual(
+                    residual_sums_ptr + request * num_blocks, target_row, draft_row, scalars,
+                    (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
+                    LANES,
+                )  # fmt: skip
             emits = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
 
     if emits:
-        key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-        token = tl.full([], -1, tl.int32)
-        sums = tl.zeros([MAX_BLOCKS], tl.float32)
-        if draft_ptr is not None:
-            if taken == ALL:
-                blocks = tl.arange(0, MAX_BLOCKS)
-                sums = tl.load(residual_sums_ptr + request * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
-                if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
-                    taken = tl.full([], NOTHING, tl.int32)
-        if taken != ALL:
-            index = request * (num_draft_tokens + 1) + stop
-            peak, _, token, sums = load_row(
-                statistics_ptr, index, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS
-            )
-            if peak == -INFINITY:
-                tl.store(invalid_ptr + request, True)
-            if taken >= 0:
-                block = taken // BLOCK_SIZE
-                weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, t))
-                weights = tl.where(tokens_of(block) == taken, 0.0, weights)
-                rest = tl.sum(sum_blocks(tl.reshape(weights, [1, BLOCK_SIZE])), 0)
-                without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
-                if tl.sum(without, 0) > 0:
-                    sums = without
-                else:
-                    taken = tl.full([], NOTHING, tl.int32)
-        if token < 0:
-            block = select_block(sums, key, stop, SELECT_BLOCK)
-            token_ids = tokens_of(block)
-            target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
-            log_weights = tl.where(token_ids == taken, -INFINITY, scaled(target, peak, t))
-            if draft_ptr is not None:
-                if taken == ALL:
-                    draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
-                    left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, scale)
-                    log_weights = tl.where(left > 0, log_weights + tl.log(tl.where(left > 0, left, 1.0)), -INFINITY)
-            token = select_token(log_weights, block, key, stop, SELECT_TOKEN)
-        token = tl.minimum(token, vocab_size - 1).to(tl.int64)
-        tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + stop, token)
+        index = request * (num_draft_tokens + 1) + stop
+        token, peak = draw_residual(
+            statistics_ptr, residual_sums_ptr, request, index, target_row, draft_rows, scalars, taken, request, stop,
+            load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
+            MAX_BLOCKS,
+        )  # fmt: skip
+        if peak == -INFINITY:
+            tl.store(invalid_ptr + request, True)
+        tl.store(token_ids_ptr + index, token)

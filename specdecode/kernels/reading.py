@@ -1,4 +1,4 @@
-"""The launch that reads: every logits row that matters, once, each block leaving its statistics.
+"""The launch that reads: every logits row that matters, once, each block leaving its statistics. And that which decides.
 
 A program reads a few blocks of the target row at one offset of one request, and the same blocks of the draft row there. It
 reads 2 bytes a logit of bfloat16, and writes 8 for each block of 1,024.
@@ -6,18 +6,19 @@ reads 2 bytes a logit of bfloat16, and writes 8 for each block of 1,024.
 In a large batch rows after a rejection need not be read. There the last program to finish an offset decides it, programs
 run in the order of the offsets, and one whose request is known to have stopped before its offset leaves at once. None ever
 waits for another: a verdict that comes late only costs the reading of a row. A small batch is read whole, for its last
-rows are under way before its first verdict could be known.
+rows are under way before its first verdict could be known, and decided by the next launch.
+
+How a method decides, by `DECIDE`, is its own affair: `decide_by_sample`, `decide_by_ratio`.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import decide_by_ratio, is_trusted, load_logsumexp
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import load_blocks, load_temperature, row_at, store_statistics
 from specdecode.kernels.steps import FIELDS, clear_state, is_last, load_drafts, peek_stop
-from specdecode.kernels.strict import decide_by_sample
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -53,7 +54,7 @@ def read_kernel(
     vocab_size,
     num_blocks,
     tiles,
-    BY_RATIO: tl.constexpr,
+    DECIDE: tl.constexpr,
     LAZY: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
@@ -103,14 +104,65 @@ def read_kernel(
                     store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
         if LAZY:
             if is_last(state_ptr + batch * FIELDS + index, chunks):
-                key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-                if not BY_RATIO:
-                    decide_by_sample(
-                        token_ids_ptr, state_ptr, statistics_ptr, target_row, drafts, rates_ptr, request, offset, t, key,
-                        num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
-                    )  # fmt: skip
-                elif offset < num_draft_tokens:
-                    decide_by_ratio(
-                        state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, drafts, rates_ptr,
-                        request, offset, t, key, batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-                    )  # fmt: skip
+                DECIDE(
+                    token_ids_ptr, state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, drafts,
+                    rates_ptr, request, offset, t, load_key(seeds_ptr, first_seed, positions_ptr, request), batch,
+                    num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def decide_kernel(
+    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    rates_ptr,  # [num_draft_tokens] float32 conditional rates, or None
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    logsumexp_stride_request: tl.int64,
+    logsumexp_stride_offset: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    DECIDE: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Decide the draft at one offset of a request."""
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
+    offset = tl.program_id(0) % num_draft_tokens
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
+        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+        DECIDE(
+            token_ids_ptr, state_ptr, scalars_ptr, statistics_ptr,
+            row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT), draft_rows,
+            (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), drafts, rates_ptr, request, offset,
+            load_temperature(temperature_ptr, temperature, request),
+            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
+            MAX_BLOCKS,
+        )  # fmt: skip

@@ -16,6 +16,8 @@ from specdecode import noise
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
+PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
+"""The bits of two -inf in bfloat16."""
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
 
@@ -86,21 +88,65 @@ def tokens_of(block):
 
 
 @triton.jit
-def part_of_blocks(first, part, BLOCKS: tl.constexpr, LANES: tl.constexpr):
-    """Return the token ids of one part of each of a few consecutive blocks, [BLOCKS, LANES].
+def part_of_blocks(first, part, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """Return the places of one part of each of a few consecutive blocks of a size, [BLOCKS, LANES].
 
     `LANES` logits of an aligned row are one load of one warp, 16 bytes a thread.
     """
-    return (first + tl.arange(0, BLOCKS)[:, None]) * BLOCK_SIZE + part * LANES + tl.arange(0, LANES)[None, :]
+    return (first + tl.arange(0, BLOCKS)[:, None]) * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
 def load_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
-    """Return the raw logits of a few consecutive blocks, as a tuple of parts."""
+    """Return the raw logits of a few consecutive blocks, as a tuple of parts to `unpack`.
+
+    Aligned bfloat16 is loaded in pairs, for compilers take twice the instructions to unpack it by themselves.
+    """
+    row_ptr, _, vocab_size = row
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
-        parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCKS, LANES), wanted, ALIGNMENT),)
+        if ALIGNMENT == 16 and row_ptr.dtype.element_ty == tl.bfloat16:
+            pairs = part_of_blocks(first, part, BLOCK_SIZE // 2, BLOCKS, LANES // 2)
+            pointers = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
+            parts = parts + (tl.load(pointers, mask=wanted & (pairs < vocab_size // 2), other=PAIR_OF_INFINITIES),)
+        else:
+            parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCK_SIZE, BLOCKS, LANES), wanted, ALIGNMENT),)
     return parts
+
+
+@triton.jit
+def unpack(part):
+    """Return the logits of a part as float32: those of even and of odd tokens, or all."""
+    if part.dtype == tl.int32:
+        return (part << 16).to(tl.float32, bitcast=True), (part & -65536).to(tl.float32, bitcast=True)
+    else:
+        return (part.to(tl.float32),)
+
+
+@triton.jit
+def summarise(parts, temperature):
+    """Return the largest logit of each block and its sum of exponentials (0 if greedy), given its parts."""
+    logits = unpack(parts[0])
+    peaks = logits[0] if len(logits) == 1 else tl.maximum(logits[0], logits[1])
+    for part in tl.static_range(1, len(parts)):
+        logits = unpack(parts[part])
+        for half in tl.static_range(len(logits)):
+            peaks = tl.maximum(peaks, logits[half])
+    maxima = tl.max(peaks, 1)
+    sums = maxima * 0
+    if temperature > 0:
+        scale = base_2_scale(temperature)
+        finite = tl.where(tl.abs(maxima) < INFINITY, maxima, 0.0)[:, None]
+        weights = ()
+        for part in tl.static_range(len(parts)):
+            logits = unpack(parts[part])
+            added = ()
+            for half in tl.static_range(len(logits)):
+                exponentials = tl.exp2((logits[half] - finite) * scale)
+                added = added + (exponentials if part == 0 else weights[half] + exponentials,)
+            weights = added
+        sums = sum_blocks(weights)
+    return maxima, sums
 
 
 @triton.jit
@@ -108,31 +154,15 @@ def sum_blocks(weights):
     """Return the sums of [BLOCKS, LANES] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
 
     That is the same order however the compiler spreads the lanes over threads, which hangs on how a row lies in memory.
+    The weights are a tuple: one tensor, or two [BLOCKS, LANES // 2], of even and of odd lanes.
     """
-    BLOCKS: tl.constexpr = weights.shape[0]
-    LANES: tl.constexpr = weights.shape[1]
-    for level in tl.static_range(10):
+    sums = weights[0] if len(weights) == 1 else weights[0] + weights[1]
+    BLOCKS: tl.constexpr = sums.shape[0]
+    LANES: tl.constexpr = sums.shape[1]
+    for level in tl.static_range(20):
         if LANES >> level > 1:
-            weights = tl.sum(tl.reshape(weights, [BLOCKS, LANES >> (level + 1), 2]), 2)
-    return tl.reshape(weights, [BLOCKS])
-
-
-@triton.jit
-def summarise(logits, temperature):
-    """Return the largest logit of each block and its sum of exponentials (0 if greedy), given a tuple of parts."""
-    peaks = logits[0].to(tl.float32)
-    for part in tl.static_range(1, len(logits)):
-        peaks = tl.maximum(peaks, logits[part].to(tl.float32))
-    maxima = tl.max(peaks, 1)
-    sums = maxima * 0
-    if temperature > 0:
-        scale = base_2_scale(temperature)
-        finite = tl.where(tl.abs(maxima) < INFINITY, maxima, 0.0)[:, None]
-        weights = tl.exp2((logits[0].to(tl.float32) - finite) * scale)
-        for part in tl.static_range(1, len(logits)):
-            weights += tl.exp2((logits[part].to(tl.float32) - finite) * scale)
-        sums = sum_blocks(weights)
-    return maxima, sums
+            sums = tl.sum(tl.reshape(sums, [BLOCKS, LANES >> (level + 1), 2]), 2)
+    return tl.reshape(sums, [BLOCKS])
 
 
 @triton.jit
@@ -175,13 +205,13 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
             if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
                 peaks = tl.full([1, LANES], -INFINITY, tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    peaks = tl.maximum(peaks, load_logits(row, part_of_blocks(block, part, 1, LANES), ALIGNMENT))
+                    peaks = tl.maximum(peaks, load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT))
                 peak = tl.max(tl.max(peaks, 1), 0)
                 finite = tl.where(tl.abs(peak) < INFINITY, peak, 0.0)
                 weights = tl.zeros([1, LANES], tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    logits = load_logits(row, part_of_blocks(block, part, 1, LANES), ALIGNMENT)
+                    logits = load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT)
                     weights += tl.exp2((logits - finite) * scale)
                 maxima = tl.where(blocks == block, peak, maxima)
-                sums = tl.where(blocks == block, tl.sum(sum_blocks(weights), 0), sums)
+                sums = tl.where(blocks == block, tl.sum(sum_blocks((weights,)), 0), sums)
     return maxima, sums

@@ -10,14 +10,14 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+STOP, EMPTY, FINISHED, JOBS, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+"""A request's state: where it stops, what is empty, programs that have finished, and (of the first request, for all) jobs."""
 
 
 @triton.jit
 def clear_state(state_ptr, request):
     """Set a request's state to zeros."""
-    fields = tl.arange(0, 4)
-    tl.store(state_ptr + request * FIELDS + fields, tl.zeros([4], tl.int32), mask=fields < FIELDS)
+    tl.store(state_ptr + request * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
 
 
 @triton.jit

@@ -33,24 +33,29 @@ SELECT_TOKEN = tl.constexpr(int(Domain.SELECT_TOKEN))
 def decide_by_sample(
     token_ids_ptr,
     state_ptr,
+    scalars_ptr,
     statistics_ptr,
-    row,
+    target_row,
+    draft_rows,
+    logsumexps,
     drafts,
     rates_ptr,
     request,
     offset,
     temperature,
     key,
+    batch,
     num_blocks,
-    ALIGNMENT: tl.constexpr,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Draw y at one offset and note it; post whether the request stops there."""
-    num_draft_tokens, vocab_size = drafts[3], row[2]
+    """Draw y at one offset and note it; post whether the request stops there. Draft rows are of no use."""
+    num_draft_tokens, vocab_size = drafts[3], target_row[2]
     index = request * (num_draft_tokens + 1) + offset
     domains = (SELECT_BLOCK, SELECT_TOKEN)
     token, peak, _ = draw(
-        statistics_ptr, index, row, num_blocks, temperature, key, offset, domains, ALIGNMENT, MAX_BLOCKS
+        statistics_ptr, index, target_row, num_blocks, temperature, key, offset, domains, TARGET_ALIGNMENT, MAX_BLOCKS
     )
     tl.store(token_ids_ptr + index, token.to(tl.int64))
     if peak == -INFINITY:
@@ -105,9 +110,9 @@ def finish_by_sample_kernel(
             rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
             row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
             decide_by_sample(
-                token_ids_ptr, state_ptr, statistics_ptr, row, drafts, rates_ptr, request, offset,
+                token_ids_ptr, state_ptr, None, statistics_ptr, row, None, None, drafts, rates_ptr, request, offset,
                 load_temperature(temperature_ptr, temperature, request),
-                load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, TARGET_ALIGNMENT, MAX_BLOCKS,
+                load_key(seeds_ptr, first_seed, positions_ptr, request), 0, num_blocks, TARGET_ALIGNMENT, 0, MAX_BLOCKS,
             )  # fmt: skip
         writes = is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1)
     if writes:

@@ -40,8 +40,8 @@ class Inputs:
         sampler = RejectionSampler(method)
         batch, num_draft_tokens, _ = self.draft_logits.shape
         positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
-        rows = zip(self.draft_logits.unbind(1), positions)
-        steps = [sampler.draft(logits, self.temperature, 0, position) for logits, position in rows]
+        rows = enumerate(zip(self.draft_logits.unbind(1), positions))
+        steps = [sampler.draft(logits, self.temperature, 0, where, offset=i) for i, (logits, where) in rows]
         return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*steps)))
 
 
@@ -54,7 +54,7 @@ def verification(
     inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, **options: Any
 ) -> Callable[[], SamplerOutput]:
     """Return a call that verifies the drafts; options go to the sampler."""
-    logits = (inputs.target_logits, draft.token_ids, inputs.draft_logits if sampler.method == "probabilistic" else None)
+    logits = (inputs.target_logits, draft.token_ids, None if sampler.method == "strict" else inputs.draft_logits)
     return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
 
 

@@ -59,6 +59,10 @@ class Verifier(NamedTuple):
         if self.method == "strict":
             return target, target
         rejections = (num_accepted < num_draft_tokens).sum().item()
+        if self.method == "block":  # which judges all drafts together
+            drafted = len(num_accepted) * num_draft_tokens
+            target, tested = drafted + len(num_accepted), rejections if self.with_logsumexp else drafted
+            return target + tested, target + tested + (1 if self.with_logsumexp else 2) * rejections
         if self.with_logsumexp:
             return target + rejections, target + 2 * rejections
         tested = (num_accepted + 1).clamp(max=num_draft_tokens).sum().item()
@@ -102,6 +106,8 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
 PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton": Verifier("probabilistic"),
     "triton with draft_logsumexp": Verifier("probabilistic", with_logsumexp=True),
+    "triton block": Verifier("block"),
+    "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
     "triton greedy": Verifier("strict"),
     "eager": Verifier("probabilistic", "eager"),
@@ -109,7 +115,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "straightforward compiled": compiled,
     "vllm": vllm,
 }
-FAST = ["triton", "triton with draft_logsumexp", "triton strict"]
+FAST = ["triton", "triton with draft_logsumexp", "triton block", "triton block with draft_logsumexp", "triton strict"]
 SLOW = ["eager", "straightforward", "vllm"]
 
 

@@ -1,0 +1,202 @@
+"""Block verification: tokens against the reference, the laws of what comes out over one step and several, and precision."""
+
+import numpy as np
+import pytest
+import torch
+
+from reference import block
+from specdecode import RejectionSampler, sample
+from specdecode.eager import probabilistic
+from specdecode.eager.block import log_residual_mass
+from tests import laws
+from tests.differential import assert_same_tokens, case
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def noisier(batch):
+    """The batch with drafts that are not as near to the target, so that running ratios fall and recover."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(batch.draft_logits.shape, generator=generator)
+    return type(batch)(**vars(batch) | {"draft_logits": (batch.draft_logits + noise).to(batch.draft_logits.dtype)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
+@pytest.mark.parametrize("drafts", [0, 1, 4, 7])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
+def test_block_equals_the_reference_token_for_token(place, deterministic, drafts, vocab, dtype):
+    backend, device = place
+    batch = noisier(case(40, drafts, vocab, dtype, seed=vocab + drafts))
+    moved = batch.to(device)
+    output = RejectionSampler("block", backend=backend)(
+        moved.target_logits,
+        moved.draft_token_ids,
+        None if deterministic else moved.draft_logits,
+        temperature=moved.temperature,
+        seeds=moved.seeds,
+        positions=moved.positions,
+    )
+    verdicts = []
+    for index in range(40):
+        target, token_ids, draft = batch.rows(index)
+        verdicts.append(block.verify(target, token_ids, None if deterministic else draft, **batch.request(index)))
+    assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
+    assert output.invalid.tolist() == [verdict.invalid for verdict in verdicts]
+
+
+@pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
+@pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
+def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):
+    backend, device = place
+    model = laws.tables(vocab, drafts, history, seed=vocab)
+    sampler = RejectionSampler("block", backend=backend)
+    result = laws.run(sampler, model, device, own_drafts=own_drafts, temperature=0.8)
+    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model, 0.8))
+    counts = np.bincount(result.num_accepted, minlength=drafts + 1)
+    by_blocks, by_tokens = laws.accepted_law_of_blocks(model, 0.8), laws.accepted_law(model, np.minimum, 0.8)
+    laws.assert_law(counts, by_blocks)
+    assert by_blocks @ np.arange(drafts + 1) >= by_tokens @ np.arange(drafts + 1) - 1e-12
+    if drafts > 2:  # and the test can tell the one from the other
+        assert laws.p_value(counts, by_tokens) < laws.FALSE_ALARM
+
+
+@pytest.mark.parametrize("draft_logits", [False, True], ids=["deterministic", "point masses as logits"])
+def test_a_deterministic_drafter_is_accepted_as_by_tokens(place, draft_logits):
+    backend, device = place
+    model = laws.tables(4, 3, history=True)
+    # The drafter always proposes its likeliest token: q is a point mass.
+    greedy = [np.where(rows == rows.max(axis=1, keepdims=True), 0.0, -np.inf) for rows in model.draft]
+    sampler = RejectionSampler("block", backend=backend)
+    result = laws.run(sampler, model, device, own_drafts=False, draft_logits=draft_logits, draft_rows=greedy)
+    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model))
+    model.draft = greedy
+    laws.assert_law(np.bincount(result.num_accepted, minlength=4), laws.accepted_law(model, np.minimum))
+
+
+def decode(place, model: laws.Tables, widths: tuple[int, ...], fresh: bool = True, requests: int = laws.REQUESTS):
+    """Decode in several steps of so many drafts, every request with one seed; return its first tokens, [requests, K + 1]."""
+    backend, device = place
+    sampler, depth = RejectionSampler("block", backend=backend), model.num_draft_tokens + 1
+    target, draft = (
+        [torch.tensor(rows, device=device).float() for rows in side] for side in (model.target, model.draft)
+    )
+    seeds, tokens = torch.arange(requests, device=device), torch.full((requests, depth), -1, device=device)
+    length = torch.zeros(requests, dtype=torch.int64, device=device)
+
+    def rows_after(tables: list, prefix: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """The rows that follow `count` tokens each; beyond the model's depth any will do, for nobody looks at them."""
+        rows = torch.zeros(requests, model.vocab, device=device)
+        for depth_so_far, table in enumerate(tables):
+            here = count == depth_so_far
+            rows[here] = table[prefix[here]]
+        return rows
+
+    for width in widths:
+        prefix = torch.zeros_like(length)
+        for column in range(depth):
+            prefix = torch.where(column < length, prefix * model.vocab + tokens[:, column], prefix)
+        ids, target_rows, draft_rows = [], [rows_after(target, prefix, length)], []
+        for offset in range(width):
+            draft_rows.append(rows_after(draft, prefix, length + offset))
+            drawn = sampler.draft(draft_rows[-1], 1.0, seeds, length + offset, offset=offset if fresh else 0)
+            # The last token is the target's own: what could not be looked at is not drafted.
+            ids.append(torch.where(length + offset < depth - 1, drawn.token_ids, -1))
+            prefix = prefix * model.vocab + drawn.token_ids
+            target_rows.append(rows_after(target, prefix, length + offset + 1))
+        stacks = torch.stack(target_rows, 1), torch.stack(ids, 1), torch.stack(draft_rows, 1)
+        output = sampler(*stacks, seeds=seeds, positions=length)
+        for column in range(width + 1):
+            place_of = (length + column)[:, None].clamp(max=depth - 1)
+            emits = (column < output.num_tokens) & (length + column < depth)
+            token = torch.where(emits, output.token_ids[:, column], tokens.gather(1, place_of).squeeze(1))
+            tokens.scatter_(1, place_of, token[:, None])
+        length = (length + output.num_tokens).clamp(max=depth)
+    prefix = torch.zeros_like(length)
+    for column in range(depth):
+        own = sample(
+            rows_after(target, prefix, torch.full_like(length, column)), 1.0, seeds, torch.full_like(seeds, column)
+        )
+        tokens[:, column] = torch.where(column < length, tokens[:, column], own)
+        prefix = prefix * model.vocab + tokens[:, column]
+    return laws.Run(tokens.cpu().numpy(), np.zeros(0))
+
+
+SEVERAL_STEPS = {"V2-K2-2-1": (2, 4, (2, 2, 1)), "V3-K3-2": (3, 3, (3, 2)), "V2-K4-4-4": (2, 4, (4, 4, 4))}
+
+
+@pytest.mark.parametrize(("vocab", "depth", "widths"), SEVERAL_STEPS.values(), ids=SEVERAL_STEPS)
+def test_several_steps_with_one_seed_have_the_law_of_the_target(place, vocab, depth, widths):
+    model = laws.tables(vocab, depth, history=True, seed=vocab)
+    laws.assert_law(laws.counts_of_tokens(model, decode(place, model, widths)), laws.joint_law(model))
+
+
+def test_drafts_with_the_noise_of_earlier_steps_would_break_the_law(place):
+    # What the offset is for: a step that sees again what an earlier one has looked at. The check above has to see it.
+    model = laws.tables(2, 3, history=False, seed=3)
+    model.target, model.draft = (
+        [np.log(np.array([row])).repeat(2**i, 0) for i in range(4)] for row in ([1, 2], [3, 1])
+    )
+    right, wrong = (laws.counts_of_tokens(model, decode(place, model, (2, 2), fresh=fresh)) for fresh in (True, False))
+    laws.assert_law(right, laws.joint_law(model))
+    assert laws.p_value(wrong, laws.joint_law(model)) < laws.FALSE_ALARM
+
+
+@pytest.mark.parametrize("vocab", [7, 3000, 151_936])
+@pytest.mark.parametrize("behind", [0.0, 0.3, 1.0], ids=lambda behind: f"ratio-{behind}-behind")
+@pytest.mark.parametrize("closeness", [1.0, 1e-1, 1e-2, 1e-3, 1e-5])
+def test_residual_masses_keep_their_relative_precision_where_target_and_draft_nearly_agree(closeness, behind, vocab):
+    # All logits are float32 numbers, and worked on in float32 and in float64.
+    generator = torch.Generator().manual_seed(0)
+    target = 2 * torch.randn(4, vocab, generator=generator)
+    draft = target + closeness * torch.randn(4, vocab, generator=generator)
+    log_ratio = torch.full((4,), -behind * closeness)
+    temperature = torch.full((4,), 0.7)
+    masses = [
+        log_residual_mass(*(tensor.to(dtype) for tensor in (target, draft, temperature, log_ratio)))[0].double().exp()
+        for dtype in (torch.float32, torch.float64)
+    ]
+    probs = [torch.softmax(row.double() / temperature.double()[:, None], dim=1) for row in (target, draft)]
+    difference = log_ratio.double().exp()[:, None] * probs[0] - probs[1]
+    assert torch.allclose(masses[1], difference.clamp(min=0).sum(dim=1), rtol=1e-8)
+    # A mass may be next to nothing beside the distance of c p and q, where few tokens share the vocabulary.
+    distance = difference.abs().sum(dim=1)
+    assert ((masses[0] - masses[1]).abs() < 1e-6 * distance).all()
+    ordinary = masses[1] > 1e-3 * distance
+    assert torch.allclose(masses[0][ordinary], masses[1][ordinary], rtol=1e-5, atol=0)
+    assert ordinary.all() or vocab == 7
+
+
+def test_only_what_decides_is_read(monkeypatch):
+    # No residual mass of a draft whose uniform is above its ratio, none below the first success, no row past a ratio of 0.
+    rows = []
+    centre = probabilistic.centre
+    monkeypatch.setattr(probabilistic, "centre", lambda *args: rows.append(len(args[0])) or centre(*args))
+    same = torch.zeros(50, 5, 30)
+    drafts = torch.zeros(50, 4, dtype=torch.int64)
+    sampler = RejectionSampler("block", backend="eager")
+    output = sampler(same, drafts, same[:, :4], seeds=0)
+    assert output.num_accepted.tolist() == [4] * 50
+    assert sum(rows) == 50 * (4 + 4)  # the statistics alone; the bonus row is `strict.sample`'s
+    rows.clear()
+    target = same.clone()
+    target[:, 1, 0] = -torch.inf
+    output = sampler(target, drafts, same[:, :4], seeds=0)
+    assert output.num_accepted.tolist() == [1] * 50  # a ratio of 1 needs no residual mass
+    assert sum(rows) == 50 * (2 + 2 + 2)  # two drafts' statistics, and the residual
+    rows.clear()
+    output = sampler(target, drafts, seeds=0)
+    assert sum(rows) == 50 * (2 + 1)  # deterministic: no draft rows, no residual masses
+
+
+def test_rows_past_the_emitted_one_raise_no_flag(place):
+    # A row without a finite logit ends a request's ratio; it decided no token if the request stops before it.
+    backend, device = place
+    target, draft = torch.zeros(400, 4, 5, device=device), torch.zeros(400, 3, 5, device=device)
+    draft[:, 0, 0] = 2.0
+    target[:, 1] = -torch.inf
+    output = RejectionSampler("block", backend=backend)(
+        target, torch.tensor([[0, 3, 0]] * 400, device=device), draft, seeds=0
+    )
+    assert set(output.num_accepted.tolist()) == {0, 1}
+    assert output.invalid.tolist() == (output.num_accepted >= 1).tolist()
