@@ -298,7 +298,7 @@ class Server(NamedTuple):
     browser: object
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # two drivers at once, as for another module's tests, would clash
 def server(site):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = (
