@@ -5,6 +5,7 @@ hold TeX. This Markdown extension converts what they hold. TeX that cannot be co
 tables of contents and the search would show it raw), ends the build.
 """
 
+import re
 from html import unescape
 from xml.etree.ElementTree import Element
 
@@ -42,6 +43,11 @@ class MathProcessor(Treeprocessor):
             except LatexError as error:
                 raise ValueError(f"TeX that cannot be converted: {tex!r}: {error}") from error
             element.text = self.md.htmlStash.store(mathml)
+            if element.tag == "span":  # a line may break after a formula, but not before the comma that follows
+                tail = element.tail or ""
+                after = re.match(r"[.,;:!?)\]]*", tail).group()
+                element.text += after
+                element.tail = tail.removeprefix(after)
 
 
 def is_math(element: Element) -> bool:
