@@ -1,7 +1,8 @@
 """Run every variant of the kernels once, small, for NVIDIA's checkers of memory and barriers.
 
-`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU. Nothing is compared here: errors
-are the checker's to report. Half of each batch is hostile: rows of NaN and infinities, ids that are no tokens.
+`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU; most of the time goes into
+compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Nothing is compared here: errors are
+the checker's to report. Half of each batch is hostile: rows of NaN and infinities, ids that are no tokens.
 """
 
 import itertools
@@ -24,7 +25,7 @@ BATCH, DRAFTS = 6, 3
 VOCABS = [2048, 1025, 7, 33_001]
 """Aligned; odd; less than a block; and enough blocks for several programs a row, of which the last to finish decides."""
 
-METHODS = ["strict", "probabilistic", "synthetic"]
+METHODS = ["strict", "probabilistic", "synthetic", "block"]
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
 NAN, INF = math.nan, math.inf
 
@@ -44,11 +45,16 @@ def with_hostile_half(batch: Case) -> Case:
 
 
 class Calls:
-    """Make calls on a device, and count them."""
+    """Make calls on a device, or every `parts`-th of them from the `part`-th on, and count them."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: str, part: int = 0, parts: int = 1) -> None:
+        self.device, self.part, self.parts = device, part, parts
         self.count = 0
+
+    def is_due(self) -> bool:
+        """Count a call; return whether it is one of those to make."""
+        self.count += 1
+        return self.count % self.parts == self.part
 
     def sampler(self, method: str) -> RejectionSampler:
         schedule = SCHEDULE if method == "synthetic" else None
@@ -61,7 +67,8 @@ class Calls:
 
     def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool) -> None:
         """Verify a batch on the device, by the kernels' own entry; `options` are its."""
-        self.count += 1
+        if not self.is_due():
+            return
         logsumexp = options.pop("draft_logsumexp", None)
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
@@ -77,8 +84,8 @@ class Calls:
             columns = [self.draft("probabilistic", batch.draft_logits[:, i], *scalars) for i in range(DRAFTS)]
             logsumexp = torch.stack(columns, dim=1)
             self.draft("strict", batch.draft_logits[:, 0], *scalars)
-            self.count += 1
-            sample(batch.target_logits[:, 0], *scalars)
+            if self.is_due():
+                sample(batch.target_logits[:, 0], *scalars)
             for method, lazy in itertools.product(METHODS, (False, True)):
                 options = {"temperature": temperature, "lazy": lazy}
                 self.verify(method, batch, **options)
@@ -133,9 +140,9 @@ class Calls:
                 self.verify(method, batch, lazy=lazy, **index)
 
 
-def main(device: str, vocabs: list[int]) -> int:
-    """Make all calls; return how many they were."""
-    calls = Calls(device)
+def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
+    """Make all calls, or a part of them; return how many there are."""
+    calls = Calls(device, part, parts)
     for vocab in vocabs:
         calls.all_variants(vocab)
     calls.other_shapes()
@@ -148,6 +155,7 @@ if __name__ == "__main__":
         sys.exit("needs a CUDA device")
     # Each tensor in memory of its own: in a pool, what lies beyond its end is mapped, and has been written before.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    count = main("cuda", VOCABS)
+    part, parts = map(int, sys.argv[1].split("/")) if len(sys.argv) > 1 else (0, 1)
+    count = main("cuda", VOCABS, part, parts)
     torch.cuda.synchronize()
-    print(f"{count} calls")
+    print(f"{count} calls" if parts == 1 else f"part {part} of {parts} of {count} calls")

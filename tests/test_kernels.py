@@ -355,7 +355,7 @@ def test_auto_takes_the_kernels_on_a_gpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", ["strict", "probabilistic"])
+@pytest.mark.parametrize("kind", ["strict", "probabilistic", "block"])
 def test_rows_may_lie_beyond_two_billion_elements(kind):
     batch = case(2, 1, 32768, torch.bfloat16, seed=9)
     stride = 2**31 + 16
@@ -395,9 +395,12 @@ def test_sizes_compile_nothing_anew():
 def compiled_variants() -> int:
     modules = (
         kernels.read_kernel,
-        kernels.emit_kernel,
-        kernels.decide_by_ratio_kernel,
+        kernels.decide_kernel,
         kernels.finish_by_sample_kernel,
+        kernels.probabilistic.emit_kernel,
+        kernels.block.plan_kernel,
+        kernels.block.sum_kernel,
+        kernels.block.emit_kernel,
     )
     return sum(len(cache[0]) for kernel in modules for cache in kernel.device_caches.values())
 

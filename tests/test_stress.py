@@ -97,7 +97,7 @@ def kind_of(seed: int) -> dict:
     dtype = pick.choice(FLOATS)
     given = pick.choice(["draft logits", "logsumexp", "no draft logits"])
     return {
-        "method": pick.choice(["strict", "probabilistic", "synthetic"]),
+        "method": pick.choice(["strict", "probabilistic", "synthetic", "block"]),
         "target_dtype": dtype,
         "draft_dtype": pick.choice([dtype, dtype, *FLOATS]),
         "with_draft_logits": given != "no draft logits",
@@ -187,7 +187,7 @@ def make_case(seed: int, device: str, most_bytes: int) -> Case:
     source = target if draft is None else draft
     for offset in range(drafts):
         where = (positions if positions is not None else torch.zeros_like(token_ids[:, 0])) + offset
-        calls = [sampler.draft(source[:, offset], temperature, seeds, where) for _ in range(2)]
+        calls = [sampler.draft(source[:, offset], temperature, seeds, where, offset=offset) for _ in range(2)]
         assert torch.equal(calls[0].token_ids, calls[1].token_ids), f"draft {offset} drawn again differs"
         assert torch.equal(*(call.logsumexp.view(torch.int32) for call in calls)), f"logsumexp {offset} again differs"
         token_ids[:, offset], logsumexp[:, offset] = calls[0]

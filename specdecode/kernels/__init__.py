@@ -48,10 +48,6 @@ BLOCKS = 4
 LAZY_TILES = 3
 """Times that a program of a large batch does so: fewer programs to start, against later decisions."""
 
-BLOCK_PROGRAMS = 132 * 6
-"""Programs."""
-
-MAXR=0
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
 
@@ -146,6 +142,7 @@ def verify(
     state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
     num_residuals = num_draft_tokens if in_block else 1
+    jobs = torch.empty(requests * num_draft_tokens, dtype=torch.int32, device=device) if in_block and lazy else None
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
     target_lanes = lanes(target)
@@ -162,7 +159,7 @@ def verify(
             "statistics_ptr": floats(requests * summarised, 2, num_blocks),
             "residual_sums_ptr": None if draft is None else floats(requests, num_residuals, num_blocks),
             "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, SCALARS.value),
-            "jobs_ptr": torch.empty(requests, num_rows, 2, dtype=torch.int32, device=device) if in_block else None,
+            "jobs_ptr": jobs,
             "target_ptr": target,
             "draft_ptr": draft,
             "ids_ptr": draft_token_ids,
@@ -212,11 +209,11 @@ def verify(
         if not in_block:
             launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
             return output
-        launches.launch(block.plan_kernel, requests, num_warps=1)
-        programs = requests * max(1, num_draft_tokens) * chunks
-        if lazy:
-            programs = min(programs, BLOCK_PROGRAMS)
-        launches.launch(block.emit_kernel, programs, num_warps=warps, tiles=tiles, BLOCKS=warps, options={"maxnreg": MAXR} if MAXR else None)
+        if lazy and draft is not None:
+            launches.launch(block.plan_kernel, requests, num_warps=1)
+            launches.launch(block.sum_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
+        programs = requests if lazy or draft is None else requests * num_draft_tokens * chunks
+        launches.launch(block.emit_kernel, programs, num_warps=8, tiles=1, BLOCKS=8)
     return output
 
 

@@ -130,27 +130,9 @@ def survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS: t
     return tl.where(all_stand, last, -1), lowest, highest, (is_candidate.to(tl.int32), log_uniforms, log_c, taken)
 
 
-@triton.jit
-def plan(jobs_ptr, state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS: tl.constexpr):
-    """List the rows of a request whose residual must be summed; if there is none, the request itself, for its emission."""
-    counts = tl.arange(0, MAX_DRAFTS)
-    scalars_ptr += request * num_draft_tokens * SCALARS
-    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
-    is_candidate, _, log_c, taken = of_counts
-    tl.store(scalars_ptr + counts * SCALARS + LOG_C, log_c, mask=is_candidate == 1)
-    has_sum = is_candidate * (taken == ALL).to(tl.int32)
-    rows = tl.sum(has_sum, 0)
-    first = tl.atomic_add(state_ptr + JOBS, tl.maximum(rows, 1), sem="relaxed")
-    ids = request.to(tl.int32) * (num_draft_tokens + 1) + counts
-    jobs_ptr += (first + tl.cumsum(has_sum, 0) - has_sum) * 2
-    wanted = tl.where(rows > 0, has_sum, (counts == 0).to(tl.int32)) == 1
-    tl.store(jobs_ptr, ids, mask=wanted)
-    tl.store(jobs_ptr + 1, rows + counts * 0, mask=wanted)
-
-
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def plan_kernel(
-    jobs_ptr,  # [batch * (num_draft_tokens + 1), 2] int32
+    jobs_ptr,  # [batch * num_draft_tokens] int32
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     seeds_ptr,  # [batch] int64, or None
@@ -160,12 +142,78 @@ def plan_kernel(
     MAX_DRAFTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """List a request's jobs."""
+    """List the rows of a request whose residual must be summed, behind those of requests that were sooner."""
     request = tl.program_id(0).to(tl.int64)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    counts = tl.arange(0, MAX_DRAFTS)
+    scalars_ptr += request * num_draft_tokens * SCALARS
     await_launch(OVERLAPS)
     admit_next_launch(OVERLAPS)
-    plan(jobs_ptr, state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+    _, _, log_c, taken = of_counts
+    is_job = (taken == ALL).to(tl.int32)
+    first = tl.atomic_add(state_ptr + JOBS, tl.sum(is_job, 0), sem="relaxed")
+    places = first + tl.cumsum(is_job, 0) - is_job
+    tl.store(jobs_ptr + places, request.to(tl.int32) * num_draft_tokens + counts, mask=is_job == 1)
+    tl.store(scalars_ptr + counts * SCALARS + LOG_C, log_c, mask=is_job == 1)
+
+
+@triton.jit
+def load_excess(scalars_ptr, log_c):
+    """Return the scalars of max(0, p - q / c): as those of max(0, p - q), but for q's logarithm."""
+    scalars, _ = load_scalars(scalars_ptr)
+    peak, draft_peak, log_sum_ratio = scalars
+    return peak, draft_peak, log_sum_ratio + log_c
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def sum_kernel(
+    residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32
+    jobs_ptr,  # [batch * num_draft_tokens] int32
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    tiles,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Sum `tiles` times `BLOCKS` blocks of the residual of a listed row, or of several."""
+    chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
+    target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+    draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    for item in range(tl.program_id(0), tl.load(state_ptr + JOBS) * chunks, tl.num_programs(0)):
+        index = tl.load(jobs_ptr + item // chunks).to(tl.int64)
+        request, count = index // num_draft_tokens, index % num_draft_tokens
+        scale = base_2_scale(load_temperature(temperature_ptr, temperature, request))
+        scalars_of_row_ptr = scalars_ptr + index * SCALARS
+        scalars = load_excess(scalars_of_row_ptr, tl.load(scalars_of_row_ptr + LOG_C))
+        target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
+        draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
+        for tile in range(tiles):
+            sum_residual(
+                residual_sums_ptr + index * num_blocks, target_row, draft_row, scalars,
+                (item % chunks * tiles + tile) * BLOCKS, num_blocks, scale, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
+                LANES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -186,73 +234,9 @@ def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_
 
 
 @triton.jit
-def load_excess(scalars_ptr):
-    """Return the scalars of max(0, p - q / c): as those of max(0, p - q), but for q's logarithm."""
-    scalars, _ = load_scalars(scalars_ptr)
-    peak, draft_peak, log_sum_ratio = scalars
-    return peak, draft_peak, log_sum_ratio + tl.load(scalars_ptr + LOG_C)
-
-
-@triton.jit
 def stands_by_mass(log_uniform, log_c, log_mass):
     """Return whether eta <= A / (A + 1 - c)."""
     return log_uniform <= log_mass - tl.log(tl.exp(log_mass) + one_minus_exp2(log_c * LOG2_E))
-
-
-@triton.jit
-def emit(
-    output,
-    sums_ptr,
-    state_ptr,
-    scalars_ptr,
-    statistics_ptr,
-    target_rows,
-    draft_rows,
-    drafts,
-    request,
-    temperature,
-    key,
-    num_blocks,
-    vocab_size,
-    TARGET_ALIGNMENT: tl.constexpr,
-    DRAFT_ALIGNMENT: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    MAX_DRAFTS: tl.constexpr,
-):
-    """Look from the largest candidate down for the first that stands; draw the token after it, write the output."""
-    token_ids_ptr, _, _, invalid_ptr = output
-    num_draft_tokens = drafts[3]
-    first_row = request * num_draft_tokens
-    scalars_ptr += first_row * SCALARS
-    accepted, lowest, count, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
-    is_candidate, log_uniforms, log_c, taken = of_counts
-    all_stand = accepted >= 0
-    while (accepted < 0) & (count > lowest):
-        if at(is_candidate, count) == 1:
-            log_mass = log_residual_mass(
-                scalars_ptr + count * SCALARS, sums_ptr, first_row + count, at(log_c, count), at(taken, count), num_blocks,
-                MAX_BLOCKS,
-            )  # fmt: skip
-            if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
-                accepted = count
-        count -= 1
-    accepted = tl.where(accepted < 0, lowest, accepted)
-
-    store_output(
-        output, drafts, request, accepted, load_empty(state_ptr, request, num_draft_tokens) <= accepted, vocab_size
-    )
-    scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
-    if all_stand == 0:
-        scalars, takes = load_excess(scalars_ptr + accepted * SCALARS), at(taken, accepted)
-    index = request * (num_draft_tokens + 1) + accepted
-    token, peak = draw_residual(
-        statistics_ptr, sums_ptr, first_row + accepted, index,
-        row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, takes, request, accepted,
-        key, num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-    )  # fmt: skip
-    if peak == -INFINITY:
-        tl.store(invalid_ptr + request, True)
-    tl.store(token_ids_ptr + index, token)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -262,7 +246,6 @@ def emit_kernel(
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
     residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
-    jobs_ptr,  # [batch * (num_draft_tokens + 1), 2] int32: a request and a row, as one number; the request's rows to sum
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
@@ -288,6 +271,7 @@ def emit_kernel(
     vocab_size,
     num_blocks,
     tiles,
+    LAZY: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -296,36 +280,68 @@ def emit_kernel(
     MAX_DRAFTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Do jobs: sum a few blocks of a row's residual; the last program to do so for a request decides and emits."""
-    chunks = 1 if draft_ptr is None else tl.cdiv(num_blocks, tiles * BLOCKS)
-    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
+
+    In a small batch a program first sums a few blocks of one row's residual, and the last one to do so goes on.
+    """
+    SUMS: tl.constexpr = draft_ptr is not None and not LAZY
+    chunks = tl.cdiv(num_blocks, tiles * BLOCKS) if SUMS else 1
+    slots = num_draft_tokens if SUMS else 1
+    request = (tl.program_id(0) // (chunks * slots)).to(tl.int64)
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+    first_row = request * num_draft_tokens
+    scalars_ptr += first_row * SCALARS
     await_launch(OVERLAPS)
-    for item in range(tl.program_id(0), tl.load(state_ptr + JOBS) * chunks, tl.num_programs(0)):
-        job, chunk = item // chunks, item % chunks
-        row = tl.load(jobs_ptr + job * 2).to(tl.int64)
-        rows = tl.load(jobs_ptr + job * 2 + 1)
-        request, count = row // (num_draft_tokens + 1), row % (num_draft_tokens + 1)
-        t = load_temperature(temperature_ptr, temperature, request)
-        decides = chunk == 0
-        if draft_ptr is not None:
-            if rows > 0:
+    accepted, lowest, highest, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
+    is_candidate, log_uniforms, log_c, taken = of_counts
+    all_stand = accepted >= 0
+
+    decides = tl.program_id(0) % (chunks * slots) == 0
+    if SUMS:
+        rows = tl.sum((taken == ALL).to(tl.int32), 0)
+        if rows > 0:
+            count = tl.program_id(0) // chunks % slots
+            decides = at(taken, count) == ALL
+            if decides:
                 target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
                 draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
-                index = request * num_draft_tokens + count
-                scalars = load_excess(scalars_ptr + index * SCALARS)
+                scalars = load_excess(scalars_ptr + count * SCALARS, at(log_c, count))
                 for tile in range(tiles):
                     sum_residual(
-                        residual_sums_ptr + index * num_blocks, target_row, draft_row, scalars,
-                        (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
-                        BLOCKS, LANES,
+                        residual_sums_ptr + (first_row + count) * num_blocks, target_row, draft_row, scalars,
+                        (tl.program_id(0) % chunks * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT,
+                        DRAFT_ALIGNMENT, BLOCKS, LANES,
                     )  # fmt: skip
                 decides = is_last(state_ptr + request * FIELDS + FINISHED, rows * chunks)
-        if decides:
-            key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-            emit(
-                output, residual_sums_ptr, state_ptr, scalars_ptr, statistics_ptr, target_rows, draft_rows, drafts, request,
-                t, key, num_blocks, vocab_size, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS, MAX_DRAFTS,
-            )  # fmt: skip
+
+    if decides:
+        count = highest
+        while (accepted < 0) & (count > lowest):
+            if at(is_candidate, count) == 1:
+                log_mass = log_residual_mass(
+                    scalars_ptr + count * SCALARS, residual_sums_ptr, first_row + count, at(log_c, count),
+                    at(taken, count), num_blocks, MAX_BLOCKS,
+                )  # fmt: skip
+                if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
+                    accepted = count
+            count -= 1
+        accepted = tl.where(accepted < 0, lowest, accepted)
+        drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        invalid = load_empty(state_ptr, request, num_draft_tokens) <= accepted
+        store_output(output, drafts, request, accepted, invalid, vocab_size)
+        scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
+        if all_stand == 0:
+            scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
+        index = request * (num_draft_tokens + 1) + accepted
+        token, peak = draw_residual(
+            statistics_ptr, residual_sums_ptr, first_row + accepted, index,
+            row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, takes, request,
+            accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+        if peak == -INFINITY:
+            tl.store(invalid_ptr + request, True)
+        tl.store(token_ids_ptr + index, token)

@@ -122,9 +122,7 @@ class Launches:
         addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
         self.arguments = {**addresses, **self.others}
 
-    def launch(
-        self, kernel: Any, programs: int, num_warps: int, follows: bool = True, options: dict[str, int] | None = None, **others: int
-    ) -> None:
+    def launch(self, kernel: Any, programs: int, num_warps: int, follows: bool = True, **others: int) -> None:
         """Launch a kernel on the current device; one that `follows` another may be set up while that runs."""
         key = (kernel, num_warps, *self.key)
         compiled = _compiled.get(key)
@@ -134,6 +132,6 @@ class Launches:
         named = _arguments_of.setdefault(kernel, operator.itemgetter(*kernel.arg_names))
         values = named({**self.tensors, **self.others, **others})
         overlaps = follows and self.others["OVERLAPS"]
-        compiled = kernel[programs, 1, 1](*values, num_warps=num_warps, launch_pdl=overlaps, **(options or {}))
+        compiled = kernel[programs, 1, 1](*values, num_warps=num_warps, launch_pdl=overlaps)
         if compiled is not None:  # the interpreter compiles nothing
             _compiled[key] = compiled

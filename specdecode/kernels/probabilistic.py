@@ -49,7 +49,13 @@ NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
 
 PEAK, DRAFT_PEAK, LOG_SUM_RATIO, TAKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = (
+    tl.constexpr(4),
+    tl.constexpr(5),
+    tl.constexpr(6),
+    tl.constexpr(7),
+    tl.constexpr(8),
+)
 """Numbers that a judged draft leaves for its residual, see `weigh`; the last two for block verification."""
 
 

@@ -205,7 +205,9 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
             if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
                 peaks = tl.full([1, LANES], -INFINITY, tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    peaks = tl.maximum(peaks, load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT))
+                    peaks = tl.maximum(
+                        peaks, load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT)
+                    )
                 peak = tl.max(tl.max(peaks, 1), 0)
                 finite = tl.where(tl.abs(peak) < INFINITY, peak, 0.0)
                 weights = tl.zeros([1, LANES], tl.float32)
