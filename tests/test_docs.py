@@ -105,6 +105,13 @@ def test_the_gpu_examples_of_a_page_run(page):
     run(page, on_gpu=True)
 
 
+def test_every_test_that_a_page_names_is_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", (DOCS / page).read_text()):
+            assert f"def {name}(" in tests, f"{page}: {name}"
+
+
 def test_the_lazy_schedule_is_drawn_as_the_kernel_page_describes_it():
     figures = pytest.importorskip("docs._tools.figures", exc_type=ImportError)
     schedule = figures.Schedule()
