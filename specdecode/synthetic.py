@@ -31,7 +31,7 @@ class AcceptanceSchedule:
 
     | shape | conditional rate at position i | known from |
     |---|---|---|
-    | `"decay"` | base_rate * decay**i: later drafts are harder, as real drafters show | vLLM |
+    | `"decay"` | `base_rate * decay**i`: later drafts are harder, as real drafters show | vLLM |
     | `"constant"` | base_rate at every position (decay 1) | llama.cpp |
     | `"minimum_variance"` | 1 floor(m) times, the fraction of m, 0: every step accepts m rounded down or up | vLLM |
 
@@ -74,7 +74,7 @@ class AcceptanceSchedule:
     ) -> "AcceptanceSchedule":
         """Build the schedule whose joint rates have the mean `rate`.
 
-        With `"decay"`, J_i = base_rate**(i + 1) * decay**(i * (i + 1) / 2). The decay is the smallest one in
+        With `"decay"`, `J_i = base_rate**(i + 1) * decay**(i * (i + 1) / 2)`. The decay is the smallest one in
         [min_decay, 1] with which a base rate of at most 1 reaches the mean, so it leaves `min_decay` only where it
         must; at `rate` 1 both are 1.
 

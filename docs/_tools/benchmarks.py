@@ -1,0 +1,233 @@
+"""Tables and plots of the committed records, as a fence; single numbers of them, in a sentence.
+
+    ```benchmark
+    table: verification
+    record: h200
+    ```
+
+    takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
+    as fast
+
+Whatever a record does not hold ends the build.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from html import escape
+from typing import Any
+
+from pymdownx.inlinehilite import InlineHiliteException
+from pymdownx.superfences import SuperFencesException
+
+from docs._tools.records import Cell, cells, load, look_up
+from docs._tools.svg import Series, plot
+
+
+def benchmark_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
+    """Return the table or plot that a fence asks for."""
+    asked = dict(re.split(r"\s*:\s*", line.strip(), maxsplit=1) for line in source.strip().splitlines())
+    try:
+        kind = next(key for key in ("table", "plot") if key in asked)
+        show = (TABLES if kind == "table" else PLOTS)[asked.pop(kind)]
+        return show(**asked)
+    except (LookupError, TypeError, ValueError, StopIteration) as error:
+        raise SuperFencesException(f"benchmark: {source.strip()!r}: {error!r}") from error
+
+
+def measured_inline(source: str, language: str, css_class: str, md: Any) -> str:
+    """Return one number of a record, with its unit."""
+    try:
+        value = look_up(source)
+        if len(source.split(";")) == 2:  # the record's own word, in its own unit
+            return f"{value:.2f}" if isinstance(value, float) else escape(str(value))
+        return f"{shown(float(value))}&nbsp;µs"
+    except (LookupError, TypeError, ValueError) as error:
+        raise InlineHiliteException(f"measured: {source!r}: {error!r}") from error
+
+
+def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
+    """Return the quotient of two numbers of records."""
+    try:
+        above, below = (look_up(part) for part in source.split(" / "))
+        return f"{float(above) / float(below):.1f}"
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InlineHiliteException(f"ratio: {source!r}: {error!r}") from error
+
+
+def shown(value: float) -> str:
+    """Return a number with as many digits as it deserves: whole ones are known no better."""
+    return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table whose first column names the rows; text in backticks is code."""
+
+    def cell(tag: str, content: str, first: bool) -> str:
+        html = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(content))
+        return f"<{tag}>{html}</{tag}>" if first else f'<{tag} class="number">{html}</{tag}>'
+
+    def row(tag: str, contents: Iterable[str]) -> str:
+        return f"<tr>{''.join(cell(tag, content, i == 0) for i, content in enumerate(contents))}</tr>"
+
+    body = "".join(row("td", contents) for contents in rows)
+    return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
+
+
+def by_shape(
+    results: list[Cell], first: str, show: Callable[[dict[str, Any]], str], leave_out: Iterable[str] = ()
+) -> str:
+    """Return a table of cells: a row for each number of requests and drafts, a column for each provider."""
+    titles, rows = [], {}
+    for cell in results:
+        if cell.provider in leave_out:
+            continue
+        try:
+            content = show(cell.values)
+        except KeyError:
+            continue
+        if cell.title not in titles:
+            titles.append(cell.title)
+        key = f"{cell.count:,}, {cell.drafts}" if cell.kind != "row" else f"{cell.count:,}"
+        rows.setdefault(key, {})[cell.title] = content
+    if not rows:
+        raise LookupError("no cell holds what is to be shown")
+    return html_table([first, *titles], ([key, *(row.get(title, "") for title in titles)] for key, row in rows.items()))
+
+
+def device_time(values: dict[str, Any]) -> str:
+    """Show the median on the device."""
+    return shown(values["device_us"]["median"])
+
+
+def bandwidth(values: dict[str, Any]) -> str:
+    """Show the rate of reading, and its part of what the memory gives."""
+    return f"{values['TB/s']:.2f} ({values['fraction']:.0%})"
+
+
+def megabytes(values: dict[str, Any]) -> str:
+    """Show what must be read, with what must be read twice."""
+    return f"{1000 * values['GB']:,.1f}"
+
+
+def environment_table(record: str) -> str:
+    """Say what a record was measured on."""
+    about = load(record)
+    wanted = ("gpu", "cpu", "threads", "driver", "cuda", "torch", "triton", "python", "vLLM", "SGLang", "FlashInfer")
+    names = {"gpu": "GPU", "cpu": "CPU", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "python": "Python"}
+    names |= {key: key.capitalize() for key in ("threads", "driver")}
+    rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
+    if "read_TB/s" in about:
+        rows.append(("Memory, as fast as a kernel read it", f"{about['read_TB/s']:.2f} TB/s"))
+    if "commit" in about:
+        changes = " with uncommitted changes" if about.get("uncommitted_changes") else ""
+        rows.append(("Commit", f"`{about['commit']}`{changes}, {about['date']}"))
+    if "how" in about:
+        rows.append(("How", about["how"]))
+    return html_table(["", "Measured on"], rows).replace(' class="number"', "")
+
+
+def verification_table(
+    record: str, temperature: str = "0.7", dtype: str = "bfloat16", show: str = "time", only: str = ""
+) -> str:
+    """Compare providers by the size of the batch."""
+    results = cells(record, kind="request", temperature=float(temperature), dtype=dtype)
+    if float(temperature) > 0 and dtype == "bfloat16":
+        results += [cell for cell in cells(record, kind="request", dtype=dtype) if cell.temperature == 0]
+    if only == "package":
+        results = [cell for cell in results if cell.provider.startswith("triton")]
+    return by_shape(results, "Requests, drafts", SHOWS[show])
+
+
+def sampling_table(record: str) -> str:
+    """Show drafting and plain sampling."""
+    return by_shape(cells(record, kind="row"), "Rows", device_time)
+
+
+def calls_table(record: str) -> str:
+    """Show what a call costs the host."""
+    rows = [
+        (cell.title, shown(cell.values["call_us"]["median"]), shown(cell.values["call_and_wait_us"]["median"]))
+        for cell in cells(record, kind="call")
+    ]
+    return html_table(["One request, 3 drafts", "until the call returns", "until its result is there"], rows)
+
+
+def cpu_table(record: str, dtype: str) -> str:
+    """Compare providers on a CPU, in milliseconds."""
+    results = cells(record, kind="request", dtype=dtype)
+    return by_shape(results, "Requests, drafts", lambda values: f"{values['median'] / 1000:.2f}")
+
+
+def blocks_table(record: str) -> str:
+    """Show how fast rows stream by the size of a block."""
+    rows = []
+    for name, result in load(record)["results"].items():
+        rows.append([name, f"{min(result['by blocks per program'].values()):.1f}", f"{result['best TB/s']:.2f}"])
+    return html_table(["", "best time, µs", "best TB/s"], rows)
+
+
+def with_peers_table(record: str, peers: str, temperature: str = "0.7") -> str:
+    """Put the package's results beside those of its peers."""
+    t = float(temperature)
+    own = [cell for cell in cells(record, kind="request", temperature=t, dtype="bfloat16") if is_kernel(cell)]
+    theirs = cells(peers, kind="request", temperature=t, dtype="bfloat16")
+    shapes = {(cell.count, cell.drafts) for cell in theirs}
+    own = [cell for cell in own if (cell.count, cell.drafts) in shapes]
+    return by_shape(own + theirs, "Requests, drafts", device_time)
+
+
+def is_kernel(cell: Cell) -> bool:
+    """Tell whether a result is of this package's kernels."""
+    return cell.provider.startswith("triton")
+
+
+def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "3") -> str:
+    """Plot the time of a step against the number of requests."""
+    wanted: dict[str, object] = {"kind": "request", "temperature": float(temperature), "drafts": int(drafts)}
+    by_provider: dict[str, list[Cell]] = {}
+    for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]:
+        if cell.provider not in ("eager", "vllm", "straightforward compiled"):
+            by_provider.setdefault(cell.title, []).append(cell)
+    series = [
+        Series(
+            title.replace("`", ""),
+            f"s{i % 12 + 1}",
+            [(cell.count, cell.values["device_us"]["median"]) for cell in found],
+        )
+        for i, (title, found) in enumerate(by_provider.items())
+    ]
+    counts = sorted({x for each in series for x, _ in each.points})
+    return plot(series, "requests", "microseconds on the device", "Time of one verification step", counts, height=340)
+
+
+def roofline_plot(record: str) -> str:
+    """Plot the time of a step against the bytes that its outcome needs, with the limit that the memory sets."""
+    by_provider: dict[str, list[tuple[float, float]]] = {}
+    for cell in cells(record, kind="request"):
+        if "GB" in cell.values:
+            point = (1000 * cell.values["GB"], cell.values["device_us"]["median"])
+            by_provider.setdefault(cell.title, []).append(point)
+    rate = load(record)["read_TB/s"]
+    sizes = sorted(x for points in by_provider.values() for x, _ in points)
+    limit = [(x, x / rate) for x in (sizes[0], sizes[-1])]
+    series = [Series(f"the memory's limit, {rate:.2f} TB/s", "s0", limit, mark=False)]
+    series += [
+        Series(title.replace("`", ""), f"s{i % 12 + 1}", sorted(points), line=False)
+        for i, (title, points) in enumerate(by_provider.items())
+    ]
+    return plot(series, "megabytes that must be read", "microseconds on the device", "Time against bytes", height=340)
+
+
+SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
+
+TABLES: dict[str, Callable[..., str]] = {
+    "environment": environment_table,
+    "verification": verification_table,
+    "sampling": sampling_table,
+    "calls": calls_table,
+    "cpu": cpu_table,
+    "blocks": blocks_table,
+    "with peers": with_peers_table,
+}
+
+PLOTS: dict[str, Callable[..., str]] = {"time": time_plot, "roofline": roofline_plot}

@@ -1,0 +1,116 @@
+"""The committed benchmark records: read, checked and looked up. Nothing on a page is a number that somebody typed."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RECORDS = Path(__file__).parent.parent.parent / "tests" / "benchmarks" / "records"
+
+GROUP = re.compile(
+    r"(?P<call>eager call, )?(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
+    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
+)
+
+TITLES = {
+    "triton": "`probabilistic`",
+    "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
+    "eager": "`probabilistic` (eager)",
+    "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",
+    "straightforward": "PyTorch, straightforward",
+    "straightforward compiled": "the same, compiled",
+    "vllm": "vLLM",
+}
+"""What the providers of the benchmarks are called on pages; other Triton ones are called by what follows that word."""
+
+
+class Cell(NamedTuple):
+    """One result of a record and what it is of."""
+
+    kind: str  # "request", "row", or "call" for a call without a graph
+    count: int  # requests or rows
+    drafts: int
+    vocab: int
+    dtype: str
+    temperature: float | None
+    provider: str
+    values: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """What the provider is called on pages."""
+        if self.provider in TITLES:
+            return TITLES[self.provider]
+        name, _, rest = self.provider.removeprefix("triton ").partition(" with ")
+        name = name if name in ("greedy", "vLLM", "SGLang", "FlashInfer") or " " in name else f"`{name}`"
+        return name + (f", `{rest}`" if rest else "")
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """Return a record by its file's stem."""
+    path = RECORDS / f"{name.strip()}.json"
+    if not path.exists():
+        raise LookupError(f"no record {name!r}; there are {sorted(file.stem for file in RECORDS.glob('*.json'))}")
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def cells(name: str, **wanted: object) -> list[Cell]:
+    """Return a record's results that have these attributes; there must be some."""
+    found = [cell for cell in all_cells(name) if all(getattr(cell, key) == value for key, value in wanted.items())]
+    if not found:
+        raise LookupError(f"record {name!r} has nothing with {wanted}")
+    return found
+
+
+def all_cells(name: str) -> Iterator[Cell]:
+    """Yield a record's results."""
+    for group, providers in load(name)["results"].items():
+        match = GROUP.fullmatch(group)
+        if match is None:
+            raise LookupError(f"record {name!r} has a group that cannot be read: {group!r}")
+        temperature = match["temperature"]
+        for provider, values in providers.items():
+            yield Cell(
+                "call" if match["call"] else match["what"],
+                int(match["count"].replace(",", "")),
+                int(match["drafts"] or 0),
+                int(match["vocab"].replace(",", "")),
+                match["dtype"],
+                None if temperature is None else float(temperature),
+                provider,
+                values,
+            )
+
+
+def look_up(where: str) -> float | str:
+    """Return one number of a record.
+
+    `h200; 256, 3, 0.7; triton` is the median time on the device for 256 requests of 3 drafts at that temperature in
+    bfloat16; a fourth part names another value, as in `h200; 1, 3, 0.7; triton; call_us`; `cpu; 8, 3; strict` has no
+    temperature. `h200; gpu` is what the record says of itself.
+    """
+    name, *parts = (part.strip() for part in where.split(";"))
+    if len(parts) == 1:
+        record = load(name)
+        if parts[0] not in record:
+            raise LookupError(f"record {name!r} has no {parts[0]!r}")
+        about: float | str = record[parts[0]]
+        return about
+    shape, provider, *key = parts
+    count, drafts, *temperature = (float(number) for number in shape.split(","))
+    wanted: dict[str, object] = {"count": count, "drafts": drafts, "dtype": "bfloat16", "provider": provider}
+    if temperature:
+        wanted["temperature"] = temperature[0]
+    found = [
+        cell for cell in cells(name, **wanted) if (cell.kind == "call") == (bool(key) and key[0].startswith("call"))
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{where!r} names {len(found)} results")
+    values = found[0].values
+    value = values[key[0]] if key else values.get("device_us", values)
+    number: float = value["median"] if isinstance(value, dict) else value
+    return number

@@ -1,0 +1,404 @@
+"""The site's examples run; the site builds strictly, asks nothing of other hosts, and works in a browser."""
+
+import contextlib
+import doctest
+import functools
+import http.server
+import importlib.util
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+pytestmark = pytest.mark.skipif(not PAGES, reason="not in a checkout")
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks) *$", re.M | re.S
+)
+
+
+# ---- Examples --------------------------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """A fenced block of a page."""
+
+    line: int
+    language: str
+    info: str
+    code: str
+
+
+def fences(page: str) -> list[Example]:
+    """Return a page's fenced blocks."""
+    text = (DOCS / page).read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        info = match["info"].strip()
+        language = re.match(r"(\w*)|\{ *\.(\w+)", info.removeprefix("{ .")).group(0)
+        line = text.count("\n", 0, match.start("body"))
+        found.append(Example(line, language, info, textwrap.dedent(match["body"])))
+    return found
+
+
+def examples(page: str) -> list[Example]:
+    """Return a page's Python, which is not there merely to be included from a file."""
+    return [fence for fence in fences(page) if fence.language in ("python", "pycon") and "--8<--" not in fence.code]
+
+
+def needs_gpu(example: Example) -> bool:
+    return ".gpu" in example.info
+
+
+def run(page: str, on_gpu: bool) -> None:
+    """Run a page's examples, top to bottom in one namespace; compare what is printed with what the page says it is."""
+    namespace = {"__name__": "__main__"}
+    blocks = fences(page)
+    for number, example in enumerate(blocks):
+        if example not in examples(page) or (needs_gpu(example) and not on_gpu):
+            continue
+        where = f"{DOCS / page}:{example.line}"
+        if example.language == "pycon":
+            run_doctest(example, namespace, where)
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * example.line + example.code, str(DOCS / page), "exec"), namespace)
+        following = blocks[number + 1] if number + 1 < len(blocks) else None
+        if following is not None and 'title="Output"' in following.info:
+            assert printed.getvalue().strip() == following.code.strip(), where
+
+
+def run_doctest(example: Example, namespace: dict, where: str) -> None:
+    test = doctest.DocTestParser().get_doctest(example.code, {}, where, str(DOCS), example.line)
+    test.globs = namespace  # shared by the page, as in a reader's session
+    report = io.StringIO()
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = doctest.DocTestRunner(optionflags=options).run(test, out=report.write, clear_globs=False)
+    assert results.failed == 0, f"{where}\n{report.getvalue()}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(not needs_gpu(each) for each in examples(page))])
+def test_the_examples_of_a_page_run(page):
+    run(page, on_gpu=False)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(map(needs_gpu, examples(page)))])
+def test_the_gpu_examples_of_a_page_run(page):
+    for example in filter(needs_gpu, examples(page)):
+        compile(example.code, page, "exec")
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device; the examples were compiled, not run")
+    run(page, on_gpu=True)
+
+
+def test_every_test_that_a_page_names_is_there():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", (DOCS / page).read_text()):
+            assert f"def {name}(" in tests, f"{page}: {name}"
+
+
+def test_the_lazy_schedule_is_drawn_as_the_kernel_page_describes_it():
+    figures = pytest.importorskip("docs._tools.figures", exc_type=ImportError)
+    schedule = figures.Schedule()
+    states, posted = schedule.frames()[-1]
+    assert posted == dict(enumerate(schedule.stops))
+    needed = {program for program in states if program[1] <= schedule.stops[program[0]]}
+    read = {program for program, state in states.items() if state == "read"}
+    assert read >= needed
+    assert {(request, offset) for request, offset, _ in read - needed} == {(3, 3)}  # too late to be left unread
+    assert all(state in ("read", "left") for state in states.values())
+
+
+# ---- The built site --------------------------------------------------------------------------------------------------
+
+BUILD = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None  # importing either fails
+from mkdocs.__main__ import cli
+cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
+"""
+
+
+class Site(NamedTuple):
+    """The built site and what building it took."""
+
+    folder: Path
+    cpu_seconds: float
+
+    def pages(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.html"))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Site:
+    for module in ("mkdocs", "material", "mkdocstrings", "math_core", "ziamath"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module}, which building the site needs, is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    before = child_seconds()
+    built = subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return Site(folder, child_seconds() - before)
+
+
+def child_seconds() -> float:
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Elements(HTMLParser):
+    """A page's elements, with the text that is directly in each and what each is inside of."""
+
+    VOID: ClassVar = {
+        "area",
+        "base",
+        "br",
+        "col",
+        "embed",
+        "hr",
+        "img",
+        "input",
+        "link",
+        "meta",
+        "source",
+        "track",
+        "wbr",
+    }
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.open: list[Element] = []
+        self.all: list[Element] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        element = Element(tag, dict(attributes), [], tuple(each.tag for each in self.open))
+        self.all.append(element)
+        if tag not in self.VOID:
+            self.open.append(element)
+
+    def handle_startendtag(self, tag, attributes):
+        self.all.append(Element(tag, dict(attributes), [], tuple(each.tag for each in self.open)))
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop().tag != tag:
+            pass
+
+    def handle_data(self, data):
+        if self.open:
+            self.open[-1].text.append(data)
+
+
+class Element(NamedTuple):
+    """An element of a page."""
+
+    tag: str
+    attributes: dict
+    text: list
+    inside: tuple
+
+
+@functools.cache
+def elements(page: Path) -> list[Element]:
+    return Elements(page).all
+
+
+def test_the_site_builds_strictly_without_torch_in_under_thirty_seconds(site):
+    assert (site.folder / "index.html").exists()
+    assert site.cpu_seconds < 30
+
+
+def test_every_page_is_in_the_navigation():
+    nav = re.search(r"^nav:\n(.*?)^\S", (ROOT / "mkdocs.yml").read_text(), re.M | re.S)[1]
+    entries = set(re.findall(r"\S+\.md$", nav, re.M))
+    assert entries == set(PAGES)
+
+
+FETCHED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "link": "href",
+}
+
+
+def test_pages_fetch_nothing_from_other_hosts(site):
+    for page in site.pages():
+        for element in elements(page):
+            address = element.attributes.get(FETCHED.get(element.tag), "")
+            assert not re.match(r"(\w+:)?//", address or ""), f"{page.name}: {element}"
+            assert "url(http" not in element.attributes.get("style", "")
+    for sheet in site.folder.rglob("*.css"):
+        assert not re.search(r"(url\(\s*[\"']?|@import\s+[\"'])(\w+:)?//", sheet.read_text()), sheet
+
+
+def test_no_tex_is_left_and_none_is_in_a_heading(site):
+    headings = {f"h{level}" for level in range(1, 7)}
+    for page in site.pages():
+        for element in elements(page):
+            text = "".join(element.text)
+            if element.tag in headings or headings & set(element.inside):
+                assert not re.search(r"\$|\\[(\[a-zA-Z]", text), f"{page}: {text}"
+                assert element.tag != "math"
+            if "arithmatex" in element.attributes.get("class", ""):
+                assert "\\" not in text, f"{page}: {text}"
+    titles = [entry["title"] for entry in json.loads((site.folder / "search/search_index.json").read_text())["docs"]]
+    assert not [title for title in titles if re.search(r"\$|\\[(\[a-zA-Z]", title)]
+
+
+def test_the_font_has_every_character_of_every_formula(site):
+    from fontTools.ttLib import TTFont
+
+    characters = set(TTFont(site.folder / "fonts" / "math.woff2").getBestCmap())
+    characters.add(0xFE00)  # no character, but a choice of its glyph
+    italic = {chr(i): 0x1D434 + i - ord("A") for i in range(ord("A"), ord("Z") + 1)}
+    italic |= {chr(i): 0x1D44E + i - ord("a") for i in range(ord("a"), ord("z") + 1)} | {"h": 0x210E}
+    missing = {}
+    for page in site.pages():
+        for element in elements(page):
+            text = "".join(element.text).strip()
+            if "math" in element.inside:
+                shown = {italic[text]} if element.tag == "mi" and text in italic else set(map(ord, text))
+                missing |= {chr(code): page.parent.name for code in shown - characters if not chr(code).isspace()}
+    assert not missing
+
+
+def test_what_pages_ask_of_records_and_sources_must_be_there():
+    records = pytest.importorskip("docs._tools.records", exc_type=ImportError)
+    source = pytest.importorskip("docs._tools.source", exc_type=ImportError)
+    for where in ("h200; 256, 3, 0.7; nobody", "h200; 255, 3, 0.7; triton", "h200; colour", "h2000; gpu"):
+        with pytest.raises(LookupError):
+            records.look_up(where)
+    with pytest.raises(LookupError):
+        source.extract((ROOT / "reference" / "strict.py").read_text(), "nothing")
+    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Verdict.num_accepted")
+    assert text.startswith("@property\ndef num_accepted")
+
+
+# ---- In a browser ----------------------------------------------------------------------------------------------------
+
+
+class Server(NamedTuple):
+    """The built site behind a loopback address, and a browser."""
+
+    address: str
+    browser: object
+
+
+@pytest.fixture(scope="module")  # two drivers at once, as for another module's tests, would clash
+def server(site):
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = (
+        "chromium-headless-shell",
+        "chromium",
+        "chromium-browser",
+        "google-chrome",
+        "google-chrome-stable",
+        "chrome",
+    )
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    if chromium is None:
+        pytest.skip(f"no browser is installed: looked for {', '.join(names)}")
+    handler = functools.partial(QuietHandler, directory=site.folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served, playwright.sync_playwright() as driver:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield Server(f"http://127.0.0.1:{served.server_port}/", browser)
+        browser.close()
+        served.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serve files, say nothing."""
+
+    def log_message(self, *arguments):
+        pass
+
+
+@contextlib.contextmanager
+def opened(server, width: int = 1440):
+    """Open a tab in which every other host is blocked; collect what it complains of."""
+    context = server.browser.new_context(viewport={"width": width, "height": 800})
+    complaints = []
+
+    def route(request):
+        if request.request.url.startswith((server.address, "data:", "blob:")):
+            return request.continue_()
+        complaints.append(f"asked for {request.request.url}")
+        return request.abort()
+
+    context.route("**/*", route)
+    page = context.new_page()
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page, complaints
+    context.close()
+
+
+def address_of(page: str) -> str:
+    """Return where a page of docs/ is in the site."""
+    path = page.removesuffix(".md").removesuffix("index")
+    return path if path.endswith("/") or not path else f"{path}/"
+
+
+def test_every_page_loads_in_a_browser_and_fits_phones_and_desks(server):
+    wrong = {}
+    with opened(server) as (tab, complaints):
+        for page in PAGES:
+            tab.set_viewport_size({"width": 1440, "height": 800})
+            tab.emulate_media(color_scheme="light")
+            tab.goto(server.address + address_of(page))
+            beyond = [tab.evaluate(TOO_WIDE)]
+            tab.emulate_media(color_scheme="dark")
+            tab.set_viewport_size({"width": 360, "height": 800})
+            beyond.append(tab.evaluate(TOO_WIDE))
+            if any(beyond) or complaints:
+                wrong[page] = (beyond, list(complaints))
+            complaints.clear()
+    assert not wrong
+
+
+TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
+
+
+def test_the_search_finds_the_residual(server):
+    with opened(server) as (tab, complaints):
+        tab.goto(server.address)
+        tab.locator("input.md-search__input").click()
+        tab.locator("input.md-search__input").type("residual")
+        results = tab.locator(".md-search-result__item")
+        results.first.wait_for(timeout=20_000)
+        assert "residual" in results.all_inner_texts()[0].lower()
+        assert not complaints
+
+
+def test_the_lazy_schedule_is_stepped_through_by_keyboard(server):
+    with opened(server, width=360) as (tab, complaints):
+        tab.goto(server.address + "kernels/")
+        frames = tab.locator(".steps .frames > div")
+        assert frames.first.is_visible()
+        tab.locator(".steps input").first.focus()
+        for _ in range(frames.count() - 1):
+            tab.keyboard.press("ArrowRight")
+        assert [frames.nth(i).is_visible() for i in range(frames.count())] == [False] * (frames.count() - 1) + [True]
+        assert not complaints

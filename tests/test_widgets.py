@@ -1,0 +1,497 @@
+"""The site's widgets: their JavaScript computes what the Python does, and a browser shows it to keyboard users.
+
+The mathematics (docs/javascripts/math.js) runs in QuickJS (`pip install quickjs-ng`) or Node, whichever is here. The
+widgets themselves run in headless Chromium through Playwright, with the network off.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from reference import probabilistic as reference
+from specdecode import AcceptanceSchedule
+
+DOCS = Path(__file__).parents[1] / "docs"
+MATH, WIDGETS = DOCS / "javascripts/math.js", DOCS / "javascripts/widgets.js"
+STYLES = DOCS / "stylesheets/widgets.css"
+CHROMIUM = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+
+pytestmark = pytest.mark.skipif(not MATH.exists(), reason="the site is not part of this distribution")
+
+
+# ---- The mathematics ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluate():
+    """Evaluate a JavaScript expression over `math`, what math.js exports."""
+    if importlib.util.find_spec("quickjs"):
+        import quickjs
+
+        context = quickjs.Context()
+        context.eval(MATH.read_text(encoding="utf-8"))
+        return lambda expression: json.loads(context.eval(f"(math => JSON.stringify({expression}))(specdecodeMath)"))
+    if node := shutil.which("node"):
+
+        def run(expression: str):
+            script = f"const math = require({json.dumps(str(MATH))}); console.log(JSON.stringify({expression}))"
+            done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, check=True, timeout=60)
+            return json.loads(done.stdout)
+
+        return run
+    pytest.skip("no JavaScript engine: neither the module quickjs nor the program node")
+
+
+@pytest.fixture
+def call(evaluate):
+    """Call one function of math.js for each list of arguments."""
+    return lambda name, cases: evaluate(f"{json.dumps(cases)}.map(arguments => math.{name}(...arguments))")
+
+
+@pytest.mark.parametrize("min_decay", [0.0, 0.5, 0.85, 1.0])
+def test_schedule_is_the_solver_of_the_package(call, min_decay):
+    rates = [0.0, 1e-9, 0.01, 0.05, 0.24, 0.5, 0.69, 0.82, 0.83, 0.9, 0.95, 0.99, 0.999, 1.0]
+    cases = [[rate, drafts, min_decay] for rate in rates for drafts in range(1, 17)]
+    for (rate, drafts, _), found in zip(cases, call("schedule", cases)):
+        schedule = AcceptanceSchedule.from_mean_rate(rate, num_draft_tokens=drafts, min_decay=min_decay)
+        expected = {
+            "baseRate": schedule.base_rate,
+            "decay": schedule.decay,
+            "jointRates": list(schedule.joint_rates),
+            "conditionalRates": list(schedule.conditional_rates),
+            "meanRate": schedule.mean_rate,
+            "acceptanceLength": schedule.acceptance_length,
+        }
+        for key, value in expected.items():
+            assert found[key] == pytest.approx(value, rel=0, abs=1e-9), (key, rate, drafts)
+
+
+def test_residual_and_acceptance_are_the_references(call):
+    rng = np.random.default_rng(0)
+    pairs = [rng.dirichlet(np.full(size, 0.7), 2) for size in (2, 3, 4, 7) for _ in range(50)]
+    pairs += [
+        np.array([[0.5, 0.5], [0.5, 0.5]]),
+        np.array([[1.0, 0.0], [0.0, 1.0]]),
+        np.array([[0.3, 0.7], [1.0, 0.0]]),
+    ]
+    cases = [pair.tolist() for pair in pairs]
+    for pair, residual, alpha, distance in zip(
+        pairs, call("residual", cases), call("acceptanceRate", cases), call("totalVariation", cases)
+    ):
+        assert residual == pytest.approx(reference.residual(*pair).tolist(), rel=1e-9, abs=1e-12)
+        assert alpha == pytest.approx(reference.acceptance_rate(*pair), abs=1e-12)
+        assert distance == pytest.approx(1 - alpha, abs=1e-12)
+    probs = [[0.2, 0.5], [0.5, 0.2], [0.5, 0.0], [0.0, 0.5], [0.5, 0.5]]
+    assert call("acceptanceProbability", probs) == [reference.acceptance_probability(*pair) for pair in probs]
+
+
+def test_a_moved_bar_leaves_the_others_in_proportion(call):
+    assert call("withProbability", [[[0.5, 0.3, 0.2], 0, 0.0]])[0] == pytest.approx([0, 0.6, 0.4])
+    assert call("withProbability", [[[0.5, 0.3, 0.2], 1, 0.65]])[0] == pytest.approx([0.25, 0.65, 0.1])
+    assert call("withProbability", [[[1.0, 0.0, 0.0], 0, 0.5]])[0] == pytest.approx([0.5, 0.25, 0.25])
+
+
+def test_verification_emits_the_target_distribution_exactly(evaluate):
+    # Every threshold of the three draws lies between the midpoints of these grids, so counting them integrates exactly.
+    counts = evaluate(
+        """(() => {
+          const counts = [0, 0, 0, 0];
+          const grid = (n) => Array.from({length: n}, (_, i) => (i + 0.5) / n);
+          for (const u of grid(20)) for (const v of grid(24)) for (const w of grid(3)) {
+            const uniforms = [u, v, w];
+            counts[math.verify([0.4, 0.35, 0.15, 0.1], [0.2, 0.25, 0.4, 0.15], () => uniforms.shift()).token] += 1;
+          }
+          return counts;
+        })()"""
+    )
+    assert counts == [576, 504, 216, 144]  # 1440 p
+
+
+def test_simulation_is_seeded(evaluate):
+    first, second, third = evaluate(
+        "[0, 0, 1].map(seed => { const next = math.generator(seed); return [next(), next(), next()]; })"
+    )
+    assert first[0] == 1144304738 / 2**32  # mulberry32's first value from seed 0
+    assert first == second != third
+
+
+def test_sampling_noise_is_the_mean_total_variation(call):
+    probs, n = [0.4, 0.35, 0.15, 0.1], 1000
+    k = np.arange(n + 1)
+    exact = sum(np.sum(binom.pmf(k, n, prob) * abs(k / n - prob)) for prob in probs) / 2
+    assert call("samplingNoise", [[probs, n]])[0] == pytest.approx(exact, rel=1e-3)
+
+
+def test_expected_tokens_and_speedup_follow_the_formulas(call):
+    cases = [[alpha / 20, drafts] for alpha in range(21) for drafts in range(17)]
+    for (alpha, drafts), tokens in zip(cases, call("expectedTokens", cases)):
+        assert tokens == pytest.approx(reference.expected_tokens(alpha, drafts), abs=1e-12)
+        if alpha < 1:
+            assert tokens == pytest.approx((1 - alpha ** (drafts + 1)) / (1 - alpha), abs=1e-12)
+    # Leviathan et al. (2023), table 1: alpha, K and the speed-up for free drafts.
+    table = [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)]
+    tokens = call("expectedTokens", [[alpha, drafts] for alpha, drafts, _ in table])
+    assert [round(value, 2) for value in tokens] == [speedup for *_, speedup in table]
+    assert call("speedup", [[3.0, 4, 0.25], [3.0, 4, 0.0]]) == [1.5, 3.0]
+
+
+def test_best_draft_count_maximises_the_speedup(call):
+    def gain(alpha: float, cost: float, drafts: int) -> float:
+        return reference.expected_tokens(alpha, drafts) / (drafts * cost + 1)
+
+    cases = [[alpha, cost] for alpha in (0.0, 0.3, 0.6, 0.8, 0.9, 0.95) for cost in (0.02, 0.05, 0.1, 0.5, 1.0)]
+    for (alpha, cost), best in zip(cases, call("bestDraftCount", cases)):
+        gains = [gain(alpha, cost, drafts) for drafts in range(60)]
+        assert best == int(np.argmax(np.array(gains) > max(gains) - 1e-12)), (alpha, cost)
+    assert call("bestDraftCount", [[0.8, 0.05], [0.8, 0.1], [0.9, 0.05], [0.6, 0.05]]) == [8, 6, 13, 4]
+    # JSON writes infinity as null: a free draft always pays, one that always stands too unless it costs a pass.
+    assert call("bestDraftCount", [[0.8, 0], [1, 0.5], [1, 1], [0, 0]]) == [None, None, 0, 0]
+
+
+def block_tokens(target: list[Fraction], draft: list[Fraction], drafts: int) -> Fraction:
+    """Return the mean tokens of a step of block verification: over all paths, sum the acceptance probabilities."""
+    total = Fraction(1)
+    for path in product(range(len(draft)), repeat=drafts):
+        reach, ratio, heights = Fraction(1), Fraction(1), []
+        for i, token in enumerate(path, start=1):
+            reach *= draft[token]
+            if not reach:
+                break
+            ratio = min(Fraction(1), ratio * target[token] / draft[token])
+            area = sum(max(Fraction(0), ratio * p - q) for p, q in zip(target, draft))
+            rest = area + 1 - ratio
+            heights.append(ratio if i == drafts else area / rest if rest else Fraction(1))
+        if not reach:
+            continue
+        none_longer = Fraction(1)
+        for length, height in reversed(list(enumerate(heights, start=1))):
+            total += reach * none_longer * height * length
+            none_longer *= 1 - height
+    return total
+
+
+def test_block_tokens_are_the_exact_enumeration(call):
+    third, tenth = Fraction(1, 3), Fraction(1, 10)
+    pairs = [
+        ([third, 2 * third], [2 * third, third]),
+        ([2 * tenth, 8 * tenth], [8 * tenth, 2 * tenth]),
+        ([5 * tenth, 3 * tenth, 2 * tenth], [1 * tenth, 6 * tenth, 3 * tenth]),
+        ([7 * tenth, 3 * tenth], [Fraction(1), Fraction(0)]),
+        ([tenth, 9 * tenth], [tenth, 9 * tenth]),
+        ([Fraction(0), Fraction(1)], [Fraction(1), Fraction(0)]),
+    ]
+    most = 6
+    found = call("blockTokens", [[*([float(prob) for prob in probs] for probs in pair), most] for pair in pairs])
+    for pair, tokens in zip(pairs, found):
+        assert tokens == pytest.approx([float(block_tokens(*pair, drafts)) for drafts in range(most + 1)], abs=1e-12)
+    assert found[0][2] - 1 == pytest.approx(11 / 9)  # the paper's toy example; token verification accepts 10/9
+
+
+@pytest.mark.parametrize(("distributions", "gains"), [("mirrored", True), ("certain", False)])
+def test_block_never_emits_less_than_token(call, distributions, gains):
+    pairs = {
+        "mirrored": lambda alpha: [[alpha / 2, 1 - alpha / 2], [1 - alpha / 2, alpha / 2]],
+        "certain": lambda alpha: [[alpha, 1 - alpha], [1, 0]],
+    }
+    for alpha in (0.1, 0.5, 0.8, 0.95):
+        by_block = call("blockTokens", [[*pairs[distributions](alpha), 8]])[0]
+        by_token = call("expectedTokens", [[alpha, drafts] for drafts in range(9)])
+        assert by_block[:2] == pytest.approx(by_token[:2])
+        if gains:
+            assert all(block > token + 1e-6 for block, token in zip(by_block[2:], by_token[2:]))
+        else:
+            assert by_block == pytest.approx(by_token)
+
+
+# ---- The widgets --------------------------------------------------------------------------------------------------
+
+KINDS = ["schedule", "residual", "speedup"]
+FALLBACK = "With scripts, this is a figure."
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Widgets</title>
+<meta name="viewport" content="width=device-width"><link rel="stylesheet" href="{styles}">
+<style>html {{ font: 20px sans-serif }} body {{ font-size: 16px; margin: 16px }}</style></head>
+<body><main>{body}</main>{before}<script src="{math}"></script><script src="{widgets}"></script></body></html>"""
+
+
+def mount_point(kind: str) -> str:
+    return f'<div class="sd-widget" data-widget="{kind}">{FALLBACK}</div>'
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+    with api.sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open a page with widgets and return it; fail on whatever its console reports."""
+    complaints, contexts = [], []
+
+    def open_page(body: str, before: str = "", **options):
+        context = browser.new_context(offline=True, **{"viewport": {"width": 1024, "height": 800}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.clock.install(time=0)
+        files = {"styles": STYLES.as_uri(), "math": MATH.as_uri(), "widgets": WIDGETS.as_uri()}
+        (tmp_path / "page.html").write_text(PAGE.format(body=body, before=before, **files), encoding="utf-8")
+        page.goto((tmp_path / "page.html").as_uri())
+        page.clock.pause_at(3600)  # from now on time passes only when a test says so
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def press(page, label: str, *keys: str) -> None:
+    """Give keys to the slider with this name, as they would be typed."""
+    page.get_by_role("slider", name=label, exact=True).focus()
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def readout(page, name: str) -> str:
+    return page.locator(f"[data-readout={name}]").inner_text()
+
+
+def rows(page) -> list[list[str]]:
+    return page.locator(".sd-table tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+
+
+def test_schedule_by_keyboard(show):
+    page = show(mount_point("schedule"))
+
+    def check(rate: float, drafts: int, min_decay: float = 0.85) -> None:
+        schedule = AcceptanceSchedule.from_mean_rate(rate, num_draft_tokens=drafts, min_decay=min_decay)
+        assert readout(page, "a") == f"{schedule.base_rate:.6f}"
+        assert readout(page, "d") == f"{schedule.decay:.6f}"
+        assert readout(page, "mean") == f"{rate:.4f}"
+        assert readout(page, "length") == f"{schedule.acceptance_length:.4f}"
+        pairs = zip(schedule.conditional_rates, schedule.joint_rates)
+        assert rows(page) == [[str(i), f"{own:.6f}", f"{joint:.6f}"] for i, (own, joint) in enumerate(pairs)]
+        assert page.locator(".sd-chart rect").count() == 2 * drafts
+
+    check(0.69, 3)
+    press(page, "Drafts per step, K", "ArrowRight", "ArrowRight")
+    check(0.69, 5)
+    press(page, "Mean joint rate, r", *["ArrowRight"] * 20)
+    check(0.89, 5)  # more than the least decay reaches
+    assert "the decay rises" in page.locator(".sd-summary").inner_text()
+    press(page, "Least decay", "Home")
+    check(0.89, 5, min_decay=0.0)
+    press(page, "Mean joint rate, r", "End")
+    check(1.0, 5, min_decay=0.0)
+    press(page, "Mean joint rate, r", "Home")
+    check(0.0, 5, min_decay=0.0)
+    press(page, "Least decay", "End")
+    press(page, "Mean joint rate, r", "ArrowRight")
+    check(0.01, 5, min_decay=1.0)
+    press(page, "Drafts per step, K", "Home")
+    check(0.01, 1, min_decay=1.0)
+    press(page, "Drafts per step, K", "End")
+    check(0.01, 16, min_decay=1.0)
+    page.clock.run_for(1000)
+    assert page.get_by_role("status").inner_text().startswith("Base rate ")
+
+
+def test_residual_by_keyboard(show):
+    page = show(mount_point("residual"))
+    target, draft = np.array([0.4, 0.35, 0.15, 0.1]), np.array([0.2, 0.25, 0.4, 0.15])
+
+    def check() -> None:
+        alpha = reference.acceptance_rate(target, draft)
+        assert readout(page, "alpha") == f"{100 * alpha:.1f}%"
+        assert readout(page, "rejected") == f"{100 * (1 - alpha):.1f}%"
+        columns = [target, draft, np.minimum(target, draft), reference.residual(target, draft)]
+        assert [row[1:5] for row in rows(page)] == [[f"{column[v]:.3f}" for column in columns] for v in range(4)]
+
+    check()
+    press(page, "p(cat)", *["ArrowRight"] * 6)
+    target = np.array([0.46, *(0.54 / 0.6 * target[1:])])
+    check()
+    press(page, "q(owl)", "Home")
+    draft = np.array([*(draft[:3] / 0.85), 0.0])
+    check()
+    press(page, "q(dog)", "End")
+    draft = np.array([0.0, 1.0, 0.0, 0.0])
+    check()
+    page.clock.run_for(1000)
+    assert "Accepted 31.5%." in page.get_by_role("status").inner_text()
+    page.get_by_role("button", name="Reset").press("Enter")
+    target, draft = np.array([0.4, 0.35, 0.15, 0.1]), np.array([0.2, 0.25, 0.4, 0.15])
+    check()
+
+
+def test_residual_by_pointer(show):
+    page = show(mount_point("residual"))
+    bar = page.get_by_role("slider", name="q(fox)", exact=True).bounding_box()
+    start, end = bar["x"] + 4 + 0.4 * (bar["width"] - 8), bar["x"] + 4 + 0.75 * (bar["width"] - 8)
+    page.mouse.move(start, bar["y"] + 12)
+    page.mouse.down()
+    page.mouse.move(end, bar["y"] + 12, steps=5)
+    page.mouse.up()
+    drafts = [float(row[2]) for row in rows(page)]
+    assert drafts[2] == pytest.approx(0.75, abs=0.01)
+    assert sum(drafts) == pytest.approx(1, abs=2e-3)
+
+
+def test_simulation_starts_pauses_and_converges(show):
+    page = show(mount_point("residual"))
+    target = np.array([0.4, 0.35, 0.15, 0.1])
+    page.get_by_role("button", name="Start").press("Enter")
+    page.clock.run_for(1000)
+    assert readout(page, "runs") == "11"  # the first at once, then one every tenth of a second
+    page.get_by_role("button", name="Pause").press("Enter")
+    page.clock.run_for(1000)
+    assert readout(page, "runs") == "11"
+    assert "After 11 verifications" in page.get_by_role("status").inner_text()
+    for _ in range(20):
+        page.get_by_role("button", name="1,000 more").press("Enter")
+    assert readout(page, "runs") == "20,011"
+    frequencies = np.array([float(row[5]) for row in rows(page)])
+    distance = np.abs(frequencies - target).sum() / 2
+    assert float(readout(page, "distance")) == pytest.approx(distance, abs=1.1e-3)
+    assert distance < 0.02  # four times its mean of 0.005
+    assert float(readout(page, "accepted").removesuffix("%")) == pytest.approx(70, abs=2)
+    before = rows(page)
+    page.get_by_role("button", name="Start").press("Enter")
+    page.clock.run_for(60_000)
+    assert readout(page, "runs") == "100,000"
+    assert page.get_by_role("button", name="Start").count() == 1  # it stops by itself
+    page.get_by_role("button", name="Reset").press("Enter")
+    assert readout(page, "runs") == "0"
+    page.get_by_role("button", name="Start").press("Enter")
+    page.clock.run_for(1000)
+    page.get_by_role("button", name="Pause").press("Enter")
+    for _ in range(20):
+        page.get_by_role("button", name="1,000 more").press("Enter")
+    assert rows(page) == before  # the same seed
+
+
+def test_simulation_moves_in_leaps_where_motion_is_reduced(show):
+    page = show(mount_point("residual"), reduced_motion="reduce")
+    page.get_by_role("button", name="Start").press("Enter")
+    page.clock.run_for(900)
+    assert readout(page, "runs") == "1"
+    page.clock.run_for(2000)
+    assert readout(page, "runs") == "100"
+
+
+def test_speedup_by_keyboard(show):
+    page = show(mount_point("speedup"))
+
+    def check(alpha: Fraction, cost: float, drafts: int, mirrored: bool, best: str) -> None:
+        half = alpha / 2
+        pair = ([half, 1 - half], [1 - half, half]) if mirrored else ([alpha, 1 - alpha], [Fraction(1), Fraction(0)])
+        by_token = reference.expected_tokens(float(alpha), drafts)
+        by_block = float(block_tokens(*pair, drafts))
+        assert readout(page, "tokens") == f"{by_token:.3f}"
+        assert readout(page, "blockTokens") == f"{by_block:.3f}"
+        assert readout(page, "speedup") == f"{by_token / (drafts * cost + 1):.3f} ×"
+        assert readout(page, "blockSpeedup") == f"{by_block / (drafts * cost + 1):.3f} ×"
+        assert readout(page, "best") == best
+        assert len(rows(page)) == 17
+
+    check(Fraction(8, 10), 0.05, 4, mirrored=True, best="8")
+    press(page, "Acceptance rate, α", *["ArrowLeft"] * 20)
+    check(Fraction(6, 10), 0.05, 4, mirrored=True, best="4")
+    press(page, "Drafts per step, K", "ArrowRight")
+    check(Fraction(6, 10), 0.05, 5, mirrored=True, best="4")
+    press(page, "Cost of a draft, c", "Home")
+    check(Fraction(6, 10), 0.0, 5, mirrored=True, best="no limit")
+    page.get_by_role("combobox", name="Distributions with this α").press("ArrowDown")
+    check(Fraction(6, 10), 0.0, 5, mirrored=False, best="no limit")
+    press(page, "Acceptance rate, α", "End")
+    press(page, "Cost of a draft, c", "End")
+    check(Fraction(1), 1.0, 5, mirrored=False, best="0")
+    press(page, "Acceptance rate, α", "ArrowLeft")
+    press(page, "Cost of a draft, c", "Home", "ArrowRight")
+    check(Fraction(99, 100), 0.01, 5, mirrored=False, best="113 (off the chart)")
+    page.clock.run_for(1000)
+    assert page.get_by_role("status").inner_text().startswith("At K = 5: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [360, 1440])
+def test_widgets_fit_and_keep_their_size(show, kind, width):
+    page = show(f"{mount_point(kind)}<p>after</p>", viewport={"width": width, "height": 800})
+    page.clock.run_for(100)
+    assert FALLBACK not in page.locator("main").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    outside = page.evaluate("""() => {
+      const root = document.querySelector(".sd-widget"), {left, right} = root.getBoundingClientRect();
+      const shown = [...root.querySelectorAll("*")].filter((node) => !node.closest(".sd-definitions, .sd-numbers"));
+      const beyond = (box) => box.width > 0 && (box.left < left - 0.5 || box.right > right + 0.5);
+      return shown.filter((node) => beyond(node.getBoundingClientRect())).map((node) => node.outerHTML);
+    }""")
+    assert outside == []
+    height = page.locator(".sd-widget").bounding_box()["height"]
+    for control in page.locator(".sd-widget input").all():
+        for key in ("Home", "End", "ArrowLeft"):
+            control.press(key)
+            assert page.locator(".sd-widget").bounding_box()["height"] == pytest.approx(height, abs=1), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_control_and_picture_has_a_name(show, kind):
+    page = show(mount_point(kind))
+    page.clock.run_for(100)
+    nameless = page.evaluate("""() => [...document.querySelectorAll("input, select, button, summary, svg")]
+      .filter((node) => !node.closest("[aria-hidden=true]"))
+      .filter((node) => !(node.labels?.length || node.getAttribute("aria-label") || node.textContent.trim()))
+      .map((node) => node.outerHTML)""")
+    assert nameless == []
+    for control in page.locator(".sd-widget input").all():
+        assert control.get_attribute("aria-valuetext")
+
+
+def test_widgets_mount_again_after_instant_navigation(show):
+    # What mkdocs-material offers: an observable that emits after every page, also those that replace only the content.
+    observable = "<script>document$ = { subscribe(mount) { mount(); document$.emit = mount; } }</script>"
+    page = show(f"{mount_point('residual')}{mount_point('unknown')}", before=observable)
+    assert page.get_by_text(FALLBACK).count() == 1  # nothing is mounted for a name that is none
+    page.get_by_role("button", name="Start").press("Enter")
+    page.evaluate("body => { document.querySelector('main').innerHTML = body; document$.emit(); document$.emit(); }",
+                  mount_point("schedule") + mount_point("speedup"))  # fmt: skip
+    assert page.locator(".sd-widget[data-mounted]").count() == 2
+    assert page.locator("[data-readout=a]").count() == 1
+    page.clock.run_for(10_000)  # the simulation that was left running has stopped, without a complaint
+
+
+def test_fallback_stays_without_scripts(show):
+    page = show(mount_point("schedule"), java_script_enabled=False)
+    assert page.get_by_text(FALLBACK).count() == 1
+
+
+def test_widgets_ask_for_nothing_from_outside():
+    for file in (MATH, WIDGETS, STYLES):
+        source = file.read_text(encoding="utf-8").replace("http://www.w3.org/", "")  # names of namespaces
+        assert not any(
+            word in source for word in ("http:", "https:", "//cdn", "fetch(", "import(", "@import", "url(//")
+        )
+
+
+def test_seeded_numbers_need_no_time_or_chance():
+    source = MATH.read_text(encoding="utf-8") + WIDGETS.read_text(encoding="utf-8")
+    assert "Math.random" not in source
