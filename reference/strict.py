@@ -6,8 +6,9 @@ the drafter does; exactness needs no further proof.
 
 How often does it accept? With drafts drawn independently of y, P(x = y) = sum_j p_j q_j, which is poor. But a drafter may
 use the same Gumbel noise as the target: where p and q are close, the same token wins both races. That is the Gumbel
-coupling. With TV the total variation between p and q, it accepts with a probability between (1 - TV) / (1 + TV) and
-1 - TV, where 1 - TV = sum_j min(p_j, q_j) is the best that anything can do, and needs no look at q when verifying.
+coupling, and needs no look at q when verifying. With TV the total variation between p and q, it accepts with probability
+1 - TV = sum_j min(p_j, q_j) at most, the best that anything can do, and in a single race with (1 - TV) / (1 + TV) at least;
+a race of blocks followed by one of tokens may do worse.
 
 Left out: draft logits, which are of no use here. Source: Daliri, Musco, Suresh, "Coupling without communication and
 drafter-invariant speculative decoding" (2024), algorithm 2 and theorem 2.
@@ -44,6 +45,9 @@ def match_probability(target_probs, draft_probs, block_size: int | None = None):
     >>> from fractions import Fraction as F
     >>> str(match_probability([F(1, 3), F(2, 3)], [F(2, 3), F(1, 3)]))
     '2/3'
+    >>> third = F(1, 3)    # TV = 1/3; in a single race 1/2 is the least that can be, in two levels it is not:
+    >>> [str(match_probability([third, third, 0, third], [third, 0, third, third], size)) for size in (4, 2)]
+    ['1/2', '1/3']
     """
     size = block_size or len(target_probs)
     starts = range(0, len(target_probs), size)
