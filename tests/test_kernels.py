@@ -219,10 +219,10 @@ def test_packed_rows_and_cached_draft_rows_need_no_copy(kind):
     view = packed.as_strided((len(packed) - 3, 4, vocab), (vocab, vocab, 1))
 
     def call(target_logits, draft_logits, **options):
-        method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic") else "probabilistic"
-        without = kind in ("strict", "deterministic", "synthetic strict")
+        method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
+        without = kind.endswith(("strict", "deterministic"))
         logsumexp = None
-        if kind == "given logsumexp":
+        if kind.endswith("given logsumexp"):
             logsumexp = torch.stack([draft_logsumexp(padded, offset) for offset in range(3)], 1)
         fields = VerificationBatch(
             target_logits,
@@ -363,6 +363,24 @@ def test_auto_takes_the_kernels_on_a_gpu():
 # ---------------------------------------------------------------------------------------------------------------------
 # What only a GPU shows
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_residual_is_precise_where_all_logits_are_shifted_and_cold():
+    # Nothing of size 1 / T may be rounded and be taken from both p and q.
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(64, 1, 40, generator=generator).expand(64, 2, 40).contiguous()
+    draft = target[:, :1] + 0.001 * torch.randn(64, 1, 40, generator=generator)
+    batch = replace(
+        case(64, 1, 40, torch.float32, greedy=0),
+        target_logits=target,
+        draft_logits=(draft * 4096).round() / 4096 + 1024,  # which float32 holds exactly
+        draft_token_ids=torch.zeros(64, 1, dtype=torch.int64),
+        temperature=torch.full((64,), 0.05),
+    )
+    shifted = verify("block", batch.to(DEVICE)).token_ids
+    unshifted = replace(batch, draft_logits=batch.draft_logits - 1024)
+    assert torch.equal(shifted, verify("block", unshifted.to(DEVICE)).token_ids)
+    assert_same_tokens(shifted, expected("block", batch), FLOAT32_BAND)
 
 
 @needs_gpu

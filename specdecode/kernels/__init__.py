@@ -28,7 +28,7 @@ from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import BLOCK_SIZE, Domain
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE, BY_RATIO, BY_BLOCK = decide_by_sample, decide_by_ratio, block.decide_ratio
+BY_SAMPLE, BY_RATIO, BY_BLOCK = decide_by_sample, decide_by_ratio, block.note_ratio
 """How a draft is judged, when the statistics of its rows are there."""
 
 METHODS = {
@@ -142,7 +142,11 @@ def verify(
     state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
     summarised = num_rows if draft is None else num_rows + num_draft_tokens
     num_residuals = num_draft_tokens if in_block else 1
-    jobs = torch.empty(requests * num_draft_tokens, dtype=torch.int32, device=device) if in_block and lazy else None
+    jobs = (
+        torch.empty(requests * num_draft_tokens, dtype=torch.int32, device=device)
+        if in_block and lazy and draft is not None
+        else None
+    )
     floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
     target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
     target_lanes = lanes(target)
@@ -201,7 +205,6 @@ def verify(
             launches.launch(finish_by_sample_kernel, programs, num_warps=warps)
             return output
         if num_draft_tokens > 0 and not lazy:
-            # As many warps as decide in `read_kernel`, for sums to be added in the same order.
             launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
         # Eight warps are sooner done with one request, four with many.
         warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)

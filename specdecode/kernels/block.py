@@ -30,7 +30,7 @@ from specdecode.kernels.probabilistic import (
     sum_residual,
     weigh,
 )
-from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, load_temperature, row_at, sum_blocks
+from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, load_temperature, row_at, sum_in_order
 from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
@@ -47,7 +47,7 @@ from specdecode.kernels.synthetic import ACCEPT
 
 
 @triton.jit
-def decide_ratio(
+def note_ratio(
     token_ids_ptr,
     state_ptr,
     scalars_ptr,
@@ -228,7 +228,7 @@ def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_
         if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
             blocks = tl.arange(0, MAX_BLOCKS)
             sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
-            total = tl.sum(sum_blocks((tl.reshape(sums, [1, MAX_BLOCKS]),)), 0)
+            total = sum_in_order(sums)
             log_mass = log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(total)
     return log_mass
 

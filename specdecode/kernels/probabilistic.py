@@ -22,6 +22,7 @@ from specdecode.kernels.rows import (
     row_at,
     scaled,
     sum_blocks,
+    sum_in_order,
     tokens_of,
     unpack,
 )
@@ -56,7 +57,7 @@ LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = (
     tl.constexpr(7),
     tl.constexpr(8),
 )
-"""Numbers that a judged draft leaves for its residual, see `weigh`; the last two for block verification."""
+"""Numbers that a judged draft leaves for its residual, see `weigh`; the last four for block verification."""
 
 
 @triton.jit
@@ -236,7 +237,8 @@ def shortfall(target, draft, peak_difference, log_sum_ratio, scale):
     log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
     agree: so the residual keeps its relative precision.
     """
-    return one_minus_exp2((draft - target) * scale - (peak_difference * scale + log_sum_ratio * LOG2_E))
+    # An explicit fma: of a * b + c * d the compiler would round either product, in each kernel another.
+    return one_minus_exp2(tl.fma(draft - target - peak_difference, scale, -log_sum_ratio * LOG2_E))
 
 
 @triton.jit
@@ -321,7 +323,7 @@ def draw_residual(
             block = taken // BLOCK_SIZE
             weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, temperature))
             weights = tl.where(tokens_of(block) == taken, 0.0, weights)
-            rest = tl.sum(sum_blocks((tl.reshape(weights, [1, BLOCK_SIZE]),)), 0)
+            rest = sum_in_order(weights)
             without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
             if tl.sum(without, 0) > 0:
                 sums = without

@@ -8,7 +8,7 @@ run in the order of the offsets, and one whose request is known to have stopped 
 waits for another: a verdict that comes late only costs the reading of a row. A small batch is read whole, for its last
 rows are under way before its first verdict could be known, and decided by the next launch.
 
-How a method decides, by `DECIDE`, is its own affair: `decide_by_sample`, `decide_by_ratio`.
+How a method decides, by `DECIDE`, is its own affair: `decide_by_sample`, `decide_by_ratio`, `block.note_ratio`.
 """
 
 import triton
@@ -86,7 +86,7 @@ def read_kernel(
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
-            reads_draft = (offset < num_draft_tokens) & (t > 0)
+            reads_draft = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
             if logsumexp_ptr is not None:
                 reads_draft &= is_trusted(load_logsumexp(logsumexps, request, offset, reads_draft)) == 0
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)

@@ -175,6 +175,12 @@ def sum_blocks(weights):
 
 
 @triton.jit
+def sum_in_order(weights):
+    """Return the sum of a vector, in the order of `sum_blocks`."""
+    return tl.sum(sum_blocks((tl.reshape(weights, [1, weights.shape[0]]),)), 0)
+
+
+@triton.jit
 def store_statistics(statistics_ptr, index, parts, first, num_blocks, temperature, BLOCKS: tl.constexpr):
     """Leave the statistics of a few blocks of the row that has this index; a greedy row has no sums."""
     maxima, sums = summarise(parts, temperature)

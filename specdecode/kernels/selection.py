@@ -23,6 +23,7 @@ from specdecode.kernels.rows import (
     row_at,
     scaled,
     store_statistics,
+    sum_in_order,
     tokens_of,
 )
 
@@ -37,14 +38,14 @@ def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.
     maxima, sums = load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS)
     peak = tl.max(maxima, 0)
     weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
-    total = tl.sum(weights, 0)
+    total = sum_in_order(weights)
     point = tl.full([], -1, tl.int32)
     if ((total > 0.5) & (total < INFINITY)) == 0:  # greedy, or not all logits are finite
         maxima, sums = mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
         peak = tl.max(maxima, 0)
         if (temperature > 0) & (tl.abs(peak) < INFINITY):
             weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
-            total = tl.sum(weights, 0)
+            total = sum_in_order(weights)
         else:
             weights = tl.zeros([MAX_BLOCKS], tl.float32)
             total = 1.0
