@@ -7,7 +7,8 @@ Token verification stops at the first draft that fails, and forgets how much bet
 
 Accept i drafts or more with probability p_i, given the first i; draws from q then take the next token v further with
 
-    q(v) min(1, p_i p(v) / q(v)) = min(p_i p(v), q(v)),  in all  p_i - A_i,  where  A_i = sum_v max(0, p_i p(v) - q(v)).
+    q(v) min(1, p_i p(v) / q(v)) = min(p_i p(v), q(v)),  in all  p_i - A_i,
+    where  A_i = sum_v max(0, p_i p(v) - q(v)).
 
 So exactly i must be accepted with probability A_i. Look at the longest block first; then i is reached with probability
 1 - (p_i - A_i), and must be accepted with
@@ -73,7 +74,8 @@ def residual_mass(ratio, target_probs, draft_probs):
 def residual(ratio, target_probs, draft_probs):
     """Return max(0, p_i p - q), normalised; p itself where nothing is left.
 
-    >>> residual(0.5, np.array([0.5, 0.375, 0.125]), np.array([0.125, 0.125, 0.75])).round(6).tolist()
+    >>> p, q = np.array([0.5, 0.375, 0.125]), np.array([0.125, 0.125, 0.75])
+    >>> residual(0.5, p, q).round(6).tolist()
     [0.666667, 0.333333, 0.0]
     """
     weights = np.maximum(0, ratio * target_probs - draft_probs)
@@ -148,10 +150,11 @@ def verify(
 
     The target rows that decided a token are those of the tokens emitted; the flag for invalid ones looks at no others.
 
-    >>> target, draft = np.log([[0.2, 0.8], [0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5], [0.3, 0.7]])
-    >>> verify(target, [0, 0], draft, seed=1).token_ids    # 0.2 / 0.5 < 1, but times 0.9 / 0.3 it is 1.2: both stand
+    >>> target = np.log([[0.2, 0.8], [0.9, 0.1], [0.5, 0.5]])
+    >>> draft = np.log([[0.5, 0.5], [0.3, 0.7]])
+    >>> verify(target, [0, 0], draft, seed=1).token_ids  # 0.2 / 0.5, times 0.9 / 0.3: 1.2 stands
     [0, 0, 0]
-    >>> verify(target, [0, 1], draft, seed=1).token_ids    # 0.4 * 0.1 / 0.7: neither does here, and row 0 leaves token 1
+    >>> verify(target, [0, 1], draft, seed=1).token_ids  # 0.4 * 0.1 / 0.7; row 0 leaves token 1
     [1]
     """
     if temperature == 0:

@@ -25,10 +25,15 @@ class Domain(IntEnum):
     """What a number is for. Two uses that must be independent have two domains."""
 
     ACCEPT = 0
+    """To decide on a draft."""
     SELECT_BLOCK = 1
+    """To pick the block of a token that the target emits."""
     SELECT_TOKEN = 2
+    """To pick that token in its block."""
     DRAFT_BLOCK = 3
+    """To pick the block of a draft."""
     DRAFT_TOKEN = 4
+    """To pick that draft in its block."""
 
 
 def words(value: int) -> tuple[int, int]:

@@ -29,8 +29,8 @@ from reference.selection import Choice, is_invalid, log_softmax, sample, select
 def acceptance_probability(target_prob, draft_prob):
     """Return min(1, p(x) / q(x)), and 0 where either is 0.
 
-    >>> acceptance_probability(0.2, 0.5), acceptance_probability(0.5, 0.2), acceptance_probability(0.5, 0.0)
-    (0.4, 1, 0)
+    >>> [acceptance_probability(p, q) for p, q in ((0.2, 0.5), (0.5, 0.2), (0.5, 0.0))]
+    [0.4, 1, 0]
     """
     if target_prob == 0 or draft_prob == 0:
         return 0
@@ -82,8 +82,8 @@ def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> 
 
     In logarithms, because p and q underflow long before their ratio loses its meaning.
 
-    >>> accepts(np.log(0.3), np.log(0.2), np.log(0.5)).index, accepts(np.log(0.5), np.log(0.2), np.log(0.5)).index
-    (1, 0)
+    >>> [accepts(np.log(u), np.log(0.2), np.log(0.5)).index for u in (0.3, 0.5)]
+    [1, 0]
     >>> accepts(np.log(1e-9), np.log(0.5), -np.inf).index
     0
     """
@@ -119,9 +119,9 @@ def verify(
         position: absolute position of the first draft token.
 
     >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
-    >>> verify(target, [0], draft, seed=1).token_ids       # 0.9 / 0.5 > 1: always accepted
+    >>> verify(target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
     [0, 1]
-    >>> verify(target, [1], draft, seed=1).token_ids       # accepted one time in five; the residual holds token 0 alone
+    >>> verify(target, [1], draft, seed=1).token_ids  # one time in five; the residual is token 0
     [0]
     """
     if temperature == 0:

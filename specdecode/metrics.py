@@ -31,7 +31,7 @@ class AcceptanceStats:
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
-        ValueError: `num_draft_tokens` is less than 1.
+        ValueError: `num_draft_tokens` is less than 1 or absurdly large, or there is no such device.
 
     Example:
         >>> import torch

@@ -26,13 +26,16 @@ class RejectionSampler:
 
     p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last draft stood, a
     bonus token is drawn from p. Requests of temperature 0 are greedy: a draft stands iff it is the argmax of the raw
-    target logits (`"synthetic"` keeps to its schedule and emits the argmax). The output of `"strict"` and, for drafts from
-    [`draft`][specdecode.RejectionSampler.draft] or of any generator that shares no noise with it, of `"probabilistic"` and
-    `"block"` is distributed exactly as if the target had sampled alone; that of `"strict"` is, token for token, what
-    [`sample`][specdecode.sample] returns without any drafts.
-    `"block"` judges the drafts of a request together: with the running ratio c_i = min(1, c_{i-1} p(x_i) / q(x_i)), c_0 = 1,
-    i drafts or more stand with probability c_i. No exact method that sees one draft path accepts more in the mean;
-    without draft logits it accepts as `"probabilistic"` does.
+    target logits (`"synthetic"` keeps to its schedule and emits the argmax).
+
+    The output of `"strict"` and, for drafts from [`draft`][specdecode.RejectionSampler.draft] or of any generator that
+    shares no noise with it, of `"probabilistic"` and `"block"` is distributed exactly as if the target had sampled alone;
+    that of `"strict"` is, token for token, what [`sample`][specdecode.sample] returns without any drafts.
+
+    `"block"` judges the drafts of a request together: i drafts or more stand with probability c, the running ratio after
+    them. It is 1 before the first draft, and each draft x makes it min(1, c p(x) / q(x)). No exact method that sees one
+    draft path accepts more in the mean; without draft logits it accepts as `"probabilistic"` does.
+
     `"synthetic"` is for load tests: it costs what `"probabilistic"` does with the same arguments (what `"strict"` does
     without draft logits) and only the verdict is scheduled.
 
@@ -101,8 +104,9 @@ class RejectionSampler:
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
-                is the target's distribution of the token at draft i, the last row that of the bonus token. NaN counts as
-                -inf; a row that holds +inf is the point mass on its first.
+                is the target's distribution of the token at draft i, the last row that of the bonus token. Any strides will
+                do; the kernels are fastest where they and the vocabulary are multiples of 16. NaN counts as -inf; a row that
+                holds +inf is the point mass on its first.
             draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and what follows
                 are ignored, and the row at that place gives the bonus token.
             draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, scaled by the same
@@ -143,8 +147,9 @@ class RejectionSampler:
         """Compile what calls with arguments like these need, so that no call has to, whatever its sizes.
 
         Arguments are alike if they have the same dtypes and are a tensor, a number or None as these are. Sizes do not
-        matter, but for one thing: rows that start or end at odd places (a vocabulary that is no multiple of 16) are read in
-        another way. Compiled kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do.
+        matter, with two exceptions. Rows whose vocabulary, strides or start are no multiples of 16 logits are read in
+        another way, which is markedly slower too. And more than 31 drafts or 262,144 tokens need larger kernels. Compiled
+        kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do.
 
         Args:
             target_logits: as for a call; one request is enough.
@@ -232,7 +237,8 @@ class RejectionSampler:
         Example:
             >>> import torch
             >>> from specdecode import RejectionSampler
-            >>> draft = RejectionSampler("strict").draft(torch.tensor([[0.0, 9.0]]), seeds=0, positions=torch.tensor([12]))
+            >>> logits, positions = torch.tensor([[0.0, 9.0]]), torch.tensor([12])
+            >>> draft = RejectionSampler("strict").draft(logits, seeds=0, positions=positions)
             >>> draft.token_ids, draft.logsumexp
             (tensor([1]), tensor([9.0001]))
         """

@@ -32,7 +32,7 @@ class AcceptanceSchedule:
     | shape | conditional rate at position i | known from |
     |---|---|---|
     | `"decay"` | `base_rate * decay**i`: later drafts are harder, as real drafters show | vLLM |
-    | `"constant"` | base_rate at every position (decay 1) | llama.cpp |
+    | `"constant"` | `base_rate` at every position (decay 1) | llama.cpp |
     | `"minimum_variance"` | 1 floor(m) times, the fraction of m, 0: every step accepts m rounded down or up | vLLM |
 
     Attributes:
@@ -174,7 +174,7 @@ class AcceptanceSchedule:
 
     @property
     def conditional_rates(self) -> tuple[float, ...]:
-        """The probability that each draft is accepted given that all before it were: J_i / J_{i-1}, with 0/0 = 0."""
+        """The probability that each draft is accepted given that all before it were: `J_i / J_(i-1)`, with 0/0 = 0."""
         pairs = pairwise((1.0, *self.joint_rates))
         return tuple(joint / before if before else 0.0 for before, joint in pairs)
 
@@ -185,7 +185,7 @@ class AcceptanceSchedule:
 
     @property
     def acceptance_length(self) -> float:
-        """The mean emitted tokens per step, the recovered or bonus token counted: 1 + J_0 + ... + J_{K-1}."""
+        """The mean emitted tokens per step, the recovered or bonus token counted: 1 + the sum of the joint rates."""
         return 1 + math.fsum(self.joint_rates)
 
     @classmethod

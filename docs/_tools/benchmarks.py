@@ -162,6 +162,7 @@ def blocks_table(record: str) -> str:
     """Show how fast rows stream by the size of a block."""
     rows = []
     for name, result in load(record)["results"].items():
+        name = re.sub(r"\d+", lambda digits: f"{int(digits[0]):,}", name)
         rows.append([name, f"{min(result['by blocks per program'].values()):.1f}", f"{result['best TB/s']:.2f}"])
     return html_table(["", "best time, µs", "best TB/s"], rows)
 

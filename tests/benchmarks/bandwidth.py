@@ -27,6 +27,7 @@ class Recording:
         with torch.cuda.graph(self.graph, stream=stream):
             for _ in range(calls):
                 self.output = call()  # the last one's stays, and is written at every replay
+        self.call = call  # a graph does not keep alive what it reads
         self.calls = calls
         self.microseconds: list[float] = []
         self.replay()

@@ -222,6 +222,7 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
         check_token_ids(output)
     device_us = measure(benchmark, recording)
     if isinstance(verifier, Verifier) and verifier.backend == "triton":
+        check(inputs, verifier, output)  # what was timed read the same inputs
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
         once, read = (count * VOCAB * inputs.target_logits.element_size() for count in rows)
         note_bytes(benchmark, once, read, device_us, bytes_per_second)
