@@ -54,12 +54,7 @@ def small(*cases):
 
 def verify(kind: str, batch, **options):
     """Run the kernels on a case, in one of the ways that calls differ."""
-    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
-    draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
-    logsumexp = None
-    if kind.endswith("given logsumexp"):
-        columns = [draft_logsumexp(batch, offset) for offset in range(batch.draft_logits.shape[1])]
-        logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
+    method, draft_logits, logsumexp = told_apart(kind, batch)
     checked = VerificationBatch.check(
         batch.target_logits,
         batch.draft_token_ids,
@@ -70,6 +65,17 @@ def verify(kind: str, batch, **options):
         batch.positions,
     )
     return kernels.verify(method, checked, SCHEDULE if method == "synthetic" else None, **options)
+
+
+def told_apart(kind: str, batch) -> tuple[str, Tensor | None, Tensor | None]:
+    """The method that a kind of call names, and the draft's logits and their logsumexp where it gives them."""
+    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
+    draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
+    logsumexp = None
+    if kind.endswith("given logsumexp"):
+        columns = [draft_logsumexp(batch, offset) for offset in range(batch.draft_logits.shape[1])]
+        logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
+    return method, draft_logits, logsumexp
 
 
 def draft_logsumexp(batch, offset: int) -> Tensor:
@@ -219,15 +225,11 @@ def test_packed_rows_and_cached_draft_rows_need_no_copy(kind):
     view = packed.as_strided((len(packed) - 3, 4, vocab), (vocab, vocab, 1))
 
     def call(target_logits, draft_logits, **options):
-        method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
-        without = kind.endswith(("strict", "deterministic"))
-        logsumexp = None
-        if kind.endswith("given logsumexp"):
-            logsumexp = torch.stack([draft_logsumexp(padded, offset) for offset in range(3)], 1)
+        method, given, logsumexp = told_apart(kind, padded)
         fields = VerificationBatch(
             target_logits,
             padded.draft_token_ids,
-            None if without else draft_logits,
+            None if given is None else draft_logits,
             logsumexp,
             padded.temperature,
             padded.seeds,

@@ -1,9 +1,10 @@
 """The Triton backend: fused kernels for GPUs.
 
 A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way. In a small
-batch the decisions are a launch of their own. The last one emits (`strict`, `probabilistic`). No program waits for another:
-what must come after everything else is done by the last program to finish, or by the next launch. So nothing can hang, and
-nothing outlives a call but compiled code: calls on several streams, from several threads and in graphs do not meet.
+batch the decisions are a launch of their own. The last one emits (`strict`, `probabilistic`, `block`). No program waits for
+another: what must come after everything else is done by the last program to finish, or by the next launch. So nothing can
+hang, and nothing outlives a call but compiled code: calls on several streams, from several threads and in graphs
+do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
@@ -18,26 +19,22 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
 from specdecode.kernels.launches import Launches, alignment, cdiv, lanes
-from specdecode.kernels.probabilistic import SCALARS, decide_by_ratio
 from specdecode.kernels.reading import decide_kernel, read_kernel
 from specdecode.kernels.rows import LARGEST, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
 from specdecode.kernels.steps import FIELDS
 from specdecode.kernels.strict import decide_by_sample, finish_by_sample_kernel
 from specdecode.kernels.synthetic import conditional_rates
-from specdecode.noise import BLOCK_SIZE, Domain
+from specdecode.noise import BLOCK_SIZE
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE, BY_RATIO, BY_BLOCK = decide_by_sample, decide_by_ratio, block.note_ratio
-"""How a draft is judged, when the statistics of its rows are there."""
-
 METHODS = {
-    # with draft logits, without
-    "strict": (BY_SAMPLE, BY_SAMPLE),
-    "probabilistic": (BY_RATIO, BY_RATIO),
-    "synthetic": (BY_RATIO, BY_SAMPLE),
-    "block": (BY_BLOCK, BY_BLOCK),
+    "strict": (decide_by_sample, decide_by_sample),
+    "probabilistic": (probabilistic.decide_by_ratio, probabilistic.decide_by_ratio),
+    "block": (block.note_ratio, block.note_ratio),
+    "synthetic": (probabilistic.decide_by_ratio, decide_by_sample),
 }
+"""How a method judges a draft when the statistics of its rows are there: with draft logits, and without."""
 
 LAZY_BATCH = 64
 """Requests from which on it pays to decide while reading, so as to read no row after a rejection."""
@@ -55,7 +52,7 @@ MIN_BLOCKS = 256
 """The statistics of a row are handled as this many blocks at least (262,144 tokens), or as the next power of two."""
 
 
-def sample(batch: RowBatch, domains: tuple[Domain, Domain]) -> tuple[Tensor, Tensor]:
+def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     logits = batch.logits
     requests, vocab_size = logits.shape
@@ -121,7 +118,7 @@ def verify(
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
     requests, num_draft_tokens = draft_token_ids.shape
     decide = METHODS[method][batch.draft_logits is None]
-    by_sample, in_block = decide is BY_SAMPLE, decide is BY_BLOCK
+    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
     draft = None if by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
@@ -162,7 +159,7 @@ def verify(
             "state_ptr": state,
             "statistics_ptr": floats(requests * summarised, 2, num_blocks),
             "residual_sums_ptr": None if draft is None else floats(requests, num_residuals, num_blocks),
-            "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, SCALARS.value),
+            "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, probabilistic.SCALARS.value),
             "jobs_ptr": jobs,
             "target_ptr": target,
             "draft_ptr": draft,

@@ -151,7 +151,7 @@ def weigh(
     target = logprob(target_row, token, peak, log_sum, point, temperature)
     draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
     taken = token
-    draft_of_point = tl.where(token == point, 0.0, -INFINITY)
+    kept = tl.where(token == point, 0.0, -INFINITY)
     if draft_rows[0] is not None:
         if temperature > 0:
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
@@ -163,8 +163,7 @@ def weigh(
             draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
             taken = tl.where(draft_point < 0, ALL, draft_point)
             if point >= 0:
-                draft_of_point = logprob(draft_row, point, draft_peak, draft_log_sum, draft_point, temperature)
-    kept = draft_of_point
+                kept = logprob(draft_row, point, draft_peak, draft_log_sum, draft_point, temperature)
     if point >= 0:
         taken = tl.full([], NOTHING, tl.int32)
     elif taken >= 0:

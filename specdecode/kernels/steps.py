@@ -1,10 +1,9 @@
 """What the methods' steps share in Triton: a request's drafts, its state, its line of the output.
 
 A request stops at the first offset whose draft does not stand (in block verification: is impossible), or after its last one.
-Programs find out in any order, so
-each posts its offset, as `num_draft_tokens - offset`, with an atomic maximum on memory that starts as zeros: the request's
-first stop wins. Likewise for the first target row without a finite logit, which makes the result `invalid` if the request
-came that far.
+Programs find out in any order, so each posts its offset, as `num_draft_tokens - offset`, with an atomic maximum on memory
+that starts as zeros: the request's first stop wins. Likewise for the first target row without a finite logit, which makes
+the result `invalid` if the request came that far.
 """
 
 import triton
