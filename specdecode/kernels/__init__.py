@@ -197,9 +197,8 @@ def verify(
         tiles = LAZY_TILES if lazy else 1
         programs = requests * num_rows * cdiv(num_blocks, tiles * BLOCKS)
         launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
-        if by_sample:
-            programs, warps = (requests, 1) if lazy else (requests * num_rows, 8)
-            launches.launch(finish_by_sample_kernel, programs, num_warps=warps)
+        if by_sample and not lazy:
+            launches.launch(finish_by_sample_kernel, requests * num_rows, num_warps=8)
             return output
         if num_draft_tokens > 0 and not lazy:
             launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)

@@ -35,8 +35,8 @@ from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
     JOBS,
+    count_drafts,
     is_last,
-    load_drafts,
     load_empty,
     load_stop,
     post_empty,
@@ -48,20 +48,20 @@ from specdecode.kernels.synthetic import ACCEPT
 
 @triton.jit
 def note_ratio(
-    token_ids_ptr,
     state_ptr,
     scalars_ptr,
     statistics_ptr,
     target_row,
     draft_rows,
     logsumexps,
-    drafts,
     rates_ptr,
+    token,
     request,
     offset,
     temperature,
     key,
     batch,
+    num_draft_tokens,
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
@@ -71,8 +71,6 @@ def note_ratio(
 
     They end where there is none, or (1 is posted) at one that p or q makes impossible.
     """
-    num_draft_tokens, vocab_size = drafts[3], target_row[2]
-    token = load_drafts(drafts, request, offset, vocab_size)
     if token < 0:  # as after the last draft
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
@@ -294,6 +292,8 @@ def emit_kernel(
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
     first_row = request * num_draft_tokens
     scalars_ptr += first_row * SCALARS
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     accepted, lowest, highest, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
     is_candidate, log_uniforms, log_c, taken = of_counts
@@ -329,10 +329,9 @@ def emit_kernel(
                     accepted = count
             count -= 1
         accepted = tl.where(accepted < 0, lowest, accepted)
-        drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
         invalid = load_empty(state_ptr, request, num_draft_tokens) <= accepted
-        store_output(output, drafts, request, accepted, invalid, vocab_size)
+        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)
         scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
         if all_stand == 0:
             scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+ROUNDS = tl.constexpr(10)
+
 
 @triton.jit
 def load_key(seeds_ptr, first_seed, positions_ptr, request):
@@ -16,22 +18,54 @@ def load_key(seeds_ptr, first_seed, positions_ptr, request):
 
 
 @triton.jit
+def low(number):
+    """Return the low 32 bits of a number of 64."""
+    return (number & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def high(number):
+    """Return the high 32 bits of a number of 64."""
+    return low(number >> 32)
+
+
+@triton.jit
+def philox(seed, index, position, domain):
+    """Return the first two words of Philox4x32-10, uint32.
+
+    Words that no index is in yet stay scalars: what all lanes share is worked out once.
+    """
+    word0, word1, word2, word3 = (
+        index.to(tl.uint32, bitcast=True),
+        low(position),
+        high(position),
+        tl.cast(domain, tl.uint32),
+    )
+    key0, key1 = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
+    for _ in tl.static_range(ROUNDS):
+        # Products of 64 bits take one instruction where their halves would take two.
+        product0 = word0.to(tl.uint64) * 0xD2511F53
+        product2 = word2.to(tl.uint64) * 0xCD9E8D57
+        word0, word2 = high(product2) ^ word1 ^ low(key0), high(product0) ^ word3 ^ low(key1)
+        word1, word3 = low(product2), low(product0)
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return word0, word1
+
+
+@triton.jit
 def uniform(key, offset, index, domain):
     """Return float32 uniforms in (0, 1), shaped like `index`, for the token at an offset from the key's position."""
     seed, position = key
-    position += offset
-    zero = index * 0
-    low = (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    words = tl.philox(seed.to(tl.uint64, bitcast=True), index, zero + low, zero + high, zero + domain)
-    number = words[0].to(tl.float32) * 2.0**-32 + words[1].to(tl.float32) * 2.0**-64
+    word0, word1 = philox(seed, index, position + offset, domain)
+    number = word0.to(tl.float32) * 2.0**-32 + word1.to(tl.float32) * 2.0**-64
     return tl.minimum(tl.maximum(number, 2.0**-65), 1 - 2.0**-24)
 
 
 @triton.jit
-def gumbel(key, offset, index, domain):
-    """Return float32 standard Gumbel numbers -log(-log(1 - u)), shaped like `index`."""
+def exponential(key, offset, index, domain):
+    """Return float32 standard exponential numbers -log(1 - u), shaped like `index`."""
     u = uniform(key, offset, index, domain)
     # Near 0 the hardware's logarithm of 1 - u keeps no relative precision, and small u is the end that wins: a series.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
-    return -tl.log(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
+    return tl.where(u < 1 / 64, series, -tl.log(1 - u))

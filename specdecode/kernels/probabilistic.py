@@ -18,6 +18,7 @@ from specdecode.kernels.rows import (
     base_2_scale,
     load_blocks,
     load_logits,
+    load_statistics,
     load_temperature,
     row_at,
     scaled,
@@ -26,12 +27,12 @@ from specdecode.kernels.rows import (
     tokens_of,
     unpack,
 )
-from specdecode.kernels.selection import load_row, select_block, select_token
+from specdecode.kernels.selection import merge, select_block, select_token, times_of_blocks, weigh_tokens
 from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
+    count_drafts,
     is_last,
-    load_drafts,
     load_empty,
     load_stop,
     post_empty,
@@ -82,40 +83,16 @@ def log_quotient(a, b):
 
 
 @triton.jit
-def load_draft_row(
-    statistics_ptr,
-    index,
-    row,
-    logsumexps,
-    request,
-    offset,
-    num_blocks,
-    temperature,
-    target_total,
-    ALIGNMENT: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-):
-    """Return a draft row's peak, log(its sum), log(its sum / the target's) and its point mass.
-
-    They come from the given logsumexp where that is possible, which has a peak of 0.
-    """
-    peak, log_sum, log_sum_ratio = 0.0, 0.0, 0.0
-    point = tl.full([], -1, tl.int32)
-    if logsumexps[0] is not None:
-        log_sum = load_logsumexp(logsumexps, request, offset, True)
-        log_sum_ratio = log_sum - tl.log(target_total)
-    if logsumexps[0] is None or is_trusted(log_sum) == 0:
-        peak, total, point, _ = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
-        log_sum, log_sum_ratio = tl.log(total), log_quotient(total, target_total)
-    return peak, log_sum, log_sum_ratio, point
+def load_logit(row, token, wanted):
+    """Return the logit of one token, -inf for NaN."""
+    row_ptr, stride_token, _ = row
+    logit = tl.load(row_ptr + token.to(tl.int64) * stride_token, mask=wanted, other=0.0).to(tl.float32)
+    return tl.where(logit == logit, logit, -INFINITY)
 
 
 @triton.jit
-def logprob(row, token, peak, log_sum, point, temperature):
-    """Return the log-probability of one token of a row, given by its scalars."""
-    row_ptr, stride_token, _ = row
-    logit = tl.load(row_ptr + token.to(tl.int64) * stride_token).to(tl.float32)
-    logit = tl.where(logit == logit, logit, -INFINITY)
+def logprob(logit, token, peak, log_sum, point, temperature):
+    """Return the log-probability of one token, given its logit and its row's scalars."""
     certain = tl.where(token == point, 0.0, -INFINITY)
     return tl.where(point < 0, scaled(logit, tl.where(point < 0, peak, 0.0), temperature) - log_sum, certain)
 
@@ -142,32 +119,48 @@ def weigh(
     That is, by the names above: the peaks of p and q, log(sum of q / sum of p), what is to be taken from p, log(sum of p),
     and the log-probability of the token that the other row is a point mass on: of p where it is q, of q where it is p.
     """
-    vocab_size = target_row[2]
+    has_draft_row = False
+    # Whatever is needed is asked for before any of it has come.
     index = request * (num_draft_tokens + 1) + offset
-    peak, total, point, _ = load_row(
-        statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
-    )
+    statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
+    logit = load_logit(target_row, token, True)
+    if draft_rows[0] is not None:
+        has_draft_row = temperature > 0
+        draft_row = row_at(draft_rows, target_row[2], request, offset, DRAFT_ALIGNMENT)
+        draft_logit = load_logit(draft_row, token, has_draft_row)
+        summarised = has_draft_row
+        if logsumexps[0] is not None:
+            logsumexp = load_logsumexp(logsumexps, request, offset, has_draft_row)
+            summarised = tl.where(is_trusted(logsumexp), False, summarised)
+        index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
+        draft_statistics = load_statistics(statistics_ptr, index, summarised, num_blocks, temperature, MAX_BLOCKS)
+
+    peak, total, point, _ = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
     log_sum = tl.log(total)
-    target = logprob(target_row, token, peak, log_sum, point, temperature)
+    target = logprob(logit, token, peak, log_sum, point, temperature)
     draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
     taken = token
     kept = tl.where(token == point, 0.0, -INFINITY)
     if draft_rows[0] is not None:
-        if temperature > 0:
-            draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
-            index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
-            draft_peak, draft_log_sum, log_sum_ratio, draft_point = load_draft_row(
-                statistics_ptr, index, draft_row, logsumexps, request, offset, num_blocks, temperature, total,
-                DRAFT_ALIGNMENT, MAX_BLOCKS,
-            )  # fmt: skip
-            draft = logprob(draft_row, token, draft_peak, draft_log_sum, draft_point, temperature)
+        if has_draft_row:
+            draft_point = tl.full([], -1, tl.int32)
+            draft_log_sum = 0.0
+            if logsumexps[0] is not None:  # relative to a peak of 0
+                draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
+            if summarised:
+                draft_peak, draft_total, draft_point, _ = merge(
+                    draft_statistics, draft_row, num_blocks, temperature, DRAFT_ALIGNMENT, MAX_BLOCKS
+                )
+                draft_log_sum, log_sum_ratio = tl.log(draft_total), log_quotient(draft_total, total)
+            draft = logprob(draft_logit, token, draft_peak, draft_log_sum, draft_point, temperature)
             taken = tl.where(draft_point < 0, ALL, draft_point)
             if point >= 0:
-                kept = logprob(draft_row, point, draft_peak, draft_log_sum, draft_point, temperature)
+                draft_logit = load_logit(draft_row, point, True)
+                kept = logprob(draft_logit, point, draft_peak, draft_log_sum, draft_point, temperature)
     if point >= 0:
         taken = tl.full([], NOTHING, tl.int32)
     elif taken >= 0:
-        kept = logprob(target_row, taken, peak, log_sum, point, temperature)
+        kept = logprob(load_logit(target_row, taken, True), taken, peak, log_sum, point, temperature)
     return target, draft, (peak, draft_peak, log_sum_ratio, taken, log_sum, kept)
 
 
@@ -188,28 +181,26 @@ def load_scalars(scalars_ptr):
 
 @triton.jit
 def decide_by_ratio(
-    token_ids_ptr,
     state_ptr,
     scalars_ptr,
     statistics_ptr,
     target_row,
     draft_rows,
     logsumexps,
-    drafts,
     rates_ptr,
+    token,
     request,
     offset,
     temperature,
     key,
     batch,
+    num_draft_tokens,
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Judge the draft at one offset; post whether the request stops there, and leave what its residual will need."""
-    num_draft_tokens, vocab_size = drafts[3], target_row[2]
-    token = load_drafts(drafts, request, offset, vocab_size)
     if token < 0:  # as after the last draft
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
@@ -217,7 +208,7 @@ def decide_by_ratio(
             statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
             num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
-        if scalars[0] == -INFINITY:
+        if scalars[PEAK] == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
         if rates_ptr is None:
             possible = (target > -INFINITY) & (draft > -INFINITY)
@@ -225,7 +216,7 @@ def decide_by_ratio(
         else:
             stands = is_scheduled(rates_ptr, key, offset)
         if stands == 0:
-            post_stop(state_ptr, request, offset, num_draft_tokens, (scalars[3] != NOTHING).to(tl.int32))
+            post_stop(state_ptr, request, offset, num_draft_tokens, (scalars[TAKEN] != NOTHING).to(tl.int32))
             store_scalars(scalars_ptr + (request * num_draft_tokens + offset) * SCALARS, scalars)
 
 
@@ -307,39 +298,42 @@ def draw_residual(
     vocab_size = target_row[2]
     peak, draft_peak, log_sum_ratio = scalars
     token = tl.full([], -1, tl.int32)
+    blocks = tl.arange(0, MAX_BLOCKS)
+    statistics = load_statistics(statistics_ptr, index, taken != ALL, num_blocks, temperature, MAX_BLOCKS)
     sums = tl.zeros([MAX_BLOCKS], tl.float32)
     if draft_rows[0] is not None:
+        wanted = (taken == ALL) & (blocks < num_blocks)
+        sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=wanted, other=0.0)
+    times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
+    if draft_rows[0] is not None:
         if taken == ALL:
-            blocks = tl.arange(0, MAX_BLOCKS)
-            sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
             if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
                 taken = tl.full([], NOTHING, tl.int32)
+                statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
     if taken != ALL:
-        peak, _, token, sums = load_row(
-            statistics_ptr, index, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS
-        )
+        peak, _, token, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
         if taken >= 0:
             block = taken // BLOCK_SIZE
             weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, temperature))
             weights = tl.where(tokens_of(block) == taken, 0.0, weights)
             rest = sum_in_order(weights)
-            without = tl.where(tl.arange(0, MAX_BLOCKS) == block, rest, sums)
+            without = tl.where(blocks == block, rest, sums)
             if tl.sum(without, 0) > 0:
                 sums = without
             else:
                 taken = tl.full([], NOTHING, tl.int32)
     if token < 0:
-        block = select_block(sums, key, offset, SELECT_BLOCK)
+        block = select_block(sums, times)
         token_ids = tokens_of(block)
         target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
-        log_weights = tl.where(token_ids == taken, -INFINITY, scaled(target, peak, temperature))
+        weights = tl.where(token_ids == taken, 0.0, weigh_tokens(target, peak, temperature))
         if draft_rows[0] is not None:
             if taken == ALL:
                 draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
                 draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
                 left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, base_2_scale(temperature))
-                log_weights = tl.where(left > 0, log_weights + tl.log(tl.where(left > 0, left, 1.0)), -INFINITY)
-        token = select_token(log_weights, block, key, offset, SELECT_TOKEN)
+                weights = tl.where(left > 0, weights * left, 0.0)
+        token = select_token(weights, block, key, offset, SELECT_TOKEN)
     return tl.minimum(token, vocab_size - 1).to(tl.int64), peak
 
 
@@ -351,7 +345,7 @@ def emit_kernel(
     invalid_ptr,  # [batch] bool
     residual_sums_ptr,  # [batch, num_blocks] float32, or None
     state_ptr,  # [batch, FIELDS] int32
-    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -387,21 +381,24 @@ def emit_kernel(
     request = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     stop, takes = load_stop(state_ptr, request, num_draft_tokens)
-    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
     scalars = (0.0, 0.0, 0.0)
     taken = tl.full([], NOTHING, tl.int32)
-    if takes:
-        scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
+    if scalars_ptr is not None:
+        if takes:
+            scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
 
     if chunk == 0:
         invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, stop, invalid, vocab_size)
+        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
 
     emits = chunk == 0
     if draft_ptr is not None:
@@ -418,9 +415,8 @@ def emit_kernel(
     if emits:
         index = request * (num_draft_tokens + 1) + stop
         token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr, request, index, target_row, draft_rows, scalars, taken, request, stop,
-            load_key(seeds_ptr, first_seed, positions_ptr, request), num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
-            MAX_BLOCKS,
+            statistics_ptr, residual_sums_ptr, request, index, target_row, draft_rows, scalars, taken, request, stop, key,
+            num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
         if peak == -INFINITY:
             tl.store(invalid_ptr + request, True)

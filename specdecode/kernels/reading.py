@@ -23,7 +23,6 @@ from specdecode.kernels.steps import FIELDS, clear_state, is_last, load_drafts, 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def read_kernel(
-    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
     state_ptr,  # [batch, FIELDS] int32, then [batch, num_draft_tokens + 1] int32: programs that have finished an offset
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
@@ -71,6 +70,7 @@ def read_kernel(
     request = (tl.program_id(0) // chunks % batch).to(tl.int64)
     offset = tl.program_id(0) // chunks // batch
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    draft_token = load_drafts(drafts, request, offset, vocab_size)
     matters = True
     if offset > 0:
         matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0
@@ -86,7 +86,7 @@ def read_kernel(
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
-            reads_draft = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
+            reads_draft = (draft_token >= 0) & (t > 0)
             if logsumexp_ptr is not None:
                 reads_draft &= is_trusted(load_logsumexp(logsumexps, request, offset, reads_draft)) == 0
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
@@ -103,17 +103,17 @@ def read_kernel(
                     draft_index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
                     store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
         if LAZY:
-            if is_last(state_ptr + batch * FIELDS + index, chunks):
-                DECIDE(
-                    token_ids_ptr, state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, drafts,
-                    rates_ptr, request, offset, t, load_key(seeds_ptr, first_seed, positions_ptr, request), batch,
-                    num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-                )  # fmt: skip
+            if offset < num_draft_tokens:
+                if is_last(state_ptr + batch * FIELDS + index, chunks):
+                    DECIDE(
+                        state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, rates_ptr,
+                        draft_token, request, offset, t, load_key(seeds_ptr, first_seed, positions_ptr, request), batch,
+                        num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def decide_kernel(
-    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
@@ -150,19 +150,21 @@ def decide_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Decide the draft at one offset of a request."""
-    await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
     request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
     offset = tl.program_id(0) % num_draft_tokens
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
+    draft_token = load_drafts(drafts, request, offset, vocab_size)
+    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    if matters:
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         DECIDE(
-            token_ids_ptr, state_ptr, scalars_ptr, statistics_ptr,
+            state_ptr, scalars_ptr, statistics_ptr,
             row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT), draft_rows,
-            (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), drafts, rates_ptr, request, offset,
-            load_temperature(temperature_ptr, temperature, request),
-            load_key(seeds_ptr, first_seed, positions_ptr, request), batch, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT,
-            MAX_BLOCKS,
+            (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), rates_ptr, draft_token, request, offset, t,
+            key, batch, num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip

@@ -192,14 +192,13 @@ def store_statistics(statistics_ptr, index, parts, first, num_blocks, temperatur
 
 
 @triton.jit
-def load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS: tl.constexpr):
+def load_statistics(statistics_ptr, index, wanted, num_blocks, temperature, MAX_BLOCKS: tl.constexpr):
     """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as they were left; greedy rows have no sums."""
     blocks = tl.arange(0, MAX_BLOCKS)
-    maxima_ptr = statistics_ptr + index * 2 * num_blocks
-    maxima = tl.load(maxima_ptr + blocks, mask=blocks < num_blocks, other=-INFINITY)
-    sums = tl.zeros([MAX_BLOCKS], tl.float32)
-    if temperature > 0:
-        sums = tl.load(maxima_ptr + num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
+    maxima_ptr = statistics_ptr + index * 2 * num_blocks + blocks
+    wanted = tl.where(wanted, blocks < num_blocks, False)
+    maxima = tl.load(maxima_ptr, mask=wanted, other=-INFINITY)
+    sums = tl.load(maxima_ptr + num_blocks, mask=tl.where(temperature > 0, wanted, False), other=0.0)
     return maxima, sums
 
 

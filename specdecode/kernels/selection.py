@@ -4,6 +4,7 @@
     w(v) = exp((l_v - max m) / T)           token v = argmax  log w(v) + G'(v)  in block b
 
 One number is drawn for each block and one for each token of a single block, which is the only one that is read again.
+With G = -log E the first is argmax W_b / E(b), the second argmax w(v) / E'(v): so they are worked out, without logarithms.
 """
 
 import triton
@@ -11,10 +12,11 @@ import triton.language as tl
 
 from specdecode.kernels.greedy import point_mass
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
-from specdecode.kernels.philox import gumbel, load_key
+from specdecode.kernels.philox import exponential, load_key
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    base_2_scale,
     load_logits,
     load_row_blocks,
     load_statistics,
@@ -29,13 +31,13 @@ from specdecode.kernels.rows import (
 
 
 @triton.jit
-def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
-    """Return a row's scalars and block sums.
+def merge(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Return a row's scalars and block sums, from its statistics.
 
     Its largest logit; its sum of exponentials relative to that; the token that it is a point mass on, -1 for none; and its
     block sums [MAX_BLOCKS]. A point mass has a sum of 1 and no block sums.
     """
-    maxima, sums = load_statistics(statistics_ptr, index, num_blocks, temperature, MAX_BLOCKS)
+    maxima, sums = statistics
     peak = tl.max(maxima, 0)
     weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
     total = sum_in_order(weights)
@@ -54,38 +56,62 @@ def load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT: tl.
 
 
 @triton.jit
-def select_block(sums, key, offset, domain):
-    """Draw a block with probability proportional to its sum."""
-    blocks = tl.arange(0, sums.shape[0])
-    scores = tl.log(tl.where(sums > 0, sums, 1.0)) + gumbel(key, offset, blocks, domain)
-    return tl.argmax(tl.where(sums > 0, scores, -INFINITY), 0)
+def first_largest(scores):
+    """Return the index of the largest of some scores, none of them negative; of equal ones the first."""
+    bits = scores.to(tl.int32, bitcast=True)  # in the same order, and sooner compared
+    count: tl.constexpr = scores.shape[0]
+    return tl.min(tl.where(bits == tl.max(bits, 0), tl.arange(0, count), count), 0)
 
 
 @triton.jit
-def select_token(log_weights, block, key, offset, domain):
+def times_of_blocks(key, offset, domain, MAX_BLOCKS: tl.constexpr):
+    """Return E of each block: it hangs on no logit, so it can be worked out while those are awaited."""
+    return exponential(key, offset, tl.arange(0, MAX_BLOCKS), domain)
+
+
+@triton.jit
+def select_block(sums, times):
+    """Draw a block with probability proportional to its sum, given E of each."""
+    return first_largest(sums / times)
+
+
+@triton.jit
+def weigh_tokens(logits, peak, temperature):
+    """Return 2^60 exp((l - peak) / T): of a block that can be selected, no token that matters underflows."""
+    return tl.exp2(tl.fma(logits - peak, base_2_scale(temperature), 60.0))
+
+
+@triton.jit
+def select_token(weights, block, key, offset, domain):
     """Draw a token of a block with probability proportional to its weight."""
-    return block * BLOCK_SIZE + tl.argmax(log_weights + gumbel(key, offset, tokens_of(block), domain), 0)
+    return block * BLOCK_SIZE + first_largest(weights / exponential(key, offset, tokens_of(block), domain))
+
+
+@triton.jit
+def draw_from_block(row, block, peak, temperature, key, offset, domain, ALIGNMENT: tl.constexpr):
+    """Draw a token of one block of a row."""
+    weights = weigh_tokens(load_logits(row, tokens_of(block), ALIGNMENT), peak, temperature)
+    return select_token(weights, block, key, offset, domain)
 
 
 @triton.jit
 def draw(
-    statistics_ptr,
-    index,
+    statistics,
+    times,
     row,
     num_blocks,
     temperature,
     key,
     offset,
-    domains,
+    domain,
     ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw a token of a row; return it, the row's largest logit and its sum relative to that."""
-    peak, total, token, sums = load_row(statistics_ptr, index, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+    peak, total, token, sums = merge(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     if token < 0:
-        block = select_block(sums, key, offset, domains[0])
-        log_weights = scaled(load_logits(row, tokens_of(block), ALIGNMENT), peak, temperature)
-        token = select_token(log_weights, block, key, offset, domains[1])
+        block = select_block(sums, times)
+        token = draw_from_block(row, block, peak, temperature, key, offset, domain, ALIGNMENT)
     _, _, vocab_size = row
     return tl.minimum(token, vocab_size - 1), peak, total
 
@@ -144,9 +170,10 @@ def sample_kernel(
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
-    domains = (block_domain, token_domain)
+    times = times_of_blocks(key, 0, block_domain, MAX_BLOCKS)
     await_launch(OVERLAPS)
-    token, peak, total = draw(statistics_ptr, request, row, num_blocks, t, key, 0, domains, ALIGNMENT, MAX_BLOCKS)
+    statistics = load_statistics(statistics_ptr, request, True, num_blocks, t, MAX_BLOCKS)
+    token, peak, total = draw(statistics, times, row, num_blocks, t, key, 0, token_domain, ALIGNMENT, MAX_BLOCKS)
     tl.store(token_ids_ptr + request, token.to(tl.int64))
     logsumexp = 0.0
     if t > 0:

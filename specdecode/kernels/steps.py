@@ -78,18 +78,28 @@ def load_drafts(drafts, request, offsets, vocab_size):
 
 
 @triton.jit
-def store_output(output, drafts, request, stop, invalid, vocab_size):
+def count_drafts(drafts, request, vocab_size):
+    """Return how many drafts a request has."""
+    num_draft_tokens = drafts[3]
+    num_drafts = num_draft_tokens
+    for start in range(0, num_draft_tokens, TILE):
+        offsets = start + tl.arange(0, TILE)
+        ids = load_drafts(drafts, request, offsets, vocab_size)
+        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, offsets, num_draft_tokens), 0))
+    return num_drafts
+
+
+@triton.jit
+def store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size):
     """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is another's to write.
 
     `output` is (token_ids, num_accepted, num_draft_tokens, invalid), as pointers.
     """
     token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr = output
     num_draft_tokens = drafts[3]
-    num_drafts = num_draft_tokens
     for start in range(0, num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
         ids = load_drafts(drafts, request, offsets, vocab_size)
-        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, offsets, num_draft_tokens), 0))
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         theirs = (offsets <= num_draft_tokens) & (offsets != stop)
         tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offsets, tokens, mask=theirs)

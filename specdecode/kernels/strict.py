@@ -1,7 +1,8 @@
 """Strict in Triton: the target's own seeded sample y at every offset, compared with the draft.
 
-`decide_by_sample` draws y from the statistics of one target row, of which it reads one block again. The last program to
-finish a request, or a small launch after all of them, writes the request's line of the output.
+In a large batch `decide_by_sample` compares while rows are read. It draws no more of y than it takes to tell that it is not
+the draft: most often y lies in another block. Where the request stops, y is drawn by the launch that emits. In a small batch
+`finish_by_sample_kernel` draws it at every offset at once, compares, and emits.
 """
 
 import triton
@@ -9,11 +10,12 @@ import triton.language as tl
 
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, load_temperature, row_at
-from specdecode.kernels.selection import draw
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, load_statistics, load_temperature, row_at
+from specdecode.kernels.selection import draw, draw_from_block, merge, select_block, times_of_blocks
 from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
+    count_drafts,
     is_last,
     load_drafts,
     load_empty,
@@ -31,40 +33,47 @@ SELECT_TOKEN = tl.constexpr(int(Domain.SELECT_TOKEN))
 
 @triton.jit
 def decide_by_sample(
-    token_ids_ptr,
     state_ptr,
     scalars_ptr,
     statistics_ptr,
     target_row,
     draft_rows,
     logsumexps,
-    drafts,
     rates_ptr,
+    draft,
     request,
     offset,
     temperature,
     key,
     batch,
+    num_draft_tokens,
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Draw y at one offset and note it; post whether the request stops there. Draft rows are of no use."""
-    num_draft_tokens, vocab_size = drafts[3], target_row[2]
-    index = request * (num_draft_tokens + 1) + offset
-    domains = (SELECT_BLOCK, SELECT_TOKEN)
-    token, peak, _ = draw(
-        statistics_ptr, index, target_row, num_blocks, temperature, key, offset, domains, TARGET_ALIGNMENT, MAX_BLOCKS
-    )
-    tl.store(token_ids_ptr + index, token.to(tl.int64))
-    if peak == -INFINITY:
-        post_empty(state_ptr, request, offset, num_draft_tokens)
-    if offset < num_draft_tokens:
-        draft = load_drafts(drafts, request, offset, vocab_size)
-        stands = draft == token if rates_ptr is None else (draft >= 0) & is_scheduled(rates_ptr, key, offset)
-        if stands == 0:
-            post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+    """Tell whether the draft at one offset is y; post whether the request stops there. Draft rows are of no use."""
+    stands = draft >= 0
+    if stands:
+        index = request * (num_draft_tokens + 1) + offset
+        statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
+        times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
+        peak, _, point, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+        if peak == -INFINITY:
+            post_empty(state_ptr, request, offset, num_draft_tokens)
+        if rates_ptr is not None:
+            stands = is_scheduled(rates_ptr, key, offset)
+        elif point >= 0:
+            stands = draft == point
+        else:
+            block = select_block(sums, times)
+            stands = block == draft // BLOCK_SIZE
+            if stands:
+                stands = draft == draw_from_block(
+                    target_row, block, peak, temperature, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT
+                )
+    if stands == 0:
+        post_stop(state_ptr, request, offset, num_draft_tokens, 0)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -92,31 +101,38 @@ def finish_by_sample_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
-    LAZY: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Decide one offset of a request, if that has not been done; the last program of a request writes its output."""
+    """Draw y at one offset of a request and compare; the last program of a request writes its output."""
+    request = (tl.program_id(0) // (num_draft_tokens + 1)).to(tl.int64)
+    offset = tl.program_id(0) % (num_draft_tokens + 1)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    draft = load_drafts(drafts, request, offset, vocab_size)
+    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
+    num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
-    if LAZY:
-        request = tl.program_id(0).to(tl.int64)
-        writes = True
-    else:
-        request = (tl.program_id(0) // (num_draft_tokens + 1)).to(tl.int64)
-        offset = tl.program_id(0) % (num_draft_tokens + 1)
-        if (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0):
-            rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-            row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
-            decide_by_sample(
-                token_ids_ptr, state_ptr, None, statistics_ptr, row, None, None, drafts, rates_ptr, request, offset,
-                load_temperature(temperature_ptr, temperature, request),
-                load_key(seeds_ptr, first_seed, positions_ptr, request), 0, num_blocks, TARGET_ALIGNMENT, 0, MAX_BLOCKS,
-            )  # fmt: skip
-        writes = is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1)
-    if writes:
+    if matters:
+        rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+        row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
+        index = request * (num_draft_tokens + 1) + offset
+        statistics = load_statistics(statistics_ptr, index, True, num_blocks, t, MAX_BLOCKS)
+        token, peak, _ = draw(
+            statistics, times, row, num_blocks, t, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT, MAX_BLOCKS
+        )
+        tl.store(token_ids_ptr + index, token.to(tl.int64))
+        if peak == -INFINITY:
+            post_empty(state_ptr, request, offset, num_draft_tokens)
+        if offset < num_draft_tokens:
+            stands = draft == token if rates_ptr is None else (draft >= 0) & is_scheduled(rates_ptr, key, offset)
+            if stands == 0:
+                post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
         stop, _ = load_stop(state_ptr, request, num_draft_tokens)
         invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, stop, invalid, vocab_size)  # y is there already
+        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)  # y is there already
