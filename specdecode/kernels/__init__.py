@@ -36,14 +36,17 @@ METHODS = {
 }
 """How a method judges a draft when the statistics of its rows are there: with draft logits, and without."""
 
-LAZY_BATCH = 64
-"""Requests from which on it pays to decide while reading, so as to read no row after a rejection."""
+LAZY_BATCH, LAZY_BATCH_OF_BLOCK = 64, 32
+"""Requests from which on it pays to decide while reading, so as to read no row after a rejection.
+
+Block verification reads those too, but a large batch's residuals are summed by programs that share the work evenly.
+"""
 
 BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
 
-LAZY_TILES = 3
-"""Times that a program of a large batch does so: fewer programs to start, against later decisions."""
+WAVE = 1024
+"""Programs that a large GPU runs at once, or somewhat fewer."""
 
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
@@ -79,18 +82,18 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
             "token_domain": int(domains[1]),
             "vocab_size": vocab_size,
             "num_blocks": num_blocks,
-            "tiles": 1,
             **numbers,
         },
         constants={
             "ALIGNMENT": aligned,
-            "BLOCKS": BLOCKS,
             "LANES": lanes(logits),
             "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
         },
     )
     with on_device(device):
-        launches.launch(summarise_kernel, requests * cdiv(num_blocks, BLOCKS), num_warps=BLOCKS, follows=False)
+        tiles = reading_tiles(requests, 1, num_blocks)
+        programs = requests * cdiv(num_blocks, tiles * BLOCKS)
+        launches.launch(summarise_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
         launches.launch(sample_kernel, requests, num_warps=8)
     return token_ids, logsumexp
 
@@ -121,7 +124,8 @@ def verify(
     by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
     draft = None if by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
-    lazy = num_draft_tokens > 0 and (requests >= LAZY_BATCH if lazy is None else lazy)
+    lazy_batch = LAZY_BATCH_OF_BLOCK if in_block else LAZY_BATCH
+    lazy = num_draft_tokens > 0 and (requests >= lazy_batch if lazy is None else lazy)
     num_rows, vocab_size, device = num_draft_tokens + 1, target.shape[-1], target.device
     num_blocks = cdiv(vocab_size, BLOCK_SIZE)
 
@@ -194,7 +198,7 @@ def verify(
         },
     )
     with on_device(device):
-        tiles = LAZY_TILES if lazy else 1
+        tiles = reading_tiles(requests, num_rows, num_blocks)
         programs = requests * num_rows * cdiv(num_blocks, tiles * BLOCKS)
         launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
         if by_sample and not lazy:
@@ -202,18 +206,25 @@ def verify(
             return output
         if num_draft_tokens > 0 and not lazy:
             launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-        # Eight warps are sooner done with one request, four with many.
-        warps, tiles = (4, LAZY_TILES) if lazy else (8, 1)
-        chunks = 1 if draft is None else cdiv(num_blocks, tiles * warps)
+        tiles = min(max(requests // 64, 1), 2)
+        chunks = 1 if draft is None else cdiv(num_blocks, tiles * BLOCKS)
         if not in_block:
-            launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
+            launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
             return output
         if lazy and draft is not None:
             launches.launch(block.plan_kernel, requests, num_warps=1)
-            launches.launch(block.sum_kernel, requests * chunks, num_warps=warps, tiles=tiles, BLOCKS=warps)
+            launches.launch(block.sum_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
+        chunks = cdiv(num_blocks, 8)
         programs = requests if lazy or draft is None else requests * num_draft_tokens * chunks
         launches.launch(block.emit_kernel, programs, num_warps=8, tiles=1, BLOCKS=8)
     return output
+
+
+def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
+    """Return how many times `BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
+    if requests * num_rows * cdiv(num_blocks, BLOCKS) <= WAVE:
+        return 1
+    return min(max(requests // 64, 2), 8)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

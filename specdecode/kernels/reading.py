@@ -70,7 +70,6 @@ def read_kernel(
     request = (tl.program_id(0) // chunks % batch).to(tl.int64)
     offset = tl.program_id(0) // chunks // batch
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    draft_token = load_drafts(drafts, request, offset, vocab_size)
     matters = True
     if offset > 0:
         matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0
@@ -86,7 +85,7 @@ def read_kernel(
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
-            reads_draft = (draft_token >= 0) & (t > 0)
+            reads_draft = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
             if logsumexp_ptr is not None:
                 reads_draft &= is_trusted(load_logsumexp(logsumexps, request, offset, reads_draft)) == 0
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
@@ -105,6 +104,8 @@ def read_kernel(
         if LAZY:
             if offset < num_draft_tokens:
                 if is_last(state_ptr + batch * FIELDS + index, chunks):
+                    # The draft is loaded again, not kept in a register for as long as rows are read.
+                    draft_token = load_drafts(drafts, request, offset, vocab_size)
                     DECIDE(
                         state_ptr, scalars_ptr, statistics_ptr, target_row, draft_rows, logsumexps, rates_ptr,
                         draft_token, request, offset, t, load_key(seeds_ptr, first_seed, positions_ptr, request), batch,
