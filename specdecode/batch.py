@@ -1,7 +1,6 @@
 """What goes into a backend and what comes out: arguments checked once, at the door."""
 
 import math
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -34,8 +33,7 @@ class SamplerOutput(NamedTuple):
         return self.num_accepted + 1
 
 
-@dataclass(frozen=True)
-class RowBatch:
+class RowBatch(NamedTuple):
     """Logits rows to draw one token from each, checked."""
 
     logits: Tensor  # [batch, vocab] any float
@@ -62,8 +60,7 @@ class RowBatch:
         )
 
 
-@dataclass(frozen=True)
-class VerificationBatch:
+class VerificationBatch(NamedTuple):
     """The one bundle of tensors that both backends receive, checked."""
 
     target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float
@@ -167,7 +164,7 @@ def check_tensor(
 ) -> None:
     """Raise unless `tensor` is a plain tensor of one of the dtypes, of this shape, on this device."""
     check_type(name, tensor, dtypes)
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")

@@ -4,10 +4,13 @@ Without a GPU the kernels run in Triton's interpreter, on few small cases, for a
 programs one after another, so races are for the GPU to show.
 """
 
+import gc
 import itertools
 import threading
 import warnings
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ from tests.conftest import ON_GPU
 from tests.differential import FLOAT32_BAND, assert_same_tokens, case
 
 kernels = pytest.importorskip("specdecode.kernels", reason="needs Triton")
-launches = pytest.importorskip("specdecode.kernels.launches", reason="needs Triton")
+triton = pytest.importorskip("triton")
 
 # The interpreter computes with NumPy, which warns of what the kernels deal with: infinities, NaN, overflow.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -54,8 +57,13 @@ def small(*cases):
 
 def verify(kind: str, batch, **options):
     """Run the kernels on a case, in one of the ways that calls differ."""
+    return kernels.verify(*checked(kind, batch), **options)
+
+
+def checked(kind: str, batch) -> tuple[str, VerificationBatch, AcceptanceSchedule | None]:
+    """The method, the checked arguments and the schedule of such a call."""
     method, draft_logits, logsumexp = told_apart(kind, batch)
-    checked = VerificationBatch.check(
+    arguments = VerificationBatch.check(
         batch.target_logits,
         batch.draft_token_ids,
         draft_logits,
@@ -64,7 +72,7 @@ def verify(kind: str, batch, **options):
         batch.seeds,
         batch.positions,
     )
-    return kernels.verify(method, checked, SCHEDULE if method == "synthetic" else None, **options)
+    return method, arguments, SCHEDULE if method == "synthetic" else None
 
 
 def told_apart(kind: str, batch) -> tuple[str, Tensor | None, Tensor | None]:
@@ -363,6 +371,228 @@ def test_auto_takes_the_kernels_on_a_gpu():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Plans: what the kernels are given by a first call, through Triton, and by those after it
+# ---------------------------------------------------------------------------------------------------------------------
+
+KERNELS = [
+    (kernels, "summarise_kernel"),
+    (kernels, "sample_kernel"),
+    (kernels, "read_kernel"),
+    (kernels, "decide_kernel"),
+    (kernels, "finish_by_sample_kernel"),
+    (kernels.probabilistic, "emit_kernel"),
+    (kernels.block, "plan_kernel"),
+    (kernels.block, "sum_kernel"),
+    (kernels.block, "emit_kernel"),
+]
+STREAM = 7
+
+
+class Recorded:
+    """Stands in for a kernel and for its compiled variants: notes what each launch is given, and launches nothing."""
+
+    function, packed_metadata = object(), object()
+
+    def __init__(self, kernel, launches: list):
+        self.kernel, self.arg_names, self.launches = kernel, kernel.arg_names, launches
+
+    def __getitem__(self, grid):
+        def launch(*values, num_warps=None, launch_pdl=None, stream=None):
+            how = "by hooks" if stream == STREAM else "by Triton"
+            self.note(how, grid, values)
+            return self
+
+        return launch
+
+    def run(self, *values):
+        grid, (stream, function, metadata, *hooks), values = values[:3], values[3:9], values[9:]
+        assert (stream, function, metadata, hooks) == (STREAM, self.function, self.packed_metadata, [None] * 3)
+        self.note("by plan", grid, values)
+
+    def note(self, how: str, grid: tuple, values: tuple):
+        tensors = {name: value for name, value in zip(self.arg_names, values) if isinstance(value, Tensor)}
+        addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        self.launches.append(
+            SimpleNamespace(
+                how=how,
+                what=(self.kernel, grid),
+                arguments=dict(zip(self.arg_names, addresses, strict=True)),
+                dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+                tensors=[weakref.ref(tensor) for tensor in tensors.values()],
+            )
+        )
+
+
+def forget_plans():
+    kernels.plan_verification.cache_clear()
+    kernels.plan_sampling.cache_clear()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The launches made, in order."""
+    launches: list = []
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name), launches))
+    driver = SimpleNamespace(get_current_stream=lambda index: STREAM)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    forget_plans()
+    yield launches
+    forget_plans()
+
+
+WORKSPACE = ["statistics_ptr", "residual_sums_ptr", "scalars_ptr", "jobs_ptr"]
+OUTPUT = {
+    "token_ids_ptr": "token_ids",
+    "num_accepted_ptr": "num_accepted",
+    "num_drafts_ptr": "num_draft_tokens",
+    "invalid_ptr": "invalid",
+}
+
+
+def laid_out(launch, state: int, output) -> dict:
+    """The arguments of a launch, those of the workspace relative to its start, the output's by name."""
+    arguments = dict(launch.arguments)
+    for name in {"state_ptr", *WORKSPACE} & arguments.keys():
+        if arguments[name] is not None:
+            arguments[name] -= state
+    for name, field in OUTPUT.items():
+        if name in arguments:
+            assert arguments[name] == getattr(output, field).data_ptr()
+            arguments[name] = field
+    return arguments
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_launches_what_triton_would(recorded, kind, drafts, lazy):
+    def call(arguments, how):
+        del recorded[:]
+        output = kernels.verify(*arguments, lazy=lazy)
+        assert {launch.how for launch in recorded} == {how}
+        state = recorded[0].arguments["state_ptr"]
+        launched = [(*launch.what, laid_out(launch, state, output)) for launch in recorded]
+        if drafts == 0:  # then this has no length, and its place is of no consequence
+            for *_, arguments in launched:
+                arguments.pop("scalars_ptr", None)
+        return launched
+
+    one, other = (
+        checked(kind, replace(case(2, drafts, 2064, torch.bfloat16, seed=seed).to(DEVICE), temperature=seed / 3))
+        for seed in (1, 2)
+    )
+    call(one, "by Triton")
+    by_plan = call(other, "by plan")
+    forget_plans()
+    assert by_plan == call(other, "by Triton")
+    for launch in recorded:
+        for name in {"state_ptr", *WORKSPACE} & launch.dtypes.keys():
+            assert launch.dtypes[name] == (torch.int32 if name in ("state_ptr", "jobs_ptr") else torch.float32), name
+
+
+def test_the_parts_of_the_workspace_do_not_overlap(recorded):
+    requests, drafts, vocab = 3, 2, 5000
+    verify("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), lazy=True)
+    arguments = {name: value for launch in recorded for name, value in launch.arguments.items()}
+    blocks = -(-vocab // 1024)
+    lengths = {
+        "state_ptr": requests * (4 + drafts + 1),
+        "statistics_ptr": requests * (2 * drafts + 1) * 2 * blocks,
+        "residual_sums_ptr": requests * drafts * blocks,
+        "scalars_ptr": requests * drafts * 8,
+        "jobs_ptr": requests * drafts,
+    }
+    parts = sorted((arguments[name], 4 * length) for name, length in lengths.items())
+    assert all(start % 16 == 0 for start, _ in parts)
+    assert all(start + length <= following for (start, length), (following, _) in itertools.pairwise(parts))
+
+
+def test_only_what_programs_count_starts_as_zeros(recorded, monkeypatch):
+    arguments = checked("probabilistic", case(5, 3, 2064, torch.bfloat16).to(DEVICE))
+    memory, empty = torch.empty(10_000, dtype=torch.int32, device=DEVICE), torch.empty
+
+    def allocate(*size, **options):
+        return memory if len(size) == 1 and size[0] > 5 else empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    for lazy, zeros in ((False, 0), (True, 5 * (4 + 4))):
+        memory.fill_(-1)
+        kernels.verify(*arguments, lazy=lazy)
+        assert (memory[:zeros] == 0).all()
+        assert (memory[zeros:] == -1).all()
+
+
+def test_calls_that_are_alike_share_a_plan(recorded):
+    batch = case(4, 3, 2064, torch.bfloat16).to(DEVICE)
+
+    def asks_triton(**changes) -> bool:
+        del recorded[:]
+        verify("probabilistic", SimpleNamespace(**{**vars(batch), **changes}))
+        return recorded[0].how == "by Triton"
+
+    wider = torch.zeros(4, 4, 2064 + 16, dtype=torch.bfloat16, device=DEVICE)
+    ids, target = batch.draft_token_ids, batch.target_logits
+    assert asks_triton()
+    assert not asks_triton()
+    for change in (
+        {"target_logits": wider[..., :2064]},  # other strides
+        {"target_logits": wider[..., 1:2065]},  # the same strides, at no multiple of 16 bytes
+        {"target_logits": target.float()},
+        {"target_logits": target.half(), "draft_logits": batch.draft_logits.half()},
+        {"target_logits": target[..., :2048], "draft_logits": batch.draft_logits[..., :2048]},
+        {"draft_token_ids": ids.int()},
+        {"draft_token_ids": ids.T.contiguous().T},
+        {"temperature": batch.temperature.half()},
+        {"temperature": 0.7},
+        {"seeds": 5},
+        {"positions": None},
+        {name: value[:3] for name, value in vars(batch).items()},
+    ):
+        assert asks_triton(**change), change.keys()
+        assert not asks_triton(**change), change.keys()
+    for change in (
+        {"target_logits": target.clone(), "draft_token_ids": ids.clone()},
+        {"seeds": strided(batch.seeds), "positions": strided(batch.positions)},
+        {"temperature": 0.3},
+        {"seeds": 6},
+    ):
+        assert not asks_triton(**change), change.keys()
+
+
+def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
+    allocated, empty = [], torch.empty
+
+    def allocate(*size, **options):
+        tensor = empty(*size, **options)
+        allocated.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    sampler = RejectionSampler("block", backend="triton")
+    for _ in range(2):
+        batch = case(2, 3, 2064, torch.bfloat16).to(DEVICE)
+        output = sampler(batch.target_logits, batch.draft_token_ids, batch.draft_logits)
+        drawn = sampler.draft(batch.draft_logits[:, 0])
+    assert {launch.how for launch in recorded} == {"by Triton", "by plan"}
+    held = [weakref.ref(tensor) for tensor in (*vars(batch).values(), *output, *drawn)]
+    held += [*allocated, *(tensor for launch in recorded for tensor in launch.tensors)]
+    del batch, output, drawn
+    gc.collect()
+    assert [tensor() for tensor in held if tensor() is not None] == []
+    assert kernels.plan_verification.cache_info().currsize == 1
+
+
+def test_launches_are_told_to_hooks(recorded, monkeypatch):
+    batch = case(2, 3, 2064, torch.bfloat16).to(DEVICE)
+    verify("probabilistic", batch)
+    del recorded[:]
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    verify("probabilistic", batch)
+    assert [launch.how for launch in recorded] == ["by hooks"] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What only a GPU shows
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -416,24 +646,16 @@ def test_sizes_compile_nothing_anew():
     for kind in KINDS:
         for requests in (2, 100):
             verify(kind, case(requests, 2, 2048, torch.float16).to("cuda"))
-    known = len(launches._compiled), compiled_variants()
+    known = compiled_variants()
     for kind in KINDS:
         for requests, drafts, vocab in ((1, 1, 16), (16, 3, 4096), (65, 8, 160), (128, 16, 1024), (33, 4, 128256)):
             verify(kind, case(requests, drafts, vocab, torch.float16).to("cuda"))
-    assert (len(launches._compiled), compiled_variants()) == known
+    assert compiled_variants() == known
 
 
 def compiled_variants() -> int:
-    modules = (
-        kernels.read_kernel,
-        kernels.decide_kernel,
-        kernels.finish_by_sample_kernel,
-        kernels.probabilistic.emit_kernel,
-        kernels.block.plan_kernel,
-        kernels.block.sum_kernel,
-        kernels.block.emit_kernel,
-    )
-    return sum(len(cache[0]) for kernel in modules for cache in kernel.device_caches.values())
+    launched = [getattr(module, name) for module, name in KERNELS]
+    return sum(len(cache[0]) for kernel in launched for cache in kernel.device_caches.values())
 
 
 @needs_gpu
@@ -447,12 +669,12 @@ def test_after_a_warmup_nothing_is_compiled():
 
     positional, options = arguments(one)
     sampler.warmup(*positional, **options)
-    known = len(launches._compiled)
+    known = compiled_variants()
     for batch in (one, many):
         positional, options = arguments(batch)
         sampler(*positional, **options)
         sampler.draft(batch.draft_logits[:, 1], **options)
-    assert len(launches._compiled) == known
+    assert compiled_variants() == known
 
 
 @needs_gpu

@@ -6,7 +6,6 @@ given as one number tells that there are no greedy requests, or no others.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ METHODS: dict[str, Callable[[Steps], Tensor]] = {
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
     if method == "strict":  # which has no use for draft logits: not even their dtype may matter
-        batch = replace(batch, draft_logits=None, draft_logsumexp=None)
+        batch = batch._replace(draft_logits=None, draft_logsumexp=None)
     steps = Steps(batch, schedule)
     return steps.output(METHODS[method](steps))
 

@@ -3,14 +3,14 @@
 A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way. In a small
 batch the decisions are a launch of their own. The last one emits (`strict`, `probabilistic`, `block`). No program waits for
 another: what must come after everything else is done by the last program to finish, or by the next launch. So nothing can
-hang, and nothing outlives a call but compiled code: calls on several streams, from several threads and in graphs
-do not meet.
+hang, and nothing outlives a call but compiled code and plans of what to launch: calls on several streams, from several
+threads and in graphs do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
 
-import contextlib
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.launches import Launches, alignment, cdiv, lanes
+from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, layout
 from specdecode.kernels.reading import decide_kernel, read_kernel
 from specdecode.kernels.rows import LARGEST, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
@@ -54,48 +54,54 @@ MIN_DRAFTS = 32
 MIN_BLOCKS = 256
 """The statistics of a row are handled as this many blocks at least (262,144 tokens), or as the next power of two."""
 
+PLANS = 1024
+"""Plans that are kept, of calls whose sizes, strides or dtypes differ."""
+
 
 def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
     logits = batch.logits
     requests, vocab_size = logits.shape
-    num_blocks, device = cdiv(vocab_size, BLOCK_SIZE), logits.device
+    device = logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=device)
     if requests == 0:
         return token_ids, logsumexp
-    aligned = alignment(logits)
     of_requests, numbers = per_request(batch)
-    launches = Launches(
+    plan = plan_sampling(device, requests, vocab_size, layout(logits), dtypes(of_requests.values()))
+    plan.run(
+        {"token_ids_ptr": token_ids, "logsumexp_ptr": logsumexp, "logits_ptr": logits, **of_requests},
+        {"block_domain": int(domains[0]), "token_domain": int(domains[1]), **numbers},
+    )
+    return token_ids, logsumexp
+
+
+@functools.lru_cache(maxsize=PLANS)
+def plan_sampling(
+    device: torch.device, requests: int, vocab_size: int, logits: Layout, others: tuple[torch.dtype | None, ...]
+) -> Plan:
+    """Plan to draw a token from each row; `others` are the dtypes of all other tensors, which compiled code hangs on."""
+    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
+    stride_row, stride_token = logits.strides
+    plan = Plan(
         device,
-        tensors={
-            "token_ids_ptr": token_ids,
-            "logsumexp_ptr": logsumexp,
-            "statistics_ptr": torch.empty(requests * 2 * num_blocks, dtype=torch.float32, device=device),
-            "logits_ptr": logits,
-            **of_requests,
-        },
-        numbers={
-            "stride_row": logits.stride(0),
-            "stride_token": logits.stride(1),
-            "block_domain": int(domains[0]),
-            "token_domain": int(domains[1]),
+        workspace={"statistics_ptr": (torch.float32, requests * 2 * num_blocks)},
+        zeros=0,
+        constants={
+            "stride_row": stride_row,
+            "stride_token": stride_token,
             "vocab_size": vocab_size,
             "num_blocks": num_blocks,
-            **numbers,
-        },
-        constants={
-            "ALIGNMENT": aligned,
+            "ALIGNMENT": alignment(logits, vocab_size),
             "LANES": lanes(logits),
             "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
         },
     )
-    with on_device(device):
-        tiles = reading_tiles(requests, 1, num_blocks)
-        programs = requests * cdiv(num_blocks, tiles * BLOCKS)
-        launches.launch(summarise_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
-        launches.launch(sample_kernel, requests, num_warps=8)
-    return token_ids, logsumexp
+    tiles = reading_tiles(requests, 1, num_blocks)
+    programs = requests * triton.cdiv(num_blocks, tiles * BLOCKS)
+    plan.add(summarise_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
+    plan.add(sample_kernel, requests, num_warps=8)
+    return plan
 
 
 def verify(
@@ -120,76 +126,103 @@ def verify(
     """
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
     requests, num_draft_tokens = draft_token_ids.shape
-    decide = METHODS[method][batch.draft_logits is None]
-    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
-    draft = None if by_sample or num_draft_tokens == 0 else batch.draft_logits
-    draft_logsumexp = batch.draft_logsumexp if draft is not None else None
-    lazy_batch = LAZY_BATCH_OF_BLOCK if in_block else LAZY_BATCH
-    lazy = num_draft_tokens > 0 and (requests >= lazy_batch if lazy is None else lazy)
-    num_rows, vocab_size, device = num_draft_tokens + 1, target.shape[-1], target.device
-    num_blocks = cdiv(vocab_size, BLOCK_SIZE)
-
+    device = target.device
     output = SamplerOutput(
-        token_ids=torch.empty(requests, num_rows, dtype=torch.int64, device=device),
+        token_ids=torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
         num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
         num_draft_tokens=torch.empty(requests, dtype=torch.int32, device=device),
         invalid=torch.empty(requests, dtype=torch.bool, device=device),
     )
     if requests == 0:
         return output
-
-    # Programs that count each other need zeros to start from. Without them the first launch clears what the next ones use.
-    allocate = torch.zeros if lazy else torch.empty
-    state = allocate(requests, FIELDS.value + num_rows, dtype=torch.int32, device=device)
-    summarised = num_rows if draft is None else num_rows + num_draft_tokens
-    num_residuals = num_draft_tokens if in_block else 1
-    jobs = (
-        torch.empty(requests * num_draft_tokens, dtype=torch.int32, device=device)
-        if in_block and lazy and draft is not None
-        else None
+    decide = METHODS[method][batch.draft_logits is None]
+    draft = None if decide is decide_by_sample or num_draft_tokens == 0 else batch.draft_logits
+    draft_logsumexp = batch.draft_logsumexp if draft is not None else None
+    lazy_batch = LAZY_BATCH_OF_BLOCK if decide is block.note_ratio else LAZY_BATCH
+    lazy = num_draft_tokens > 0 and (requests >= lazy_batch if lazy is None else lazy)
+    of_requests, numbers = per_request(batch)
+    others = {
+        "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
+        "target_index_ptr": target_index,
+        "draft_index_ptr": draft_index,
+        **of_requests,
+    }
+    plan = plan_verification(
+        decide,
+        lazy,
+        device,
+        requests,
+        num_draft_tokens,
+        target.shape[-1],
+        layout(target),
+        None if draft is None else layout(draft),
+        layout(draft_token_ids),
+        None if draft_logsumexp is None else layout(draft_logsumexp),
+        dtypes(others.values()),
     )
-    floats = functools.partial(torch.empty, dtype=torch.float32, device=device)
-    target_aligned, draft_aligned = alignment(target), 16 if draft is None else alignment(draft)
+    tensors = {
+        "token_ids_ptr": output.token_ids,
+        "num_accepted_ptr": output.num_accepted,
+        "num_drafts_ptr": output.num_draft_tokens,
+        "invalid_ptr": output.invalid,
+        "target_ptr": target,
+        "draft_ptr": draft,
+        "ids_ptr": draft_token_ids,
+        "logsumexp_ptr": draft_logsumexp,
+        **others,
+    }
+    plan.run(tensors, numbers)
+    return output
+
+
+@functools.lru_cache(maxsize=PLANS)
+def plan_verification(
+    decide: Any,
+    lazy: bool,
+    device: torch.device,
+    requests: int,
+    num_draft_tokens: int,
+    vocab_size: int,
+    target: Layout,
+    draft: Layout | None,
+    ids: Layout,
+    logsumexp: Layout | None,
+    others: tuple[torch.dtype | None, ...],
+) -> Plan:
+    """Plan a verification step; `others` are the dtypes of all other tensors, which compiled code hangs on."""
+    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
+    num_rows, num_blocks = num_draft_tokens + 1, triton.cdiv(vocab_size, BLOCK_SIZE)
+    num_drafts = requests * num_draft_tokens
+    summarised = requests * num_rows if draft is None else requests * num_rows + num_drafts
+    residuals = num_drafts if in_block else requests
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
-    of_requests, numbers = per_request(batch)
-    launches = Launches(
+    state = requests * (FIELDS.value + num_rows)
+    floats, ints = torch.float32, torch.int32
+    plan = Plan(
         device,
-        tensors={
-            "token_ids_ptr": output.token_ids,
-            "num_accepted_ptr": output.num_accepted,
-            "num_drafts_ptr": output.num_draft_tokens,
-            "invalid_ptr": output.invalid,
-            "state_ptr": state,
-            "statistics_ptr": floats(requests * summarised, 2, num_blocks),
-            "residual_sums_ptr": None if draft is None else floats(requests, num_residuals, num_blocks),
-            "scalars_ptr": None if by_sample else floats(requests, num_draft_tokens, probabilistic.SCALARS.value),
-            "jobs_ptr": jobs,
-            "target_ptr": target,
-            "draft_ptr": draft,
-            "ids_ptr": draft_token_ids,
-            "logsumexp_ptr": draft_logsumexp,
-            "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
-            "target_index_ptr": target_index,
-            "draft_index_ptr": draft_index,
-            **of_requests,
+        workspace={
+            "state_ptr": (ints, state),
+            "statistics_ptr": (floats, summarised * 2 * num_blocks),
+            "residual_sums_ptr": None if draft is None else (floats, residuals * num_blocks),
+            "scalars_ptr": None if by_sample else (floats, num_drafts * probabilistic.SCALARS.value),
+            "jobs_ptr": (ints, num_drafts) if in_block and lazy and draft is not None else None,
         },
-        numbers={
+        # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
+        zeros=state if lazy else 0,
+        constants={
             "batch": requests,
             "num_draft_tokens": num_draft_tokens,
             "vocab_size": vocab_size,
             "num_blocks": num_blocks,
             **strides("target", target, 3),
             **strides("draft", draft, 3),
-            **strides("ids", draft_token_ids, 2),
-            **strides("logsumexp", draft_logsumexp, 2),
-            **numbers,
-        },
-        constants={
+            **strides("ids", ids, 2),
+            **strides("logsumexp", logsumexp, 2),
             "DECIDE": decide,
             "LAZY": lazy,
-            "TARGET_ALIGNMENT": target_aligned,
-            "DRAFT_ALIGNMENT": draft_aligned,
+            "TARGET_ALIGNMENT": alignment(target, vocab_size),
+            "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
             "LANES": min(target_lanes, draft_lanes),
@@ -197,41 +230,33 @@ def verify(
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
     )
-    with on_device(device):
-        tiles = reading_tiles(requests, num_rows, num_blocks)
-        programs = requests * num_rows * cdiv(num_blocks, tiles * BLOCKS)
-        launches.launch(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
-        if by_sample and not lazy:
-            launches.launch(finish_by_sample_kernel, requests * num_rows, num_warps=8)
-            return output
-        if num_draft_tokens > 0 and not lazy:
-            launches.launch(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-        tiles = min(max(requests // 64, 1), 2)
-        chunks = 1 if draft is None else cdiv(num_blocks, tiles * BLOCKS)
-        if not in_block:
-            launches.launch(probabilistic.emit_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
-            return output
-        if lazy and draft is not None:
-            launches.launch(block.plan_kernel, requests, num_warps=1)
-            launches.launch(block.sum_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
-        chunks = cdiv(num_blocks, 8)
-        programs = requests if lazy or draft is None else requests * num_draft_tokens * chunks
-        launches.launch(block.emit_kernel, programs, num_warps=8, tiles=1, BLOCKS=8)
-    return output
+    tiles = reading_tiles(requests, num_rows, num_blocks)
+    programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
+    plan.add(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
+    if by_sample and not lazy:
+        plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
+        return plan
+    if num_draft_tokens > 0 and not lazy:
+        plan.add(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
+    tiles = min(max(requests // 64, 1), 2)
+    chunks = 1 if draft is None else triton.cdiv(num_blocks, tiles * BLOCKS)
+    if not in_block:
+        plan.add(probabilistic.emit_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
+        return plan
+    if lazy and draft is not None:
+        plan.add(block.plan_kernel, requests, num_warps=1)
+        plan.add(block.sum_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
+    chunks = triton.cdiv(num_blocks, 8)
+    programs = requests if lazy or draft is None else num_drafts * chunks
+    plan.add(block.emit_kernel, programs, num_warps=8, tiles=1, BLOCKS=8)
+    return plan
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     """Return how many times `BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
-    if requests * num_rows * cdiv(num_blocks, BLOCKS) <= WAVE:
+    if requests * num_rows * triton.cdiv(num_blocks, BLOCKS) <= WAVE:
         return 1
     return min(max(requests // 64, 2), 8)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a tensor's device the current one, which is where kernels are launched."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 def at_least(least: int, size: int) -> int:
@@ -239,9 +264,9 @@ def at_least(least: int, size: int) -> int:
     return least if size <= least else triton.next_power_of_2(size)
 
 
-def strides(name: str, values: Tensor | None, dimensions: int) -> dict[str, float]:
+def strides(name: str, values: Layout | None, dimensions: int) -> dict[str, float]:
     """Return the arguments that say how a [batch, offsets, ...] tensor lies."""
-    sizes = (0,) * dimensions if values is None else values.stride()
+    sizes = (0,) * dimensions if values is None else values.strides
     return {f"{name}_stride_{of}": size for of, size in zip(("request", "offset", "token"), sizes)}
 
 

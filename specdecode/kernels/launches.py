@@ -1,9 +1,11 @@
 """Launching: few compiled variants, little work on the host, and launches that overlap where the GPU can do that."""
 
+import contextlib
 import functools
+import itertools
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -77,61 +79,149 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def alignment(logits: Tensor) -> int:
+class Layout(NamedTuple):
+    """What a launch hangs on of a tensor: all but its address."""
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+    is_aligned: bool  # to 16 bytes
+
+
+def layout(tensor: Tensor) -> Layout:
+    """Return how a tensor lies."""
+    return Layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+def dtypes(tensors: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of tensors, None for those that are not there."""
+    return tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+
+
+def alignment(logits: Layout, vocab_size: int) -> int:
     """Return 16 if rows are dense and start and end at multiples of 16 logits, 1 if only dense, else 0."""
-    *strides, stride_token = logits.stride()
+    *strides, stride_token = logits.strides
     if stride_token != 1:
         return 0
-    return 16 if functools.reduce(operator.or_, strides, logits.shape[-1] | logits.data_ptr()) % 16 == 0 else 1
+    return 16 if logits.is_aligned and functools.reduce(operator.or_, strides, vocab_size) % 16 == 0 else 1
 
 
-def cdiv(total: int, size: int) -> int:
-    """Return how many parts of a size make a total (in a tenth of the time of Triton's, which is compiled code's too)."""
-    return -(-total // size)
-
-
-def lanes(logits: Tensor) -> int:
+def lanes(logits: Layout) -> int:
     """Return how many logits one warp loads at once if each thread loads 16 bytes."""
-    return 512 // logits.element_size()
+    return 512 // logits.dtype.itemsize
 
 
-_compiled: dict[tuple[object, ...], Any] = {}
-_arguments_of: dict[Any, Callable[[dict[str, Any]], tuple[Any, ...]]] = {}
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a tensor's device the current one, which is where kernels are launched."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
-class Launches:
-    """The launches of one call, with arguments by name.
+def has_hooks() -> bool:
+    """Tell whether a profiler wants to hear of launches."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+CACHE_LINE = 32
+"""Numbers of 32 bits in a cache line of a GPU."""
+
+
+class Launch(NamedTuple):
+    """One launch of a plan."""
+
+    kernel: Any
+    programs: int
+    num_warps: int
+    follows: bool
+    constants: dict[str, Any]
+
+
+class Compiled(NamedTuple):
+    """A launch when Triton has compiled its kernel."""
+
+    variant: Any
+    programs: int
+    arguments_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    constants: tuple[Any, ...]
+
+
+class Plan:
+    """The launches of all calls that differ in addresses, and in numbers of no consequence, alone; arguments by name.
 
     Triton works out at each launch which compiled variant of a kernel is meant, and looks at every pointer, which takes
-    longer than small kernels run. Here that hangs on dtypes and constants alone: it is looked up once, for all launches.
+    longer than small kernels run. Here only the first call of a plan asks it. Those that follow fill in addresses.
+
+    A plan holds no tensor. A call's workspace is one piece of memory, in parts, for each allocation takes its time.
+
+    Args:
+        device: where all of it happens.
+        workspace: dtype (of 32 bits) and length of each part, None for one that is not needed.
+        zeros: how many numbers of the workspace, from the first on, start as zeros.
+        constants: arguments that are the same in all calls, and in all launches.
     """
 
     def __init__(
         self,
         device: torch.device,
-        tensors: dict[str, Tensor | None],
-        numbers: dict[str, float],
+        workspace: dict[str, tuple[torch.dtype, int] | None],
+        zeros: int,
         constants: dict[str, Any],
     ) -> None:
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
-        logits = [tensors.get(name) for name in ("logits_ptr", "target_ptr", "draft_ptr")]
-        alignments = [tensor is not None and tensor.data_ptr() % 16 == 0 for tensor in logits]
-        self.key = (device, *dtypes, *alignments, *constants.values())
-        self.tensors = tensors
-        self.others = {**numbers, **constants, "OVERLAPS": can_overlap(device)}
-        addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-        self.arguments = {**addresses, **self.others}
+        self.device = device
+        self.parts = {name: part for name, part in workspace.items() if part is not None}
+        lengths = [triton.cdiv(length, CACHE_LINE) * CACHE_LINE for _, length in self.parts.values()]
+        *self.starts, self.length = itertools.accumulate(lengths, initial=0)
+        self.zeros = zeros
+        absent = {name: None for name, part in workspace.items() if part is None}
+        self.constants = {**absent, **constants, "OVERLAPS": can_overlap(device)}
+        self.launches: list[Launch] = []
+        self.compiled: list[Compiled] = []
 
-    def launch(self, kernel: Any, programs: int, num_warps: int, follows: bool = True, **others: int) -> None:
-        """Launch a kernel on the current device; one that `follows` another may be set up while that runs."""
-        key = (kernel, num_warps, *self.key)
-        compiled = _compiled.get(key)
-        if compiled is not None:
-            compiled[programs, 1, 1](*_arguments_of[kernel]({**self.arguments, **others}))
-            return
-        named = _arguments_of.setdefault(kernel, operator.itemgetter(*kernel.arg_names))
-        values = named({**self.tensors, **self.others, **others})
-        overlaps = follows and self.others["OVERLAPS"]
-        compiled = kernel[programs, 1, 1](*values, num_warps=num_warps, launch_pdl=overlaps)
-        if compiled is not None:  # the interpreter compiles nothing
-            _compiled[key] = compiled
+    def add(self, kernel: Any, programs: int, num_warps: int, follows: bool = True, **others: int) -> None:
+        """Add a launch with arguments of its own; one that `follows` another may be set up while that runs."""
+        self.launches.append(Launch(kernel, programs, num_warps, follows, {**self.constants, **others}))
+
+    def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
+        """Make the launches, given what differs from call to call: the same names each time, in the same order."""
+        workspace = torch.empty(self.length, dtype=torch.int32, device=self.device)
+        if self.zeros:
+            workspace[: self.zeros].zero_()
+        with on_device(self.device):
+            if not self.compiled:
+                self.compiled = self.launch_by_triton(tensors, workspace, numbers)
+                return
+            first = workspace.data_ptr()
+            values = (
+                *[None if tensor is None else tensor.data_ptr() for tensor in tensors.values()],
+                *[first + 4 * start for start in self.starts],
+                *numbers.values(),
+            )
+            stream = triton.runtime.driver.active.get_current_stream(self.device.index)
+            hooked = has_hooks()
+            for variant, programs, arguments_of, constants in self.compiled:
+                arguments = arguments_of(values + constants)
+                if hooked:
+                    variant[programs, 1, 1](*arguments, stream=stream)
+                else:  # the same, less what Triton prepares for hooks even where there are none
+                    function, metadata = variant.function, variant.packed_metadata
+                    variant.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    def launch_by_triton(
+        self, tensors: dict[str, Tensor | None], workspace: Tensor, numbers: dict[str, float]
+    ) -> list[Compiled]:
+        """Make the launches by Triton, which compiles what is not; return them compiled, or none in the interpreter."""
+        parts = [
+            workspace[start : start + length].view(dtype)
+            for start, (dtype, length) in zip(self.starts, self.parts.values())
+        ]
+        values = (*tensors.values(), *parts, *numbers.values())
+        compiled = []
+        for kernel, programs, num_warps, follows, constants in self.launches:
+            names = [*tensors, *self.parts, *numbers, *constants]
+            arguments_of = operator.itemgetter(*map(names.index, kernel.arg_names))
+            arguments = arguments_of((*values, *constants.values()))
+            overlaps = follows and self.constants["OVERLAPS"]
+            variant = kernel[programs, 1, 1](*arguments, num_warps=num_warps, launch_pdl=overlaps)
+            compiled.append(Compiled(variant, programs, arguments_of, tuple(constants.values())))
+        return [] if any(launch.variant is None for launch in compiled) else compiled
