@@ -397,7 +397,7 @@ class Recorded:
         self.kernel, self.arg_names, self.launches = kernel, kernel.arg_names, launches
 
     def __getitem__(self, grid):
-        def launch(*values, num_warps=None, launch_pdl=None, stream=None):
+        def launch(*values, num_warps=None, launch_pdl=None, maxnreg=None, stream=None):
             how = "by hooks" if stream == STREAM else "by Triton"
             self.note(how, grid, values)
             return self

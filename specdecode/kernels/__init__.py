@@ -48,6 +48,9 @@ BLOCKS = 4
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
 
+REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
+"""Registers that a thread may use which reads rows of 16-bit logits: as few as will do, for more programs at once."""
+
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
 
@@ -232,7 +235,16 @@ def plan_verification(
     )
     tiles = reading_tiles(requests, num_rows, num_blocks)
     programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
-    plan.add(read_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
+    registers = REGISTERS if draft is None else REGISTERS_WITH_DRAFT_ROWS
+    plan.add(
+        read_kernel,
+        programs,
+        num_warps=BLOCKS,
+        follows=False,
+        max_registers=registers if plan.constants["LANES"] == 256 else None,
+        tiles=tiles,
+        BLOCKS=BLOCKS,
+    )
     if by_sample and not lazy:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
         return plan

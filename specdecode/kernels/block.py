@@ -246,7 +246,7 @@ def emit_kernel(
     residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
     draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None

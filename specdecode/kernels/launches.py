@@ -132,8 +132,7 @@ class Launch(NamedTuple):
 
     kernel: Any
     programs: int
-    num_warps: int
-    follows: bool
+    options: dict[str, Any]
     constants: dict[str, Any]
 
 
@@ -178,9 +177,19 @@ class Plan:
         self.launches: list[Launch] = []
         self.compiled: list[Compiled] = []
 
-    def add(self, kernel: Any, programs: int, num_warps: int, follows: bool = True, **others: int) -> None:
+    def add(
+        self,
+        kernel: Any,
+        programs: int,
+        num_warps: int,
+        follows: bool = True,
+        max_registers: int | None = None,
+        **others: int,
+    ) -> None:
         """Add a launch with arguments of its own; one that `follows` another may be set up while that runs."""
-        self.launches.append(Launch(kernel, programs, num_warps, follows, {**self.constants, **others}))
+        overlaps = follows and self.constants["OVERLAPS"]
+        options = {"num_warps": num_warps, "launch_pdl": overlaps, "maxnreg": max_registers}
+        self.launches.append(Launch(kernel, programs, options, {**self.constants, **others}))
 
     def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
         """Make the launches, given what differs from call to call: the same names each time, in the same order."""
@@ -217,11 +226,10 @@ class Plan:
         ]
         values = (*tensors.values(), *parts, *numbers.values())
         compiled = []
-        for kernel, programs, num_warps, follows, constants in self.launches:
+        for kernel, programs, options, constants in self.launches:
             names = [*tensors, *self.parts, *numbers, *constants]
             arguments_of = operator.itemgetter(*map(names.index, kernel.arg_names))
             arguments = arguments_of((*values, *constants.values()))
-            overlaps = follows and self.constants["OVERLAPS"]
-            variant = kernel[programs, 1, 1](*arguments, num_warps=num_warps, launch_pdl=overlaps)
+            variant = kernel[programs, 1, 1](*arguments, **options)
             compiled.append(Compiled(variant, programs, arguments_of, tuple(constants.values())))
         return [] if any(launch.variant is None for launch in compiled) else compiled

@@ -122,7 +122,7 @@ def weigh(
     has_draft_row = False
     # Whatever is needed is asked for before any of it has come.
     index = request * (num_draft_tokens + 1) + offset
-    statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
+    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
     logit = load_logit(target_row, token, True)
     if draft_rows[0] is not None:
         has_draft_row = temperature > 0
@@ -133,7 +133,7 @@ def weigh(
             logsumexp = load_logsumexp(logsumexps, request, offset, has_draft_row)
             summarised = tl.where(is_trusted(logsumexp), False, summarised)
         index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
-        draft_statistics = load_statistics(statistics_ptr, index, summarised, num_blocks, temperature, MAX_BLOCKS)
+        draft_statistics = load_statistics(statistics_ptr, index, summarised, num_blocks, MAX_BLOCKS)
 
     peak, total, point, _ = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
     log_sum = tl.log(total)
@@ -299,7 +299,7 @@ def draw_residual(
     peak, draft_peak, log_sum_ratio = scalars
     token = tl.full([], -1, tl.int32)
     blocks = tl.arange(0, MAX_BLOCKS)
-    statistics = load_statistics(statistics_ptr, index, taken != ALL, num_blocks, temperature, MAX_BLOCKS)
+    statistics = load_statistics(statistics_ptr, index, taken != ALL, num_blocks, MAX_BLOCKS)
     sums = tl.zeros([MAX_BLOCKS], tl.float32)
     if draft_rows[0] is not None:
         wanted = (taken == ALL) & (blocks < num_blocks)
@@ -309,7 +309,7 @@ def draw_residual(
         if taken == ALL:
             if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
                 taken = tl.full([], NOTHING, tl.int32)
-                statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
+                statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
     if taken != ALL:
         peak, _, token, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
         if taken >= 0:
@@ -346,7 +346,7 @@ def emit_kernel(
     residual_sums_ptr,  # [batch, num_blocks] float32, or None
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., 2, num_blocks] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
     draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None

@@ -25,7 +25,7 @@ from specdecode.kernels.steps import FIELDS, clear_state, is_last, load_drafts, 
 def read_kernel(
     state_ptr,  # [batch, FIELDS] int32, then [batch, num_draft_tokens + 1] int32: programs that have finished an offset
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
     draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
@@ -117,7 +117,7 @@ def read_kernel(
 def decide_kernel(
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, 2, num_blocks] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
     draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None

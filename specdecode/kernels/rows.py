@@ -142,7 +142,7 @@ def summarise(parts, temperature):
         for half in tl.static_range(len(logits)):
             peaks = tl.maximum(peaks, logits[half])
     maxima = tl.max(peaks, 1)
-    sums = maxima * 0
+    sums = tl.zeros_like(maxima)
     if temperature > 0:
         scale = base_2_scale(temperature)
         finite = tl.where(tl.abs(maxima) < INFINITY, maxima, 0.0)[:, None]
@@ -182,24 +182,21 @@ def sum_in_order(weights):
 
 @triton.jit
 def store_statistics(statistics_ptr, index, parts, first, num_blocks, temperature, BLOCKS: tl.constexpr):
-    """Leave the statistics of a few blocks of the row that has this index; a greedy row has no sums."""
+    """Leave the statistics of a few blocks of the row that has this index."""
     maxima, sums = summarise(parts, temperature)
-    blocks = first + tl.arange(0, BLOCKS)
-    maxima_ptr = statistics_ptr + index * 2 * num_blocks
-    tl.store(maxima_ptr + blocks, maxima, mask=blocks < num_blocks)
-    if temperature > 0:
-        tl.store(maxima_ptr + num_blocks + blocks, sums, mask=blocks < num_blocks)
+    blocks = first + tl.arange(0, BLOCKS)[:, None]
+    places = statistics_ptr + (index * num_blocks + blocks) * 2 + tl.arange(0, 2)[None, :]
+    # Together, for a store from several warps costs them a barrier.
+    tl.store(places, tl.join(maxima, sums), mask=blocks < num_blocks)
 
 
 @triton.jit
-def load_statistics(statistics_ptr, index, wanted, num_blocks, temperature, MAX_BLOCKS: tl.constexpr):
-    """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as they were left; greedy rows have no sums."""
+def load_statistics(statistics_ptr, index, wanted, num_blocks, MAX_BLOCKS: tl.constexpr):
+    """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as they were left; -inf and 0 beyond the last."""
     blocks = tl.arange(0, MAX_BLOCKS)
-    maxima_ptr = statistics_ptr + index * 2 * num_blocks + blocks
+    maxima_ptr = statistics_ptr + (index * num_blocks + blocks) * 2
     wanted = tl.where(wanted, blocks < num_blocks, False)
-    maxima = tl.load(maxima_ptr, mask=wanted, other=-INFINITY)
-    sums = tl.load(maxima_ptr + num_blocks, mask=tl.where(temperature > 0, wanted, False), other=0.0)
-    return maxima, sums
+    return tl.load(maxima_ptr, mask=wanted, other=-INFINITY), tl.load(maxima_ptr + 1, mask=wanted, other=0.0)
 
 
 @triton.jit

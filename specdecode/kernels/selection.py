@@ -118,7 +118,7 @@ def draw(
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def summarise_kernel(
-    statistics_ptr,  # [batch, 2, num_blocks] float32
+    statistics_ptr,  # [batch, num_blocks, 2] float32
     logits_ptr,  # [batch, vocab_size] any float
     temperature_ptr,  # [batch] any float, or None
     temperature,
@@ -148,7 +148,7 @@ def summarise_kernel(
 def sample_kernel(
     token_ids_ptr,  # [batch] int64
     logsumexp_ptr,  # [batch] float32
-    statistics_ptr,  # [batch, 2, num_blocks] float32
+    statistics_ptr,  # [batch, num_blocks, 2] float32
     logits_ptr,  # [batch, vocab_size] any float
     temperature_ptr,  # [batch] any float, or None
     temperature,
@@ -172,7 +172,7 @@ def sample_kernel(
     row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     times = times_of_blocks(key, 0, block_domain, MAX_BLOCKS)
     await_launch(OVERLAPS)
-    statistics = load_statistics(statistics_ptr, request, True, num_blocks, t, MAX_BLOCKS)
+    statistics = load_statistics(statistics_ptr, request, True, num_blocks, MAX_BLOCKS)
     token, peak, total = draw(statistics, times, row, num_blocks, t, key, 0, token_domain, ALIGNMENT, MAX_BLOCKS)
     tl.store(token_ids_ptr + request, token.to(tl.int64))
     logsumexp = 0.0

@@ -56,7 +56,7 @@ def decide_by_sample(
     stands = draft >= 0
     if stands:
         index = request * (num_draft_tokens + 1) + offset
-        statistics = load_statistics(statistics_ptr, index, True, num_blocks, temperature, MAX_BLOCKS)
+        statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
         times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
         peak, _, point, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
         if peak == -INFINITY:
@@ -83,7 +83,7 @@ def finish_by_sample_kernel(
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
     state_ptr,  # [batch, FIELDS] int32
-    statistics_ptr,  # [batch * (num_draft_tokens + 1), 2, num_blocks] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1), num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
     ids_ptr,  # [batch, num_draft_tokens] int32 or int64
@@ -120,7 +120,7 @@ def finish_by_sample_kernel(
         rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         index = request * (num_draft_tokens + 1) + offset
-        statistics = load_statistics(statistics_ptr, index, True, num_blocks, t, MAX_BLOCKS)
+        statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
         token, peak, _ = draw(
             statistics, times, row, num_blocks, t, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT, MAX_BLOCKS
         )
