@@ -249,7 +249,7 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
 @pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
 @pytest.mark.parametrize("provider", ["triton", "triton strict"])
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
-    """Time a call as Python makes it, without a graph: until it returns, and until its result is there."""
+    """Time a call as Python makes it, without a graph: in a row, and alone until it returns and until its result is there."""
     benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     call, until_return, until_result = PROVIDERS[provider](inputs), [], []
@@ -261,10 +261,19 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
         torch.cuda.synchronize()
         until_result.append(1e6 * (time.perf_counter() - start))
 
+    def in_a_row(calls: int = 100) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        microseconds = 1e6 * (time.perf_counter() - start) / calls
+        torch.cuda.synchronize()
+        return microseconds
+
     check(inputs, PROVIDERS[provider], call())
     torch.cuda.synchronize()
     benchmark.pedantic(timed, rounds=200, warmup_rounds=20)
     benchmark.extra_info |= {
+        "call_in_a_row_us": quartiles([in_a_row() for _ in range(20)]),
         "call_us": quartiles(until_return[-200:]),
         "call_and_wait_us": quartiles(until_result[-200:]),
     }
