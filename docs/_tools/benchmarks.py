@@ -154,6 +154,16 @@ def calls_table(record: str) -> str:
     return html_table(headings, rows)
 
 
+def launches_table(record: str) -> str:
+    """Show how long a step's first launch takes, its first two, and so on."""
+    rows = []
+    for cell in cells(record, kind="launches"):
+        what = cell.title if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
+        after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
+        rows.append([what, *after, *[""] * (4 - len(after))])
+    return html_table(["Method, requests", "first launch", "two", "three", "four"], rows)
+
+
 def cpu_table(record: str, dtype: str) -> str:
     """Compare providers on a CPU, in milliseconds."""
     results = cells(record, kind="request", dtype=dtype)
@@ -228,6 +238,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "verification": verification_table,
     "sampling": sampling_table,
     "calls": calls_table,
+    "launches": launches_table,
     "cpu": cpu_table,
     "blocks": blocks_table,
     "with peers": with_peers_table,

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 RECORDS = Path(__file__).parent.parent.parent / "tests" / "benchmarks" / "records"
 
 GROUP = re.compile(
-    r"(?P<call>eager call, )?(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
+    r"((?P<of>eager call|launch by launch), )?(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
     r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
 )
 
+KINDS = {"eager call": "call", "launch by launch": "launches"}
+"""What a group is about, by the words that it starts with; most have none of these."""
+
 TITLES = {
     "triton": "`probabilistic`",
+    "nothing": "launches that do nothing",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",
@@ -29,7 +33,7 @@ TITLES = {
 class Cell(NamedTuple):
     """One result of a record and what it is of."""
 
-    kind: str  # "request", "row", or "call" for a call without a graph
+    kind: str  # "request", "row", "call" for a call without a graph, or "launches" for times launch by launch
     count: int  # requests or rows
     drafts: int
     vocab: int
@@ -75,7 +79,7 @@ def all_cells(name: str) -> Iterator[Cell]:
         temperature = match["temperature"]
         for provider, values in providers.items():
             yield Cell(
-                "call" if match["call"] else match["what"],
+                KINDS.get(match["of"], match["what"]),
                 int(match["count"].replace(",", "")),
                 int(match["drafts"] or 0),
                 int(match["vocab"].replace(",", "")),

@@ -8,6 +8,8 @@ import torch
 try:
     import triton
     import triton.language as tl
+
+    from specdecode.kernels.launches import admit_next_launch, await_launch, can_overlap
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -69,6 +71,19 @@ if triton is not None:
         for tile in tl.static_range(1, TILES):
             largest = tl.maximum(largest, tl.load(chunk_ptr + tile * TILE).to(tl.float32))
         tl.store(out_ptr + tl.program_id(0), tl.max(largest, 0))
+
+    @triton.jit
+    def nothing_kernel(OVERLAPS: tl.constexpr):
+        """Do nothing, once the launch before has ended."""
+        await_launch(OVERLAPS)
+        admit_next_launch(OVERLAPS)
+
+
+def launch_nothing(launches: int) -> None:
+    """Make launches that depend on each other and do nothing."""
+    overlaps = can_overlap(torch.device("cuda", torch.cuda.current_device()))
+    for launch in range(launches):
+        nothing_kernel[(1,)](OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps and launch > 0)
 
 
 def read_bandwidth(elements: int = 2**30) -> float:

@@ -45,7 +45,7 @@ CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
 
 
 def gpu_result(info: dict) -> dict:
-    result = {key: info[key] for key in CALLS if key in info}
+    result = {key: info[key] for key in (*CALLS, "after_us") if key in info}
     if "bytes" in info:
         result |= {"GB_once": round(info["bytes_once"] / 1e9, 6), "GB": round(info["bytes"] / 1e9, 6)}
         result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
@@ -73,6 +73,11 @@ def markdown(record: dict) -> str:
             *tables(results, "alone, until it returns", lambda cell: f"{cell['call_us']['median']:.0f}"),
             *tables(
                 results, "alone, until its result is there", lambda cell: f"{cell['call_and_wait_us']['median']:.0f}"
+            ),
+            *tables(
+                results,
+                "until each launch has ended",
+                lambda cell: ", ".join(f"{us:.1f}" for _, us in cell["after_us"]),
             ),
         ]
     )

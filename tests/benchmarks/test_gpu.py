@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput
-from tests.benchmarks.bandwidth import REPLAYS, Recording, quartiles, read_bandwidth
+from tests.benchmarks.bandwidth import REPLAYS, Recording, launch_nothing, quartiles, read_bandwidth
 from tests.benchmarks.inputs import VOCAB, Inputs, describe, peaked_rows, straightforward, verification
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
@@ -197,6 +197,13 @@ def check_token_ids(token_ids: Tensor) -> None:
     assert ((token_ids >= -1) & (token_ids < VOCAB)).all()
 
 
+def device_us(recording: Recording) -> float:
+    """Replay; return the median microseconds of one call on the device."""
+    for _ in range(REPLAYS + 2):
+        recording.replay()
+    return recording.device_us()["median"]
+
+
 def measure(benchmark, recording: Recording) -> float:
     """Replay; return the median microseconds of one call on the device."""
     benchmark.pedantic(recording.replay, rounds=REPLAYS, warmup_rounds=2)
@@ -246,10 +253,42 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
     note_bytes(benchmark, logits.nbytes, logits.nbytes, measure(benchmark, recording), bytes_per_second)
 
 
+STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
+
+
+@pytest.mark.parametrize("inputs", STAGED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", ["triton", "triton block", "triton strict"])
+def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, environment):
+    """Time the first launch of a step, its first two, and so on: where the time goes. What is left out has no result."""
+    benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
+    from specdecode.kernels.launches import Plan
+
+    call, plans, run = PROVIDERS[provider](inputs), [], Plan.run
+    monkeypatch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
+    check(inputs, PROVIDERS[provider], call())
+    plan, compiled, after = plans[-1], plans[-1].compiled, []
+    try:
+        for count, launch in enumerate(plan.launches, start=1):
+            plan.compiled = compiled[:count]
+            after.append([launch.kernel.fn.__name__, device_us(Recording(call))])
+    finally:
+        plan.compiled = compiled
+    benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
+    benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
+
+
+def test_launches_that_do_nothing(benchmark, environment):
+    """Time as many launches of one program that does nothing, each allowed to be set up while the one before runs."""
+    benchmark.group = f"launch by launch, {STAGED[0]}"
+    after = [["", device_us(Recording(functools.partial(launch_nothing, count)))] for count in (1, 2, 3, 4)]
+    benchmark.pedantic(Recording(functools.partial(launch_nothing, 1)).replay, rounds=REPLAYS)
+    benchmark.extra_info |= {"provider": "nothing", "environment": environment, "after_us": after}
+
+
 @pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
 @pytest.mark.parametrize("provider", ["triton", "triton strict"])
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
-    """Time a call as Python makes it, without a graph: in a row, and alone until it returns and until its result is there."""
+    """Time a call as Python makes it, without a graph: in a row; alone until it returns, and until its result is there."""
     benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     call, until_return, until_result = PROVIDERS[provider](inputs), [], []
