@@ -147,7 +147,10 @@ def calls_table(record: str) -> str:
     """Show what a call costs the host."""
     times = ("call_in_a_row_us", "call_us", "call_and_wait_us")
     rows = [
-        (cell.title, *[shown(cell.values[time]["median"]) for time in times if time in cell.values])
+        (
+            "allocations and launches alone" if cell.provider == "nothing" else cell.title,
+            *[shown(cell.values[time]["median"]) for time in times if time in cell.values],
+        )
         for cell in cells(record, kind="call")
     ]
     headings = ["One request, 3 drafts", "each, many in a row", "alone, until it returns", "until its result is there"]
@@ -158,7 +161,7 @@ def launches_table(record: str) -> str:
     """Show how long a step's first launch takes, its first two, and so on."""
     rows = []
     for cell in cells(record, kind="launches"):
-        what = cell.title if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
+        what = "launches that do nothing" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
         after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
         rows.append([what, *after, *[""] * (4 - len(after))])
     return html_table(["Method, requests", "first launch", "two", "three", "four"], rows)

@@ -19,7 +19,7 @@ KINDS = {"eager call": "call", "launch by launch": "launches"}
 
 TITLES = {
     "triton": "`probabilistic`",
-    "nothing": "launches that do nothing",
+    "nothing": "nothing",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",

@@ -9,7 +9,7 @@ try:
     import triton
     import triton.language as tl
 
-    from specdecode.kernels.launches import admit_next_launch, await_launch, can_overlap
+    from specdecode.kernels.launches import Plan, admit_next_launch, await_launch
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -73,17 +73,30 @@ if triton is not None:
         tl.store(out_ptr + tl.program_id(0), tl.max(largest, 0))
 
     @triton.jit
-    def nothing_kernel(OVERLAPS: tl.constexpr):
+    def nothing_kernel(workspace_ptr, OVERLAPS: tl.constexpr):
         """Do nothing, once the launch before has ended."""
         await_launch(OVERLAPS)
         admit_next_launch(OVERLAPS)
 
 
-def launch_nothing(launches: int) -> None:
-    """Make launches that depend on each other and do nothing."""
-    overlaps = can_overlap(torch.device("cuda", torch.cuda.current_device()))
+def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that allocates what a verification step of one request does, and launches kernels without work."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    plan = Plan(device, {"workspace_ptr": (torch.int32, 8192)}, zeros=0, constants={})
     for launch in range(launches):
-        nothing_kernel[(1,)](OVERLAPS=overlaps, num_warps=4, launch_pdl=overlaps and launch > 0)
+        plan.add(nothing_kernel, 1, num_warps=4, follows=launch > 0)
+
+    def call() -> list[torch.Tensor]:
+        output = [
+            torch.empty(1, 4, dtype=torch.int64, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty(1, dtype=torch.bool, device=device),
+        ]
+        plan.run({}, {})
+        return output
+
+    return call
 
 
 def read_bandwidth(elements: int = 2**30) -> float:
