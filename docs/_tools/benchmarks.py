@@ -167,6 +167,21 @@ def launches_table(record: str) -> str:
     return html_table(["Method, requests", "first launch", "two", "three", "four"], rows)
 
 
+def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
+    """Split the time of a large batch into what grows with the batch and what does not."""
+    rows, limit = [], load(record)["read_TB/s"]
+    found = cells(record, kind="request", temperature=0.7, dtype="bfloat16", drafts=int(drafts))
+    by_count = {(cell.title, cell.count): cell.values for cell in found if is_kernel(cell)}
+    for title in dict.fromkeys(title for title, _ in by_count):
+        small, large = by_count[title, int(few)], by_count[title, int(many)]
+        more = large["device_us"]["median"] - small["device_us"]["median"]
+        fixed = large["device_us"]["median"] - more * int(many) / (int(many) - int(few))
+        rate = 1000 * (large["GB"] - small["GB"]) / more
+        rows.append([title, f"{fixed:.0f}", f"{more:.0f}", f"{rate:.2f} ({rate / limit:.0%})"])
+    more = f"{int(many) - int(few)} requests more"
+    return html_table(["", "µs, whatever the batch", f"µs for {more}", "TB/s at which these are read"], rows)
+
+
 def cpu_table(record: str, dtype: str) -> str:
     """Compare providers on a CPU, in milliseconds."""
     results = cells(record, kind="request", dtype=dtype)
@@ -242,6 +257,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,
+    "growth": growth_table,
     "cpu": cpu_table,
     "blocks": blocks_table,
     "with peers": with_peers_table,
