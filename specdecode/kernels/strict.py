@@ -1,7 +1,7 @@
 """Strict in Triton: the target's own seeded sample y at every offset, compared with the draft.
 
 In a large batch `decide_by_sample` compares while rows are read. It draws no more of y than it takes to tell that it is not
-the draft: most often y lies in another block. Where the request stops, y is drawn by the launch that emits. In a small batch
+the draft: its block may say so. Where the request stops, y is drawn by the launch that emits. In a small batch
 `finish_by_sample_kernel` draws it at every offset at once, compares, and emits.
 """
 
