@@ -114,6 +114,11 @@ def expected(kind: str, batch) -> list:
     return verdicts
 
 
+def forget_plans():
+    kernels.plan_verification.cache_clear()
+    kernels.plan_sampling.cache_clear()
+
+
 def assert_same(one, other):
     for name, got, want in zip(one._fields, one, other):
         assert torch.equal(got, want), name
@@ -134,6 +139,21 @@ def test_tokens_are_the_references(kind, vocab, drafts, dtype):
 def test_deciding_while_reading_gives_the_same_bits(kind, vocab):
     batch = case(200 if ON_GPU else 4, 4, vocab, torch.bfloat16).to(DEVICE)
     assert_same(verify(kind, batch, lazy=True), verify(kind, batch, lazy=False))
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+@pytest.mark.parametrize("vocab", small(9221, 9232, 151_936))
+def test_how_much_a_program_reads_does_not_matter(kind, vocab, monkeypatch):
+    batch = case(70 if ON_GPU else 2, 2, vocab, torch.bfloat16, seed=4).to(DEVICE)
+    for lazy in (False, True):
+        usual = verify(kind, batch, lazy=lazy)
+        for tiles in (1, 2, 3, 8):  # of four blocks each: more than there are too
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "reading_tiles", lambda *sizes, tiles=tiles: tiles)
+                patch.setattr(kernels, "residual_tiles", lambda requests, tiles=tiles: tiles)
+                forget_plans()
+                assert_same(verify(kind, batch, lazy=lazy), usual)
+    forget_plans()
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
@@ -319,6 +339,23 @@ def test_one_seed_means_the_seeds_from_there_on():
         )
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("gap", [85.0, 95.0, 101.0, 103.0])
+def test_no_impossible_token_is_drawn_where_what_is_left_is_tiny(gap, lazy):
+    # p without what q takes is one token, e^-gap below the other: next to nothing, or nothing at all, in float32.
+    target = torch.full((6, 2, 2064), -torch.inf)
+    target[..., 3], target[..., 1500] = 0, -gap
+    draft = torch.full((6, 1, 2064), -torch.inf)
+    draft[..., 3] = 0
+    ids = torch.full((6, 1), 3)
+    never = AcceptanceSchedule.from_rates([0.0])
+    for draft_logits in (draft.to(DEVICE), None):
+        method, schedule = ("synthetic", never) if draft_logits is not None else ("probabilistic", None)
+        batch = VerificationBatch.check(target.to(DEVICE), ids.to(DEVICE), draft_logits, None, 1.0, 0, None)
+        output = kernels.verify(method, batch, schedule, lazy=lazy)
+        assert set(output.token_ids.unique().tolist()) <= {3, 1500, -1}
+
+
 def test_empty_batches_launch_nothing():
     output = verify("probabilistic", case(0, 3, 10, torch.float32).to(DEVICE))
     assert [tuple(field.shape) for field in output] == [(0, 4), (0,), (0,), (0,)]
@@ -421,11 +458,6 @@ class Recorded:
                 tensors=[weakref.ref(tensor) for tensor in tensors.values()],
             )
         )
-
-
-def forget_plans():
-    kernels.plan_verification.cache_clear()
-    kernels.plan_sampling.cache_clear()
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ METHODS = {
 LAZY_BATCH, LAZY_BATCH_OF_BLOCK = 64, 32
 """Requests from which on it pays to decide while reading, so as to read no row after a rejection.
 
-Block verification reads those too, but a large batch's residuals are summed by programs that share the work evenly.
+Block verification reads the rows after a rejection too, but in a large batch the programs that sum its residuals share the
+work evenly.
 """
 
 BLOCKS = 4
@@ -49,7 +50,7 @@ WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
 
 REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
-"""Registers that a thread may use which reads rows of 16-bit logits: as few as will do, for more programs at once."""
+"""Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
 
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
@@ -236,12 +237,13 @@ def plan_verification(
     tiles = reading_tiles(requests, num_rows, num_blocks)
     programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
     registers = REGISTERS if draft is None else REGISTERS_WITH_DRAFT_ROWS
+    usual = {"TARGET_ALIGNMENT": 16, "DRAFT_ALIGNMENT": 16, "LANES": 256, "MAX_BLOCKS": MIN_BLOCKS}
     plan.add(
         read_kernel,
         programs,
         num_warps=BLOCKS,
         follows=False,
-        max_registers=registers if plan.constants["LANES"] == 256 else None,
+        max_registers=registers if usual.items() <= plan.constants.items() else None,
         tiles=tiles,
         BLOCKS=BLOCKS,
     )
@@ -250,7 +252,7 @@ def plan_verification(
         return plan
     if num_draft_tokens > 0 and not lazy:
         plan.add(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-    tiles = min(max(requests // 64, 1), 2)
+    tiles = residual_tiles(requests)
     chunks = 1 if draft is None else triton.cdiv(num_blocks, tiles * BLOCKS)
     if not in_block:
         plan.add(probabilistic.emit_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
@@ -269,6 +271,11 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     if requests * num_rows * triton.cdiv(num_blocks, BLOCKS) <= WAVE:
         return 1
     return min(max(requests // 64, 2), 8)
+
+
+def residual_tiles(requests: int) -> int:
+    """Return how many times `BLOCKS` blocks of a residual a program sums, likewise."""
+    return min(max(requests // 64, 1), 2)
 
 
 def at_least(least: int, size: int) -> int:

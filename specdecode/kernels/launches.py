@@ -117,10 +117,15 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device)
 
 
-def has_hooks() -> bool:
-    """Tell whether a profiler wants to hear of launches."""
+TRITONS = ("3.6", "3.7")
+"""Versions of Triton whose compiled kernels can be launched directly; of others they are launched as Triton's users do."""
+
+
+def can_launch_directly() -> bool:
+    """Tell whether Triton need not be asked to launch: not if a profiler wants to hear of launches from it."""
     runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    hooked = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    return not hooked and triton.__version__.startswith(TRITONS)
 
 
 CACHE_LINE = 32
@@ -198,7 +203,7 @@ class Plan:
             workspace[: self.zeros].zero_()
         with on_device(self.device):
             if not self.compiled:
-                self.compiled = self.launch_by_triton(tensors, workspace, numbers)
+                self.compiled = self.launch_by_triton(tensors, self.views(workspace), numbers)
                 return
             first = workspace.data_ptr()
             values = (
@@ -207,23 +212,26 @@ class Plan:
                 *numbers.values(),
             )
             stream = triton.runtime.driver.active.get_current_stream(self.device.index)
-            hooked = has_hooks()
+            directly = can_launch_directly()
             for variant, programs, arguments_of, constants in self.compiled:
                 arguments = arguments_of(values + constants)
-                if hooked:
-                    variant[programs, 1, 1](*arguments, stream=stream)
-                else:  # the same, less what Triton prepares for hooks even where there are none
+                if directly:  # which leaves out what Triton prepares for hooks even where there are none
                     function, metadata = variant.function, variant.packed_metadata
                     variant.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+                else:
+                    variant[programs, 1, 1](*arguments, stream=stream)
 
-    def launch_by_triton(
-        self, tensors: dict[str, Tensor | None], workspace: Tensor, numbers: dict[str, float]
-    ) -> list[Compiled]:
-        """Make the launches by Triton, which compiles what is not; return them compiled, or none in the interpreter."""
-        parts = [
+    def views(self, workspace: Tensor) -> list[Tensor]:
+        """Return the parts of a workspace."""
+        return [
             workspace[start : start + length].view(dtype)
             for start, (dtype, length) in zip(self.starts, self.parts.values())
         ]
+
+    def launch_by_triton(
+        self, tensors: dict[str, Tensor | None], parts: list[Tensor], numbers: dict[str, float]
+    ) -> list[Compiled]:
+        """Make the launches by Triton, which compiles what is not; return them compiled, or none in the interpreter."""
         values = (*tensors.values(), *parts, *numbers.values())
         compiled = []
         for kernel, programs, options, constants in self.launches:

@@ -57,7 +57,7 @@ def merge(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX
 
 @triton.jit
 def first_largest(scores):
-    """Return the index of the largest of some scores, none of them negative; of equal ones the first."""
+    """Return the index of the largest of some scores, of equal ones the first; one is positive, none is negative."""
     bits = scores.to(tl.int32, bitcast=True)  # in the same order, and sooner compared
     count: tl.constexpr = scores.shape[0]
     return tl.min(tl.where(bits == tl.max(bits, 0), tl.arange(0, count), count), 0)
@@ -71,8 +71,9 @@ def times_of_blocks(key, offset, domain, MAX_BLOCKS: tl.constexpr):
 
 @triton.jit
 def select_block(sums, times):
-    """Draw a block with probability proportional to its sum, given E of each."""
-    return first_largest(sums / times)
+    """Draw a block with probability proportional to its sum, given E of each; there is one whose sum is not 0."""
+    # 2^30: the smallest sum divided by the largest E is not to round to 0, which would make it one of the impossible.
+    return first_largest(sums * 2.0**30 / times)
 
 
 @triton.jit
