@@ -149,7 +149,8 @@ class RejectionSampler:
         Arguments are alike if they have the same dtypes and are a tensor, a number or None as these are. Sizes do not
         matter, with two exceptions. Rows whose vocabulary, strides or start are no multiples of 16 logits are read in
         another way, which is markedly slower too. And more than 31 drafts or 262,144 tokens need larger kernels. Compiled
-        kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do.
+        kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do. The first call of
+        each combination of sizes still takes somewhat longer: its launches are planned then.
 
         Args:
             target_logits: as for a call; one request is enough.
