@@ -1,7 +1,7 @@
 """The Triton backend: fused kernels for GPUs.
 
-A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way. In a small
-batch the decisions are a launch of their own. The last one emits (`strict`, `probabilistic`, `block`). No program waits for
+A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way; in a small one
+the next launch decides. The last one emits (`strict`, `probabilistic`, `block`). No program waits for
 another: what must come after everything else is done by the last program to finish, or by the next launch. So nothing can
 hang, and nothing outlives a call but compiled code and plans of what to launch: calls on several streams, from several
 threads and in graphs do not meet.

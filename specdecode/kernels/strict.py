@@ -40,7 +40,7 @@ def decide_by_sample(
     draft_rows,
     logsumexps,
     rates_ptr,
-    draft,
+    token,
     request,
     offset,
     temperature,
@@ -53,7 +53,7 @@ def decide_by_sample(
     MAX_BLOCKS: tl.constexpr,
 ):
     """Tell whether the draft at one offset is y; post whether the request stops there. Draft rows are of no use."""
-    stands = draft >= 0
+    stands = token >= 0
     if stands:
         index = request * (num_draft_tokens + 1) + offset
         statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
@@ -64,12 +64,12 @@ def decide_by_sample(
         if rates_ptr is not None:
             stands = is_scheduled(rates_ptr, key, offset)
         elif point >= 0:
-            stands = draft == point
+            stands = token == point
         else:
             block = select_block(sums, times)
-            stands = block == draft // BLOCK_SIZE
+            stands = block == token // BLOCK_SIZE
             if stands:
-                stands = draft == draw_from_block(
+                stands = token == draw_from_block(
                     target_row, block, peak, temperature, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT
                 )
     if stands == 0:

@@ -48,6 +48,14 @@ class Recording:
         return quartiles(self.microseconds[-REPLAYS:])
 
 
+def median_us(call: Callable[[], Any]) -> float:
+    """Return the median microseconds that one call takes on the device."""
+    recording = Recording(call)
+    for _ in range(REPLAYS):
+        recording.replay()
+    return recording.device_us()["median"]
+
+
 def quartiles(values: list[float]) -> dict[str, float]:
     """Return the median and the distance of the quartiles."""
     low, median, high = torch.tensor(values, dtype=torch.float64).quantile(
@@ -111,9 +119,6 @@ def read_bandwidth(elements: int = 2**30) -> float:
             def read(out=out, tile=tile, tiles=tiles, warps=warps):
                 read_kernel[(len(out),)](out, data, TILE=tile, TILES=tiles, num_warps=warps)
 
-            recording = Recording(read)
-            for _ in range(REPLAYS):
-                recording.replay()
+            times.append(median_us(read))
             assert out.max() == largest
-            times.append(recording.device_us()["median"])
     return data.nbytes / min(times) * 1e6

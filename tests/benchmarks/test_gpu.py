@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput
-from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, quartiles, read_bandwidth
+from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import VOCAB, Inputs, describe, peaked_rows, straightforward, verification
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
@@ -198,13 +198,6 @@ def check_token_ids(token_ids: Tensor) -> None:
     assert ((token_ids >= -1) & (token_ids < VOCAB)).all()
 
 
-def device_us(recording: Recording) -> float:
-    """Replay; return the median microseconds of one call on the device."""
-    for _ in range(REPLAYS + 2):
-        recording.replay()
-    return recording.device_us()["median"]
-
-
 def measure(benchmark, recording: Recording) -> float:
     """Replay; return the median microseconds of one call on the device."""
     benchmark.pedantic(recording.replay, rounds=REPLAYS, warmup_rounds=2)
@@ -271,7 +264,7 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
     try:
         for count, launch in enumerate(plan.launches, start=1):
             plan.compiled = compiled[:count]
-            after.append([launch.kernel.fn.__name__, device_us(Recording(call))])
+            after.append([launch.kernel.fn.__name__, median_us(call)])
     finally:
         plan.compiled = compiled
     benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
@@ -281,7 +274,7 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
 def test_launches_that_do_nothing(benchmark, environment):
     """Time as many launches of one program that does nothing, each allowed to be set up while the one before runs."""
     benchmark.group = f"launch by launch, {STAGED[0]}"
-    after = [["", device_us(Recording(do_nothing(launches)))] for launches in (1, 2, 3, 4)]
+    after = [["", median_us(do_nothing(launches))] for launches in (1, 2, 3, 4)]
     benchmark.pedantic(Recording(do_nothing(1)).replay, rounds=REPLAYS)
     benchmark.extra_info |= {"provider": "nothing", "environment": environment, "after_us": after}
 
