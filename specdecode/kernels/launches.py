@@ -150,11 +150,22 @@ class Compiled(NamedTuple):
     constants: tuple[Any, ...]
 
 
+_variants: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels, by all that they hang on: no sizes, so that plans of new ones need not ask Triton."""
+
+
+def kind(parameter: Any, argument: object) -> object:
+    """Return what compiled code hangs on of an argument."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, parameter.do_not_specialize_on_alignment or argument.data_ptr() % 16 == 0
+    return argument if parameter.is_constexpr or argument is None else type(argument)
+
+
 class Plan:
     """The launches of all calls that differ in addresses, and in numbers of no consequence, alone; arguments by name.
 
     Triton works out at each launch which compiled variant of a kernel is meant, and looks at every pointer, which takes
-    longer than small kernels run. Here only the first call of a plan asks it. Those that follow fill in addresses.
+    longer than small kernels run. Here only the first call of a kind asks it. Those that follow fill in addresses.
 
     A plan holds no tensor. A call's workspace is one piece of memory, in parts, for each allocation takes its time.
 
@@ -238,6 +249,15 @@ class Plan:
             names = [*tensors, *self.parts, *numbers, *constants]
             arguments_of = operator.itemgetter(*map(names.index, kernel.arg_names))
             arguments = arguments_of((*values, *constants.values()))
-            variant = kernel[programs, 1, 1](*arguments, **options)
+            key: tuple[object, ...] = ()
+            if isinstance(kernel, triton.JITFunction):  # not in the interpreter
+                key = (self.device, kernel, *options.values(), *map(kind, kernel.params, arguments))
+            variant = _variants.get(key)
+            if variant is None:
+                variant = kernel[programs, 1, 1](*arguments, **options)
+            else:
+                variant[programs, 1, 1](*arguments)
+            if key:
+                _variants[key] = variant
             compiled.append(Compiled(variant, programs, arguments_of, tuple(constants.values())))
         return [] if any(launch.variant is None for launch in compiled) else compiled
