@@ -104,7 +104,7 @@ class Calls:
                 self.verify(method, batch, with_draft=False, **options)
 
     def other_shapes(self) -> None:
-        """No drafts, other dtypes, greedy alone, rows that are not dense, and the largest vocabularies."""
+        """No drafts, drafts like the target, other dtypes, greedy alone, rows that are not dense, large vocabularies."""
         for lazy in (False, True):
             for dtype in (torch.float16, torch.float32, torch.float64):
                 batch = with_hostile_half(case(BATCH, DRAFTS, 1040, dtype, seed=1)).to(self.device)
@@ -119,6 +119,9 @@ class Calls:
             )
             no_drafts = with_hostile_half(case(BATCH, 0, 2048, torch.bfloat16, seed=3)).to(self.device)
             large = case(2, 2, 270_001, torch.bfloat16, seed=4).to(self.device)
+            alike = case(BATCH, DRAFTS, 20_000, torch.bfloat16, greedy=0, seed=6).to(self.device)
+            alike = replace(alike, draft_logits=alike.target_logits[:, :DRAFTS].contiguous())
+            self.verify("synthetic", alike, lazy=lazy)  # a residual of nothing, of which every block is looked at
             for method in METHODS:
                 self.verify(method, columns, lazy=lazy)
                 self.verify(method, batch, temperature=0.0, lazy=lazy)

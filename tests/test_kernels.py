@@ -647,6 +647,59 @@ def test_a_residual_is_precise_where_all_logits_are_shifted_and_cold():
     assert_same_tokens(shifted, expected("block", batch), FLOAT32_BAND)
 
 
+def hopeless(requests: int, vocab: int, closeness: float, temperature: float = 0.7):
+    """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
+
+    They differ by blocks, some of which have a residual and some none, and a little by tokens.
+    """
+    batch = case(requests, 1, vocab, torch.float32, greedy=0)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (requests, 1), generator=generator)
+    by_block = torch.randn(requests, 1, -(-vocab // 1024), generator=generator).repeat_interleave(1024, 2)[..., :vocab]
+    by_token = torch.randn(requests, 1, vocab, generator=generator)
+    draft = batch.target_logits[:, :1] + closeness * (by_block + by_token / 10)
+    target = batch.target_logits.scatter(2, ids[..., None].expand(requests, 2, 1), -torch.inf)
+    temperatures = torch.full((requests,), temperature)
+    return replace(batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=temperatures)
+
+
+@pytest.mark.parametrize(
+    ("closeness", "lazy"), [(0.0, False), (1e-4, True), (0.01, False), (0.3, True), (0.3, False), (3.0, True)]
+)
+@pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
+def test_a_residual_searched_by_bounds_gives_what_one_that_is_summed_gives(vocab, closeness, lazy):
+    # Both emit from the first row, with the same noise; block verification has summed all of the residual by then.
+    batch = hopeless(500 if ON_GPU else 6, vocab, closeness).to(DEVICE)
+    searched, summed = verify("probabilistic", batch, lazy=lazy), verify("block", batch, lazy=lazy)
+    assert (searched.num_accepted == 0).all()
+    assert_same(searched, summed)
+
+
+def test_a_residual_that_is_nothing_falls_back_to_the_target():
+    batch = hopeless(4, 6160, 0.0)
+    batch = replace(batch, draft_logits=batch.target_logits[:, :1])  # then p = q
+    never = AcceptanceSchedule.from_rates([0.0])
+    kind, checks, _ = checked("synthetic", batch.to(DEVICE))
+    for lazy in (False, True):
+        output = kernels.verify(kind, checks, never, lazy=lazy)
+        assert torch.equal(output.token_ids, verify("strict", batch.to(DEVICE), lazy=lazy).token_ids)
+
+
+@pytest.mark.skipif(ON_GPU, reason="counts in the interpreter")
+def test_little_is_read_again_of_rows_that_differ(monkeypatch):
+    summed, sum_residual = [], kernels.probabilistic.sum_residual
+
+    def counted(target, *arguments):
+        summed.append(int(target[0].shape[0]))
+        return sum_residual(target, *arguments)
+
+    batch = hopeless(20, 6160, 3.0)
+    monkeypatch.setattr(kernels.probabilistic, "sum_residual", counted)
+    assert (verify("probabilistic", batch).num_accepted == 0).all()
+    assert set(summed) == {4}  # of seven blocks
+    assert 20 <= len(summed) < 30  # of 40 rounds
+
+
 @needs_gpu
 @pytest.mark.parametrize("kind", ["strict", "probabilistic", "block"])
 def test_rows_may_lie_beyond_two_billion_elements(kind):
@@ -707,6 +760,22 @@ def test_after_a_warmup_nothing_is_compiled():
         sampler(*positional, **options)
         sampler.draft(batch.draft_logits[:, 1], **options)
     assert compiled_variants() == known
+
+
+@needs_gpu
+def test_after_a_warmup_calls_of_other_sizes_do_not_ask_triton(monkeypatch):
+    kinds = [kind for kind in KINDS if not kind.endswith("logsumexp")]  # which a call of its own makes
+    for kind in kinds:
+        for lazy in (False, True):
+            verify(kind, case(3, 3, 4112, torch.bfloat16).to("cuda"), lazy=lazy)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("Triton was asked")
+
+    monkeypatch.setattr(triton.JITFunction, "run", refuse)
+    for kind in kinds:
+        for requests, drafts, vocab in ((1, 1, 16), (65, 8, 160), (33, 4, 128256)):
+            verify(kind, case(requests, drafts, vocab, torch.bfloat16).to("cuda"))
 
 
 @needs_gpu

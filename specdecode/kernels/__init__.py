@@ -1,16 +1,16 @@
 """The Triton backend: fused kernels for GPUs.
 
 A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way; in a small one
-the next launch decides. The last one emits (`strict`, `probabilistic`, `block`). No program waits for
-another: what must come after everything else is done by the last program to finish, or by the next launch. So nothing can
-hang, and nothing outlives a call but compiled code and plans of what to launch: calls on several streams, from several
-threads and in graphs do not meet.
+the next launch decides. The last one emits (`strict`, `probabilistic`, `block`). No program waits for another: what must
+come after everything else is done by the last program to finish, or by the next launch. So nothing can hang, and nothing
+outlives a call but compiled code and plans of what to launch: calls on several streams, from several threads and in graphs
+do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,20 +28,29 @@ from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import BLOCK_SIZE
 from specdecode.synthetic import AcceptanceSchedule
 
+
+class Judgement(NamedTuple):
+    """How a draft is judged when the statistics of its rows are there.
+
+    In a large batch that is done while reading, so as to read no row after a rejection. Block verification reads those rows
+    too, but in a large batch the programs that sum its residuals share the work evenly.
+    """
+
+    decide: Any
+    lazy_rows: int  # target rows that make a batch large
+
+
+BY_SAMPLE = Judgement(decide_by_sample, 320)
+BY_RATIO = Judgement(probabilistic.decide_by_ratio, 160)
+IN_BLOCK = Judgement(block.note_ratio, 112)
+
 METHODS = {
-    "strict": (decide_by_sample, decide_by_sample),
-    "probabilistic": (probabilistic.decide_by_ratio, probabilistic.decide_by_ratio),
-    "block": (block.note_ratio, block.note_ratio),
-    "synthetic": (probabilistic.decide_by_ratio, decide_by_sample),
+    "strict": (BY_SAMPLE, BY_SAMPLE),
+    "probabilistic": (BY_RATIO, BY_RATIO),
+    "block": (IN_BLOCK, IN_BLOCK),
+    "synthetic": (BY_RATIO, BY_SAMPLE),
 }
-"""How a method judges a draft when the statistics of its rows are there: with draft logits, and without."""
-
-LAZY_BATCH, LAZY_BATCH_OF_BLOCK = 64, 32
-"""Requests from which on it pays to decide while reading, so as to read no row after a rejection.
-
-Block verification reads the rows after a rejection too, but in a large batch the programs that sum its residuals share the
-work evenly.
-"""
+"""Each method's judgement with draft logits, and without."""
 
 BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
@@ -123,7 +132,7 @@ def verify(
         method: one of the sampler's methods.
         batch: the checked arguments.
         schedule: for `"synthetic"`.
-        lazy: whether to decide while reading; None chooses by the batch size.
+        lazy: whether to decide while reading; None chooses by the number of rows.
         target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
             overlapping strides, this addresses the rows of a ragged, packed batch.
         draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
@@ -139,11 +148,12 @@ def verify(
     )
     if requests == 0:
         return output
-    decide = METHODS[method][batch.draft_logits is None]
+    decide, lazy_rows = METHODS[method][batch.draft_logits is None]
     draft = None if decide is decide_by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
-    lazy_batch = LAZY_BATCH_OF_BLOCK if decide is block.note_ratio else LAZY_BATCH
-    lazy = num_draft_tokens > 0 and (requests >= lazy_batch if lazy is None else lazy)
+    if lazy is None:
+        lazy = requests * (num_draft_tokens + 1) >= lazy_rows
+    lazy = lazy and num_draft_tokens > 0
     of_requests, numbers = per_request(batch)
     others = {
         "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
@@ -198,7 +208,6 @@ def plan_verification(
     num_rows, num_blocks = num_draft_tokens + 1, triton.cdiv(vocab_size, BLOCK_SIZE)
     num_drafts = requests * num_draft_tokens
     summarised = requests * num_rows if draft is None else requests * num_rows + num_drafts
-    residuals = num_drafts if in_block else requests
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
     state = requests * (FIELDS.value + num_rows)
@@ -208,7 +217,7 @@ def plan_verification(
         workspace={
             "state_ptr": (ints, state),
             "statistics_ptr": (floats, summarised * 2 * num_blocks),
-            "residual_sums_ptr": None if draft is None else (floats, residuals * num_blocks),
+            "residual_sums_ptr": (floats, num_drafts * num_blocks) if in_block and draft is not None else None,
             "scalars_ptr": None if by_sample else (floats, num_drafts * probabilistic.SCALARS.value),
             "jobs_ptr": (ints, num_drafts) if in_block and lazy and draft is not None else None,
         },
@@ -236,7 +245,7 @@ def plan_verification(
     )
     tiles = reading_tiles(requests, num_rows, num_blocks)
     programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
-    registers = REGISTERS if draft is None else REGISTERS_WITH_DRAFT_ROWS
+    registers = REGISTERS if draft is None or logsumexp is not None else REGISTERS_WITH_DRAFT_ROWS
     usual = {"TARGET_ALIGNMENT": 16, "DRAFT_ALIGNMENT": 16, "LANES": 256, "MAX_BLOCKS": MIN_BLOCKS}
     plan.add(
         read_kernel,
@@ -252,17 +261,16 @@ def plan_verification(
         return plan
     if num_draft_tokens > 0 and not lazy:
         plan.add(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-    tiles = residual_tiles(requests)
-    chunks = 1 if draft is None else triton.cdiv(num_blocks, tiles * BLOCKS)
     if not in_block:
-        plan.add(probabilistic.emit_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
+        plan.add(probabilistic.emit_kernel, requests, num_warps=BLOCKS if draft is None else 2 * BLOCKS, BLOCKS=BLOCKS)
         return plan
     if lazy and draft is not None:
         plan.add(block.plan_kernel, requests, num_warps=1)
-        plan.add(block.sum_kernel, requests * chunks, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
-    chunks = triton.cdiv(num_blocks, 8)
-    programs = requests if lazy or draft is None else num_drafts * chunks
-    plan.add(block.emit_kernel, programs, num_warps=8, tiles=1, BLOCKS=8)
+        tiles = residual_tiles(requests)
+        programs = requests * triton.cdiv(num_blocks, tiles * BLOCKS)
+        plan.add(block.sum_kernel, programs, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
+    programs = requests if lazy or draft is None else num_drafts * triton.cdiv(num_blocks, BLOCKS)
+    plan.add(block.emit_kernel, programs, num_warps=BLOCKS, BLOCKS=BLOCKS)
     return plan
 
 

@@ -24,6 +24,7 @@ from specdecode.kernels.probabilistic import (
     SCALARS,
     TAKEN,
     draw_residual,
+    load_both,
     load_scalars,
     one_minus_exp2,
     store_scalars,
@@ -35,6 +36,7 @@ from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
     JOBS,
+    at,
     count_drafts,
     is_last,
     load_empty,
@@ -88,18 +90,9 @@ def note_ratio(
 
 
 @triton.jit
-def at(values, index):
-    """Return the value at an index."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
-
-
-@triton.jit
-def running_ratios(scalars_ptr, last, MAX_DRAFTS: tl.constexpr):
+def running_ratios(log_ratios, last, MAX_DRAFTS: tl.constexpr):
     """Return log c_i for i = 0 to `last`, and 0 beyond, [MAX_DRAFTS]."""
     counts = tl.arange(0, MAX_DRAFTS)
-    log_ratios = tl.load(
-        scalars_ptr + (counts - 1) * SCALARS + LOG_RATIO, mask=(counts > 0) & (counts <= last), other=0.0
-    )
     log_c = tl.zeros([MAX_DRAFTS], tl.float32)
     running = tl.sum(log_c, 0)
     for count in range(1, last + 1):
@@ -109,23 +102,33 @@ def running_ratios(scalars_ptr, last, MAX_DRAFTS: tl.constexpr):
 
 
 @triton.jit
-def survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS: tl.constexpr):
+def log_uniforms_of(key, MAX_DRAFTS: tl.constexpr):
+    """Return log eta_i for each number of drafts i, -inf for 0."""
+    counts = tl.arange(0, MAX_DRAFTS)
+    return tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
+
+
+@triton.jit
+def survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS: tl.constexpr):
     """Return all that can be known of a request without reading its rows again.
 
     The number of drafts if all stand, else -1; the least number that is sure to stand, and the largest that can; and for
-    each number i, as [MAX_DRAFTS] tensors: whether it is a candidate, log eta_i, log c_i, what is taken from p at row i.
+    each number i, as [MAX_DRAFTS] tensors: whether it is a candidate, log c_i, what is taken from p at row i.
     """
     counts = tl.arange(0, MAX_DRAFTS)
     last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
-    log_uniforms = tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
-    log_c = running_ratios(scalars_ptr, last, MAX_DRAFTS)
+    log_ratios = tl.load(
+        scalars_ptr + (counts - 1) * SCALARS + LOG_RATIO, mask=(counts > 0) & (counts <= last), other=0.0
+    )
+    taken = tl.load(scalars_ptr + counts * SCALARS + TAKEN, mask=counts < last + is_impossible, other=0.0)
+    log_c = running_ratios(log_ratios, last, MAX_DRAFTS)
     # After the last draft there is no residual; before an impossible one there is.
     highest = tl.where(is_impossible, last, last - 1)
     all_stand = (is_impossible == 0) & (at(log_uniforms, last) <= at(log_c, last))
     lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
     is_candidate = (log_uniforms <= log_c) & (counts >= lowest) & (counts <= highest) & (all_stand == 0)
-    taken = tl.load(scalars_ptr + counts * SCALARS + TAKEN, mask=is_candidate, other=0.0).to(tl.int32, bitcast=True)
-    return tl.where(all_stand, last, -1), lowest, highest, (is_candidate.to(tl.int32), log_uniforms, log_c, taken)
+    taken = tl.where(is_candidate, taken.to(tl.int32, bitcast=True), NOTHING)
+    return tl.where(all_stand, last, -1), lowest, highest, (is_candidate.to(tl.int32), log_c, taken)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -145,10 +148,11 @@ def plan_kernel(
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     counts = tl.arange(0, MAX_DRAFTS)
     scalars_ptr += request * num_draft_tokens * SCALARS
+    log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
     await_launch(OVERLAPS)
     admit_next_launch(OVERLAPS)
-    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
-    _, _, log_c, taken = of_counts
+    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS)
+    _, log_c, taken = of_counts
     is_job = (taken == ALL).to(tl.int32)
     first = tl.atomic_add(state_ptr + JOBS, tl.sum(is_job, 0), sem="relaxed")
     places = first + tl.cumsum(is_job, 0) - is_job
@@ -207,27 +211,26 @@ def sum_kernel(
         target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
         draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
         for tile in range(tiles):
-            sum_residual(
-                residual_sums_ptr + index * num_blocks, target_row, draft_row, scalars,
-                (item % chunks * tiles + tile) * BLOCKS, num_blocks, scale, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
-                LANES,
-            )  # fmt: skip
+            blocks = (item % chunks * tiles + tile) * BLOCKS + tl.arange(0, BLOCKS)
+            target, draft = load_both(target_row, draft_row, blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+            sums = sum_residual(target, draft, scalars, scale)
+            tl.store(residual_sums_ptr + index * num_blocks + blocks, sums, mask=blocks < num_blocks)
 
 
 @triton.jit
 def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
     """Return log A = log sum max(0, c p - q) of a row, from its block sums or, of a point mass, in closed form."""
-    kept = tl.load(scalars_ptr + KEPT)
+    kept, log_sum = tl.load(scalars_ptr + KEPT), tl.load(scalars_ptr + LOG_SUM)
+    blocks = tl.arange(0, MAX_BLOCKS)
+    if sums_ptr is not None:  # asked for before it is known whether they are needed
+        sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=(taken == ALL) & (blocks < num_blocks), other=0.0)
     if taken == NOTHING:  # p is a point mass, on a token of which q has `kept`
         log_mass = log_c + tl.log(tl.maximum(one_minus_exp2((kept - log_c) * LOG2_E), 0.0))
     else:  # q is a point mass, on a token of which p has `kept`
         log_mass = log_c + tl.log(one_minus_exp2(kept * LOG2_E))
     if sums_ptr is not None:
         if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
-            blocks = tl.arange(0, MAX_BLOCKS)
-            sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
-            total = sum_in_order(sums)
-            log_mass = log_c - tl.load(scalars_ptr + LOG_SUM) + tl.log(total)
+            log_mass = log_c - log_sum + tl.log(sum_in_order(sums))
     return log_mass
 
 
@@ -268,7 +271,6 @@ def emit_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
-    tiles,
     LAZY: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
@@ -283,7 +285,7 @@ def emit_kernel(
     In a small batch a program first sums a few blocks of one row's residual, and the last one to do so goes on.
     """
     SUMS: tl.constexpr = draft_ptr is not None and not LAZY
-    chunks = tl.cdiv(num_blocks, tiles * BLOCKS) if SUMS else 1
+    chunks = tl.cdiv(num_blocks, BLOCKS) if SUMS else 1
     slots = num_draft_tokens if SUMS else 1
     request = (tl.program_id(0) // (chunks * slots)).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
@@ -294,9 +296,12 @@ def emit_kernel(
     scalars_ptr += first_row * SCALARS
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     num_drafts = count_drafts(drafts, request, vocab_size)
+    log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
     await_launch(OVERLAPS)
-    accepted, lowest, highest, of_counts = survey(state_ptr, scalars_ptr, request, key, num_draft_tokens, MAX_DRAFTS)
-    is_candidate, log_uniforms, log_c, taken = of_counts
+    accepted, lowest, highest, of_counts = survey(
+        state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS
+    )
+    is_candidate, log_c, taken = of_counts
     all_stand = accepted >= 0
 
     decides = tl.program_id(0) % (chunks * slots) == 0
@@ -309,12 +314,10 @@ def emit_kernel(
                 target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
                 draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
                 scalars = load_excess(scalars_ptr + count * SCALARS, at(log_c, count))
-                for tile in range(tiles):
-                    sum_residual(
-                        residual_sums_ptr + (first_row + count) * num_blocks, target_row, draft_row, scalars,
-                        (tl.program_id(0) % chunks * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT,
-                        DRAFT_ALIGNMENT, BLOCKS, LANES,
-                    )  # fmt: skip
+                blocks = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
+                target, draft = load_both(target_row, draft_row, blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+                sums = sum_residual(target, draft, scalars, base_2_scale(t))
+                tl.store(residual_sums_ptr + (first_row + count) * num_blocks + blocks, sums, mask=blocks < num_blocks)
                 decides = is_last(state_ptr + request * FIELDS + FINISHED, rows * chunks)
 
     if decides:
@@ -329,9 +332,6 @@ def emit_kernel(
                     accepted = count
             count -= 1
         accepted = tl.where(accepted < 0, lowest, accepted)
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= accepted
-        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)
         scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
         if all_stand == 0:
             scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
@@ -339,8 +339,9 @@ def emit_kernel(
         token, peak = draw_residual(
             statistics_ptr, residual_sums_ptr, first_row + accepted, index,
             row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, takes, request,
-            accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+            accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
         )  # fmt: skip
-        if peak == -INFINITY:
-            tl.store(invalid_ptr + request, True)
         tl.store(token_ids_ptr + index, token)
+        invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (peak == -INFINITY).to(tl.int1)
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)

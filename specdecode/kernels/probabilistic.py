@@ -1,16 +1,16 @@
 """Probabilistic in Triton: accept by likelihood ratio, repair with the residual.
 
-The verdict needs of each row its statistics and one logit: log p(x) = (l_x - peak) / T - log_sum. A recovered token needs
-the residual max(0, p - q) of its row, whose block sums take a second read of both rows, for they need both rows' sums; from
-them the token is selected as from any other row. A point mass (greedy, a deterministic drafter, a row with an infinite
-logit) needs no second read: p without one token differs from p in one block.
+The verdict needs of each row its statistics and one logit: log p(x) = (l_x - peak) / T - log_sum. A recovered token is drawn
+from the residual max(0, p - q) of its row, whose block sums would take a second read of both rows. But to know which block
+wins takes only a few of them, for p bounds them all: `select_residual_block`. A point mass (greedy, a deterministic drafter,
+a row with an infinite logit) needs no search: p without one token differs from p in one block.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
-from specdecode.kernels.philox import load_key
+from specdecode.kernels.philox import exponential, load_key
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -27,12 +27,16 @@ from specdecode.kernels.rows import (
     tokens_of,
     unpack,
 )
-from specdecode.kernels.selection import merge, select_block, select_token, times_of_blocks, weigh_tokens
+from specdecode.kernels.selection import (
+    merge,
+    scores_of_blocks,
+    select_block,
+    select_token,
+    times_of_blocks,
+    weigh_tokens,
+)
 from specdecode.kernels.steps import (
-    FIELDS,
-    FINISHED,
     count_drafts,
-    is_last,
     load_empty,
     load_stop,
     post_empty,
@@ -46,6 +50,8 @@ LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
+
+LAST_BLOCK = tl.constexpr(2**31 - 1)
 
 NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
@@ -240,27 +246,22 @@ def one_minus_exp2(x):
 
 
 @triton.jit
-def sum_residual(
-    sums_ptr,
-    target_row,
-    draft_row,
-    scalars,
-    first,
-    num_blocks,
-    scale,
-    TARGET_ALIGNMENT: tl.constexpr,
-    DRAFT_ALIGNMENT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LANES: tl.constexpr,
+def load_both(
+    target_row, draft_row, blocks, TARGET_ALIGNMENT: tl.constexpr, DRAFT_ALIGNMENT: tl.constexpr, LANES: tl.constexpr
 ):
-    """Sum max(0, p - q), relative to p's peak, over a few blocks."""
-    peak, draft_peak, log_sum_ratio = scalars
+    """Return the raw logits of some [BLOCKS] blocks of both rows."""
     # In pairs both or none, for their logits to meet.
     TARGET_PAIRS: tl.constexpr = TARGET_ALIGNMENT == 16 and target_row[0].dtype.element_ty == tl.bfloat16
     DRAFT_PAIRS: tl.constexpr = DRAFT_ALIGNMENT == 16 and draft_row[0].dtype.element_ty == tl.bfloat16
     PAIRS: tl.constexpr = TARGET_PAIRS and DRAFT_PAIRS
-    target = load_blocks(target_row, first, True, PAIRS, TARGET_ALIGNMENT, BLOCKS, LANES)
-    draft = load_blocks(draft_row, first, True, PAIRS, DRAFT_ALIGNMENT, BLOCKS, LANES)
+    target = load_blocks(target_row, blocks, True, PAIRS, TARGET_ALIGNMENT, LANES)
+    return target, load_blocks(draft_row, blocks, True, PAIRS, DRAFT_ALIGNMENT, LANES)
+
+
+@triton.jit
+def sum_residual(target, draft, scalars, scale):
+    """Return the sums of max(0, p - q), relative to p's peak, over some [BLOCKS] blocks, given their raw logits."""
+    peak, draft_peak, log_sum_ratio = scalars
     sums = ()
     for part in tl.static_range(len(target)):
         p, q = unpack(target[part]), unpack(draft[part])
@@ -271,8 +272,62 @@ def sum_residual(
             weights = tl.where(weights > 0, weights, 0.0)
             added = added + (weights if part == 0 else sums[half] + weights,)
         sums = added
-    blocks = first + tl.arange(0, BLOCKS)
-    tl.store(sums_ptr + blocks, sum_blocks(sums), mask=blocks < num_blocks)
+    return sum_blocks(sums)
+
+
+@triton.jit
+def ranked(scores, blocks):
+    """Return scores as int64 numbers of which the largest is the first of the largest scores; none is negative."""
+    return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
+
+
+@triton.jit
+def block_of(rank):
+    """Return the block of a `ranked` score."""
+    return ((rank ^ LAST_BLOCK) & LAST_BLOCK).to(tl.int32)
+
+
+@triton.jit
+def select_residual_block(
+    sums,
+    times,
+    target_row,
+    draft_row,
+    scalars,
+    key,
+    offset,
+    num_blocks,
+    temperature,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Draw a block with probability proportional to its residual, given p's block sums; -1 if all of it rounds to nothing.
+
+    The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more in the
+    race than its sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
+    """
+    scale = base_2_scale(temperature)
+    blocks = tl.arange(0, MAX_BLOCKS)
+    bounds = scores_of_blocks(sums * (1 + 2.0**-12) + 2.0**-110, times)  # a little more, for sums are rounded
+    bounds = tl.reshape(tl.where(blocks < num_blocks, ranked(bounds, blocks), -1), [MAX_BLOCKS // BLOCKS, BLOCKS])
+    best = tl.full([], 0, tl.int64)
+    largest = tl.max(bounds, 0)
+    chosen = tl.where(largest > best, block_of(largest), num_blocks)
+    target, draft = load_both(target_row, draft_row, chosen, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+    while tl.max(largest, 0) > best:
+        # The next ones are asked for before it is known whether they matter.
+        bounds = tl.where(bounds == largest[None, :], -1, bounds)
+        largest = tl.max(bounds, 0)
+        following = tl.where(largest > best, block_of(largest), num_blocks)
+        next_target, next_draft = load_both(target_row, draft_row, following, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+        times_of_chosen = exponential(key, offset, chosen, SELECT_BLOCK)
+        scores = scores_of_blocks(sum_residual(target, draft, scalars, scale), times_of_chosen)
+        best = tl.maximum(best, tl.max(tl.where(scores > 0, ranked(scores, chosen), 0), 0))
+        chosen, target, draft = following, next_target, next_draft
+    return tl.where(best > 0, block_of(best), -1)
 
 
 @triton.jit
@@ -292,38 +347,55 @@ def draw_residual(
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Draw the token at an offset from p less what is taken from it; return it and, if it was looked at, p's peak."""
+    """Draw the token at an offset from p less what is taken from it; return it and, if it was looked at, p's peak.
+
+    The residual's block sums are those at `sums_index` of `sums_ptr`, if there are any.
+    """
     vocab_size = target_row[2]
     peak, draft_peak, log_sum_ratio = scalars
-    token = tl.full([], -1, tl.int32)
+    token, block = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     blocks = tl.arange(0, MAX_BLOCKS)
-    statistics = load_statistics(statistics_ptr, index, taken != ALL, num_blocks, MAX_BLOCKS)
-    sums = tl.zeros([MAX_BLOCKS], tl.float32)
-    if draft_rows[0] is not None:
+    SUMMED: tl.constexpr = sums_ptr is not None
+    statistics = load_statistics(statistics_ptr, index, True if not SUMMED else taken != ALL, num_blocks, MAX_BLOCKS)
+    if SUMMED:
         wanted = (taken == ALL) & (blocks < num_blocks)
         sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=wanted, other=0.0)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
-    if draft_rows[0] is not None:
+    if SUMMED:
         if taken == ALL:
-            if tl.sum(sums, 0) == 0:  # a residual that rounds to nothing falls back to p
-                taken = tl.full([], NOTHING, tl.int32)
+            if tl.sum(sums, 0) > 0:
+                block = select_block(sums, times)
+            else:
                 statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-    if taken != ALL:
+    if block < 0:
         peak, _, token, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+        if draft_rows[0] is not None:
+            if taken == ALL:
+                if not SUMMED:
+                    draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
+                    block = select_residual_block(
+                        sums, times, target_row, draft_row, scalars, key, offset, num_blocks, temperature,
+                        TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+                    )  # fmt: skip
+                if block < 0:  # a residual that rounds to nothing falls back to p
+                    taken = tl.full([], NOTHING, tl.int32)
         if taken >= 0:
-            block = taken // BLOCK_SIZE
-            weights = tl.exp(scaled(load_logits(target_row, tokens_of(block), TARGET_ALIGNMENT), peak, temperature))
-            weights = tl.where(tokens_of(block) == taken, 0.0, weights)
+            its_block = taken // BLOCK_SIZE
+            weights = tl.exp(scaled(load_logits(target_row, tokens_of(its_block), TARGET_ALIGNMENT), peak, temperature))
+            weights = tl.where(tokens_of(its_block) == taken, 0.0, weights)
             rest = sum_in_order(weights)
-            without = tl.where(blocks == block, rest, sums)
+            without = tl.where(blocks == its_block, rest, sums)
             if tl.sum(without, 0) > 0:
                 sums = without
             else:
                 taken = tl.full([], NOTHING, tl.int32)
+        if (token < 0) & (block < 0):
+            block = select_block(sums, times)
     if token < 0:
-        block = select_block(sums, times)
         token_ids = tokens_of(block)
         target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
         weights = tl.where(token_ids == taken, 0.0, weigh_tokens(target, peak, temperature))
@@ -343,7 +415,6 @@ def emit_kernel(
     num_accepted_ptr,  # [batch] int32
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
-    residual_sums_ptr,  # [batch, num_blocks] float32, or None
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
@@ -368,7 +439,6 @@ def emit_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
-    tiles,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -376,10 +446,8 @@ def emit_kernel(
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Sum a few blocks of a request's residual; the last program to do so draws the token and writes the output."""
-    chunks = 1 if draft_ptr is None else tl.cdiv(num_blocks, tiles * BLOCKS)
-    request = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
+    """Draw the token where a request stops, and write its output."""
+    request = tl.program_id(0).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
@@ -395,29 +463,12 @@ def emit_kernel(
         if takes:
             scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
 
-    if chunk == 0:
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
-
-    emits = chunk == 0
-    if draft_ptr is not None:
-        if taken == ALL:
-            draft_row = row_at(draft_rows, vocab_size, request, stop, DRAFT_ALIGNMENT)
-            for tile in range(tiles):
-                sum_residual(
-                    residual_sums_ptr + request * num_blocks, target_row, draft_row, scalars,
-                    (chunk * tiles + tile) * BLOCKS, num_blocks, base_2_scale(t), TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
-                    LANES,
-                )  # fmt: skip
-            emits = is_last(state_ptr + request * FIELDS + FINISHED, chunks)
-
-    if emits:
-        index = request * (num_draft_tokens + 1) + stop
-        token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr, request, index, target_row, draft_rows, scalars, taken, request, stop, key,
-            num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-        )  # fmt: skip
-        if peak == -INFINITY:
-            tl.store(invalid_ptr + request, True)
-        tl.store(token_ids_ptr + index, token)
+    index = request * (num_draft_tokens + 1) + stop
+    token, peak = draw_residual(
+        statistics_ptr, None, 0, index, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, t,
+        TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+    )  # fmt: skip
+    tl.store(token_ids_ptr + index, token)
+    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (peak == -INFINITY).to(tl.int1)
+    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+    store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)

@@ -64,12 +64,15 @@ def read_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
+    WITH_DRAFT: tl.constexpr = draft_ptr is not None and logsumexp_ptr is None
     admit_next_launch(OVERLAPS)
     chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
     chunk = tl.program_id(0) % chunks
     request = (tl.program_id(0) // chunks % batch).to(tl.int64)
     offset = tl.program_id(0) // chunks // batch
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    if WITH_DRAFT:  # asked for before it is known whether the row matters
+        reads_draft = load_drafts(drafts, request, offset, vocab_size) >= 0
     matters = True
     if offset > 0:
         matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0
@@ -85,21 +88,29 @@ def read_kernel(
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
         logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
-            reads_draft = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
-            if logsumexp_ptr is not None:
-                reads_draft &= is_trusted(load_logsumexp(logsumexps, request, offset, reads_draft)) == 0
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
+            if WITH_DRAFT:
+                reads_draft &= t > 0
+            else:
+                untrusted = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
+                untrusted &= is_trusted(load_logsumexp(logsumexps, request, offset, untrusted)) == 0
         index = request * (num_draft_tokens + 1) + offset
+        draft_index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
         for tile in range(tiles):
             first = (chunk * tiles + tile) * BLOCKS
             target = load_row_blocks(target_row, first, True, TARGET_ALIGNMENT, BLOCKS, TARGET_LANES)
-            if draft_ptr is not None:
+            if WITH_DRAFT:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
                 draft = load_row_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
             store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS)
-            if draft_ptr is not None:
+            if WITH_DRAFT:
                 if reads_draft:
-                    draft_index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
+                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
+        if logsumexp_ptr is not None:
+            if untrusted:  # seldom, so it may come afterwards, where it takes no registers from what is always done
+                for tile in range(tiles):
+                    first = (chunk * tiles + tile) * BLOCKS
+                    draft = load_row_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
                     store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
         if LAZY:
             if offset < num_draft_tokens:

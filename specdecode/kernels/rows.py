@@ -88,19 +88,17 @@ def tokens_of(block):
 
 
 @triton.jit
-def part_of_blocks(first, part, SIZE: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
-    """Return the places of one part of each of a few consecutive blocks of a size, [BLOCKS, LANES].
+def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Return the places of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES].
 
     `LANES` logits of an aligned row are one load of one warp, 16 bytes a thread.
     """
-    return (first + tl.arange(0, BLOCKS)[:, None]) * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
+    return blocks[:, None] * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
-def load_blocks(
-    row, first, wanted, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr
-):
-    """Return the raw logits of a few consecutive blocks, as a tuple of parts to `unpack`.
+def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr, LANES: tl.constexpr):
+    """Return the raw logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`.
 
     Aligned bfloat16 can be loaded in pairs, which compilers would take twice the instructions to unpack by themselves.
     """
@@ -108,11 +106,11 @@ def load_blocks(
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
         if PAIRS:
-            pairs = part_of_blocks(first, part, BLOCK_SIZE // 2, BLOCKS, LANES // 2)
+            pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             parts = parts + (tl.load(pointers, mask=wanted & (pairs < vocab_size // 2), other=PAIR_OF_INFINITIES),)
         else:
-            parts = parts + (load_raw(row, part_of_blocks(first, part, BLOCK_SIZE, BLOCKS, LANES), wanted, ALIGNMENT),)
+            parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted, ALIGNMENT),)
     return parts
 
 
@@ -120,7 +118,7 @@ def load_blocks(
 def load_row_blocks(row, first, wanted, ALIGNMENT: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr):
     """Return the raw logits of a few consecutive blocks, in the way that is best for their row alone."""
     PAIRS: tl.constexpr = ALIGNMENT == 16 and row[0].dtype.element_ty == tl.bfloat16
-    return load_blocks(row, first, wanted, PAIRS, ALIGNMENT, BLOCKS, LANES)
+    return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, ALIGNMENT, LANES)
 
 
 @triton.jit
@@ -214,16 +212,16 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
         scale = base_2_scale(temperature)
         for block in range(num_blocks):
             if tl.max(tl.where(blocks == block, spoilt, 0), 0) == 1:
+                this = block + tl.arange(0, 1)
                 peaks = tl.full([1, LANES], -INFINITY, tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    peaks = tl.maximum(
-                        peaks, load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT)
-                    )
+                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), ALIGNMENT)
+                    peaks = tl.maximum(peaks, logits)
                 peak = tl.max(tl.max(peaks, 1), 0)
                 finite = tl.where(tl.abs(peak) < INFINITY, peak, 0.0)
                 weights = tl.zeros([1, LANES], tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    logits = load_logits(row, part_of_blocks(block, part, BLOCK_SIZE, 1, LANES), ALIGNMENT)
+                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), ALIGNMENT)
                     weights += tl.exp2((logits - finite) * scale)
                 maxima = tl.where(blocks == block, peak, maxima)
                 sums = tl.where(blocks == block, tl.sum(sum_blocks((weights,)), 0), sums)

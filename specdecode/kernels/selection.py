@@ -70,10 +70,16 @@ def times_of_blocks(key, offset, domain, MAX_BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def scores_of_blocks(sums, times):
+    """Return what the race is decided by, of some blocks."""
+    # 2^30: the smallest sum divided by the largest E is not to round to 0, which would make it one of the impossible.
+    return sums * 2.0**30 / times
+
+
+@triton.jit
 def select_block(sums, times):
     """Draw a block with probability proportional to its sum, given E of each; there is one whose sum is not 0."""
-    # 2^30: the smallest sum divided by the largest E is not to round to 0, which would make it one of the impossible.
-    return first_largest(sums * 2.0**30 / times)
+    return first_largest(scores_of_blocks(sums, times))
 
 
 @triton.jit

@@ -52,21 +52,20 @@ class Verifier(NamedTuple):
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> tuple[int, int]:
         """Count the rows that an outcome depends on, and the readings of them.
 
-        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested. After a
-        rejection max(0, p - q) can be summed only once the sums of both rows are known: another reading.
+        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested: with their
+        logsumexp given, one logit of each. What a residual takes besides is a few blocks of two rows, as drawing takes
+        one. Only block verification sums all of max(0, p - q / c), and so reads both rows again when their sums are known.
         """
         target = (num_accepted + 1).sum().item()
-        if self.method == "strict":
-            return target, target
-        rejections = (num_accepted < num_draft_tokens).sum().item()
         if self.method == "block":  # which judges all drafts together
+            rejections = (num_accepted < num_draft_tokens).sum().item()
             drafted = len(num_accepted) * num_draft_tokens
             target, tested = drafted + len(num_accepted), rejections if self.with_logsumexp else drafted
             return target + tested, target + tested + (1 if self.with_logsumexp else 2) * rejections
-        if self.with_logsumexp:
-            return target + rejections, target + 2 * rejections
-        tested = (num_accepted + 1).clamp(max=num_draft_tokens).sum().item()
-        return target + tested, target + tested + 2 * rejections
+        tested = 0
+        if self.method == "probabilistic" and not self.with_logsumexp:
+            tested = (num_accepted + 1).clamp(max=num_draft_tokens).sum().item()
+        return target + tested, target + tested
 
 
 def plain(inputs: Inputs, function: Callable[..., Tensor] = straightforward) -> Callable[[], Tensor]:
