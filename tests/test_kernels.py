@@ -675,6 +675,21 @@ def test_a_residual_searched_by_bounds_gives_what_one_that_is_summed_gives(vocab
     assert_same(searched, summed)
 
 
+@pytest.mark.parametrize("temperature", [1e38, 3.4e38])
+def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
+    batch = case(24, 1, 6144, torch.float32, greedy=0)
+    target, draft = torch.full((24, 2, 6144), -3e38), torch.full((24, 1, 6144), -torch.inf)
+    target[..., :1024], draft[..., :1024] = 0, 0
+    batch = replace(
+        batch,
+        target_logits=target,
+        draft_logits=draft,
+        draft_token_ids=torch.full((24, 1), 2000),  # which the draft makes impossible
+        temperature=torch.full((24,), temperature, dtype=torch.float64),
+    ).to(DEVICE)
+    assert_same(verify("probabilistic", batch), verify("block", batch))
+
+
 def test_a_residual_that_is_nothing_falls_back_to_the_target():
     batch = hopeless(4, 6160, 0.0)
     batch = replace(batch, draft_logits=batch.target_logits[:, :1])  # then p = q

@@ -20,7 +20,7 @@ from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
 from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, layout
 from specdecode.kernels.reading import decide_kernel, read_kernel
-from specdecode.kernels.rows import LARGEST, SMALLEST
+from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
 from specdecode.kernels.steps import FIELDS
 from specdecode.kernels.strict import decide_by_sample, finish_by_sample_kernel
@@ -306,7 +306,7 @@ def per_request(batch: RowBatch | VerificationBatch) -> tuple[dict[str, Tensor |
         "positions_ptr": None if positions is None else positions.contiguous(),
     }
     if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
-        temperature = min(max(temperature, SMALLEST.value), LARGEST.value)
+        temperature = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
     return tensors, {
         "temperature": 0.0 if isinstance(temperature, Tensor) else float(temperature),
         "first_seed": 0 if isinstance(seeds, Tensor) else seeds,

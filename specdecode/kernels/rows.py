@@ -20,6 +20,8 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
+LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
+"""Beyond it 1 / T would be a denormal number, which is 0 to a GPU; only logits of 1e34 and more could tell."""
 
 
 @triton.jit
@@ -28,7 +30,9 @@ def load_temperature(temperature_ptr, temperature, request):
     if temperature_ptr is not None:
         given = tl.load(temperature_ptr + request)
         # Only 0 is greedy: what float32 cannot hold goes to the nearest number that it can. NaN and negatives are greedy.
-        temperature = tl.where(given > 0, tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST), 0.0)
+        temperature = tl.where(
+            given > 0, tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE), 0.0
+        )
     return temperature
 
 
