@@ -647,7 +647,7 @@ def test_a_residual_is_precise_where_all_logits_are_shifted_and_cold():
     assert_same_tokens(shifted, expected("block", batch), FLOAT32_BAND)
 
 
-def hopeless(requests: int, vocab: int, closeness: float, temperature: float = 0.7):
+def hopeless(requests: int, vocab: int, closeness: float):
     """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
 
     They differ by blocks, some of which have a residual and some none, and a little by tokens.
@@ -659,8 +659,8 @@ def hopeless(requests: int, vocab: int, closeness: float, temperature: float = 0
     by_token = torch.randn(requests, 1, vocab, generator=generator)
     draft = batch.target_logits[:, :1] + closeness * (by_block + by_token / 10)
     target = batch.target_logits.scatter(2, ids[..., None].expand(requests, 2, 1), -torch.inf)
-    temperatures = torch.full((requests,), temperature)
-    return replace(batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=temperatures)
+    temperature = torch.full((requests,), 0.7)
+    return replace(batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=temperature)
 
 
 @pytest.mark.parametrize(

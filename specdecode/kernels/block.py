@@ -36,7 +36,6 @@ from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
     JOBS,
-    at,
     count_drafts,
     is_last,
     load_empty,
@@ -87,6 +86,12 @@ def note_ratio(
         scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
         store_scalars(scalars_ptr, scalars)
         tl.store(scalars_ptr + LOG_RATIO, target - draft)
+
+
+@triton.jit
+def at(values, index):
+    """Return the value at an index."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
 
 
 @triton.jit

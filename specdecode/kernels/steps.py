@@ -66,12 +66,6 @@ def is_last(count_ptr, programs):
 
 
 @triton.jit
-def at(values, index):
-    """Return the value at an index of a vector."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
-
-
-@triton.jit
 def load_drafts(drafts, request, offsets, vocab_size):
     """Return draft ids as int32, -1 for what is no token.
 
