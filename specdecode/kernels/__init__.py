@@ -1,10 +1,11 @@
 """The Triton backend: fused kernels for GPUs.
 
-A step is two to four launches. The first reads the rows (`reading`), and in a large batch decides on the way; in a small one
-the next launch decides. The last one emits (`strict`, `probabilistic`, `block`). No program waits for another: what must
-come after everything else is done by the last program to finish, or by the next launch. So nothing can hang, and nothing
-outlives a call but compiled code and plans of what to launch: calls on several streams, from several threads and in graphs
-do not meet.
+A step is two launches. The first reads the rows (`reading`), and in a large batch decides on the way. The second emits
+(`strict`, `probabilistic`, `block`); in a small batch it decides too, but in block verification, where a launch between them
+weighs the drafts. No program waits for another: what
+must come after everything else is done by the last program to finish, or by the next launch. So nothing can hang, and
+nothing outlives a call but compiled code and plans of what to launch: calls on several streams, from several threads and in
+graphs do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
 from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, layout
-from specdecode.kernels.reading import decide_kernel, read_kernel
+from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
 from specdecode.kernels.steps import FIELDS
@@ -32,8 +33,8 @@ from specdecode.synthetic import AcceptanceSchedule
 class Judgement(NamedTuple):
     """How a draft is judged when the statistics of its rows are there.
 
-    In a large batch that is done while reading, so as to read no row after a rejection. Block verification reads those rows
-    too, but in a large batch the programs that sum its residuals share the work evenly.
+    In a large batch that is done while reading, so as to read no row after a rejection (in block verification, where these
+    rows are needed, none behind an impossible draft).
     """
 
     decide: Any
@@ -41,8 +42,8 @@ class Judgement(NamedTuple):
 
 
 BY_SAMPLE = Judgement(decide_by_sample, 320)
-BY_RATIO = Judgement(probabilistic.decide_by_ratio, 160)
-IN_BLOCK = Judgement(block.note_ratio, 112)
+BY_RATIO = Judgement(probabilistic.decide_by_ratio, 192)
+IN_BLOCK = Judgement(block.note_ratio, 1024)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -204,9 +205,10 @@ def plan_verification(
     others: tuple[torch.dtype | None, ...],
 ) -> Plan:
     """Plan a verification step; `others` are the dtypes of all other tensors, which compiled code hangs on."""
-    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
+    by_sample = decide is decide_by_sample
     num_rows, num_blocks = num_draft_tokens + 1, triton.cdiv(vocab_size, BLOCK_SIZE)
     num_drafts = requests * num_draft_tokens
+    keeps_scalars = decide is block.note_ratio or (lazy and not by_sample)
     summarised = requests * num_rows if draft is None else requests * num_rows + num_drafts
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
@@ -217,9 +219,7 @@ def plan_verification(
         workspace={
             "state_ptr": (ints, state),
             "statistics_ptr": (floats, summarised * 2 * num_blocks),
-            "residual_sums_ptr": (floats, num_drafts * num_blocks) if in_block and draft is not None else None,
-            "scalars_ptr": None if by_sample else (floats, num_drafts * probabilistic.SCALARS.value),
-            "jobs_ptr": (ints, num_drafts) if in_block and lazy and draft is not None else None,
+            "scalars_ptr": (floats, num_drafts * probabilistic.SCALARS.value) if keeps_scalars else None,
         },
         # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
         zeros=state if lazy else 0,
@@ -256,21 +256,17 @@ def plan_verification(
         tiles=tiles,
         BLOCKS=BLOCKS,
     )
-    if by_sample and not lazy:
+    num_warps = BLOCKS if draft is None else 2 * BLOCKS
+    if decide is block.note_ratio:
+        if num_draft_tokens > 0 and not lazy:
+            plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
+        plan.add(block.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+    elif lazy:
+        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+    elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
-        return plan
-    if num_draft_tokens > 0 and not lazy:
-        plan.add(decide_kernel, requests * num_draft_tokens, num_warps=BLOCKS)
-    if not in_block:
-        plan.add(probabilistic.emit_kernel, requests, num_warps=BLOCKS if draft is None else 2 * BLOCKS, BLOCKS=BLOCKS)
-        return plan
-    if lazy and draft is not None:
-        plan.add(block.plan_kernel, requests, num_warps=1)
-        tiles = residual_tiles(requests)
-        programs = requests * triton.cdiv(num_blocks, tiles * BLOCKS)
-        plan.add(block.sum_kernel, programs, num_warps=BLOCKS, tiles=tiles, BLOCKS=BLOCKS)
-    programs = requests if lazy or draft is None else num_drafts * triton.cdiv(num_blocks, BLOCKS)
-    plan.add(block.emit_kernel, programs, num_warps=BLOCKS, BLOCKS=BLOCKS)
+    else:
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=BLOCKS)
     return plan
 
 
@@ -279,11 +275,6 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     if requests * num_rows * triton.cdiv(num_blocks, BLOCKS) <= WAVE:
         return 1
     return min(max(requests // 64, 2), 8)
-
-
-def residual_tiles(requests: int) -> int:
-    """Return how many times `BLOCKS` blocks of a residual a program sums, likewise."""
-    return min(max(requests // 64, 1), 2)
 
 
 def at_least(least: int, size: int) -> int:

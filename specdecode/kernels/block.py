@@ -5,8 +5,8 @@
 Each draft's ratio comes from its rows' statistics, as in `probabilistic`, but what fails does not stop the request: only an
 impossible draft does. The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So of all i only those
 with eta_i <= c_i are candidates, which takes no reading to know; none below the largest with c_i = 1, which is sure to
-stand, is considered; and if all drafts stand nothing is read again. The candidates' rows are read once more, for the sums
-of max(0, c_i p - q) over each block, from which both A_i and the recovered token come.
+stand, is considered; and if all drafts stand nothing is read again. Of a candidate's rows a few blocks are read once more,
+those that hold most of p: as many as it takes to know whether A_i is large enough, which p bounds as it does residuals.
 """
 
 import triton
@@ -17,7 +17,6 @@ from specdecode.kernels.philox import load_key, uniform
 from specdecode.kernels.probabilistic import (
     ALL,
     KEPT,
-    LOG_C,
     LOG_RATIO,
     LOG_SUM,
     NOTHING,
@@ -31,19 +30,28 @@ from specdecode.kernels.probabilistic import (
     sum_residual,
     weigh,
 )
-from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, load_temperature, row_at, sum_in_order
+from specdecode.kernels.rows import (
+    INFINITY,
+    LOG2_E,
+    base_2_scale,
+    load_statistics,
+    load_temperature,
+    row_at,
+    scaled,
+    sum_in_order,
+)
+from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_leaders
+from specdecode.kernels.selection import merge, times_of_blocks
 from specdecode.kernels.steps import (
-    FIELDS,
-    FINISHED,
-    JOBS,
     count_drafts,
-    is_last,
+    load_drafts,
     load_empty,
     load_stop,
     post_empty,
     post_stop,
     store_output,
 )
+from specdecode.kernels.strict import SELECT_BLOCK
 from specdecode.kernels.synthetic import ACCEPT
 
 
@@ -75,7 +83,7 @@ def note_ratio(
     if token < 0:  # as after the last draft
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
-        target, draft, scalars = weigh(
+        target, draft, scalars, _ = weigh(
             statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
             num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
@@ -86,6 +94,62 @@ def note_ratio(
         scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
         store_scalars(scalars_ptr, scalars)
         tl.store(scalars_ptr + LOG_RATIO, target - draft)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def note_ratio_kernel(
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, num_blocks, 2] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    logsumexp_stride_request: tl.int64,
+    logsumexp_stride_offset: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Note the ratio of the draft at one offset of a request, whose rows have been read."""
+    request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
+    offset = tl.program_id(0) % num_draft_tokens
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    draft_token = load_drafts(drafts, request, offset, vocab_size)
+    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
+    if matters:
+        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+        note_ratio(
+            state_ptr, scalars_ptr, statistics_ptr,
+            row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT), draft_rows,
+            (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), None, draft_token, request, offset, t,
+            key, batch, num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -136,35 +200,6 @@ def survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_
     return tl.where(all_stand, last, -1), lowest, highest, (is_candidate.to(tl.int32), log_c, taken)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
-def plan_kernel(
-    jobs_ptr,  # [batch * num_draft_tokens] int32
-    state_ptr,  # [batch, FIELDS] int32
-    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    seeds_ptr,  # [batch] int64, or None
-    first_seed: tl.int64,
-    positions_ptr,  # [batch] int64, or None
-    num_draft_tokens,
-    MAX_DRAFTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """List the rows of a request whose residual must be summed, behind those of requests that were sooner."""
-    request = tl.program_id(0).to(tl.int64)
-    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-    counts = tl.arange(0, MAX_DRAFTS)
-    scalars_ptr += request * num_draft_tokens * SCALARS
-    log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
-    await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
-    _, _, _, of_counts = survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS)
-    _, log_c, taken = of_counts
-    is_job = (taken == ALL).to(tl.int32)
-    first = tl.atomic_add(state_ptr + JOBS, tl.sum(is_job, 0), sem="relaxed")
-    places = first + tl.cumsum(is_job, 0) - is_job
-    tl.store(jobs_ptr + places, request.to(tl.int32) * num_draft_tokens + counts, mask=is_job == 1)
-    tl.store(scalars_ptr + counts * SCALARS + LOG_C, log_c, mask=is_job == 1)
-
-
 @triton.jit
 def load_excess(scalars_ptr, log_c):
     """Return the scalars of max(0, p - q / c): as those of max(0, p - q), but for q's logarithm."""
@@ -173,76 +208,99 @@ def load_excess(scalars_ptr, log_c):
     return peak, draft_peak, log_sum_ratio + log_c
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
-def sum_kernel(
-    residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32
-    jobs_ptr,  # [batch * num_draft_tokens] int32
-    state_ptr,  # [batch, FIELDS] int32
-    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
-    target_index_ptr,  # [batch] int32 or int64, or None
-    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float
-    draft_index_ptr,  # [batch] int32 or int64, or None
-    temperature_ptr,  # [batch] any float, or None
-    temperature,
-    target_stride_request: tl.int64,
-    target_stride_offset: tl.int64,
-    target_stride_token: tl.int64,
-    draft_stride_request: tl.int64,
-    draft_stride_offset: tl.int64,
-    draft_stride_token: tl.int64,
-    num_draft_tokens,
-    vocab_size,
+@triton.jit
+def excess_reaches(
+    least,
+    statistics,
+    target_row,
+    draft_row,
+    scalars,
     num_blocks,
-    tiles,
+    temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
 ):
-    """Sum `tiles` times `BLOCKS` blocks of the residual of a listed row, or of several."""
-    chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
-    target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-    draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
-    for item in range(tl.program_id(0), tl.load(state_ptr + JOBS) * chunks, tl.num_programs(0)):
-        index = tl.load(jobs_ptr + item // chunks).to(tl.int64)
-        request, count = index // num_draft_tokens, index % num_draft_tokens
-        scale = base_2_scale(load_temperature(temperature_ptr, temperature, request))
-        scalars_of_row_ptr = scalars_ptr + index * SCALARS
-        scalars = load_excess(scalars_of_row_ptr, tl.load(scalars_of_row_ptr + LOG_C))
-        target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
-        draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
-        for tile in range(tiles):
-            blocks = (item % chunks * tiles + tile) * BLOCKS + tl.arange(0, BLOCKS)
-            target, draft = load_both(target_row, draft_row, blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
-            sums = sum_residual(target, draft, scalars, scale)
-            tl.store(residual_sums_ptr + index * num_blocks + blocks, sums, mask=blocks < num_blocks)
+    """Return whether sum max(0, p - q / c) is `least` or more, relative to p's peak, given p's statistics.
+
+    No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
+    would not be with all that is left. Near to `least` that takes all blocks: the answer is that of their sum.
+    """
+    scale = base_2_scale(temperature)
+    maxima, sums = statistics
+    sums = tl.where(sums != 0, sums * tl.exp(scaled(maxima, scalars[0], temperature)), 0.0)
+    sums = tl.where(sums == sums, sums, INFINITY)  # of a block with a NaN p's sum is not known
+    left = tl.sum(sums, 0)
+    margin = left * SLACK  # for what is left is a difference, and rounded
+    leaders, columns = take_leaders(keys_of(sums, num_blocks), BLOCKS)
+    first = blocks_of(leaders, num_blocks, MAX_BLOCKS)
+    first_target, first_draft = load_both(target_row, draft_row, first, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+    # The next ones are asked for before it is known whether they matter.
+    largest = tl.max(columns, 0)
+    chosen = blocks_of(largest, num_blocks, MAX_BLOCKS)
+    target, draft = load_both(target_row, draft_row, chosen, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+    parts = sum_residual(first_target, first_draft, scalars, scale)
+    is_first = tl.arange(0, MAX_BLOCKS)[:, None] == first[None, :]
+    excess = tl.reshape(tl.sum(tl.where(is_first, parts[None, :], 0.0), 1), columns.shape)
+    found = tl.sum(parts, 0)
+    left -= tl.sum(least_of(leaders, MAX_BLOCKS), 0)
+    enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
+    while (tl.max(largest, 0) >= 0) & (enough == 0) & (too_little == 0):
+        taken = (columns == largest[None, :]) & (columns >= 0)
+        columns = tl.where(taken, -1, columns)
+        next_largest = tl.max(columns, 0)
+        following = blocks_of(next_largest, num_blocks, MAX_BLOCKS)
+        next_target, next_draft = load_both(target_row, draft_row, following, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+        these = sum_residual(target, draft, scalars, scale)
+        excess = tl.where(taken, these[None, :], excess)
+        found += tl.sum(these, 0)
+        left -= tl.sum(least_of(largest, MAX_BLOCKS), 0)
+        enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
+        largest, target, draft = next_largest, next_target, next_draft
+    if (enough == 0) & (too_little == 0):
+        enough = sum_in_order(tl.reshape(excess, [MAX_BLOCKS])) >= least
+    return enough
 
 
 @triton.jit
-def log_residual_mass(scalars_ptr, sums_ptr, row, log_c, taken, num_blocks, MAX_BLOCKS: tl.constexpr):
-    """Return log A = log sum max(0, c p - q) of a row, from its block sums or, of a point mass, in closed form."""
-    kept, log_sum = tl.load(scalars_ptr + KEPT), tl.load(scalars_ptr + LOG_SUM)
-    blocks = tl.arange(0, MAX_BLOCKS)
-    if sums_ptr is not None:  # asked for before it is known whether they are needed
-        sums = tl.load(sums_ptr + row * num_blocks + blocks, mask=(taken == ALL) & (blocks < num_blocks), other=0.0)
-    if taken == NOTHING:  # p is a point mass, on a token of which q has `kept`
-        log_mass = log_c + tl.log(tl.maximum(one_minus_exp2((kept - log_c) * LOG2_E), 0.0))
-    else:  # q is a point mass, on a token of which p has `kept`
-        log_mass = log_c + tl.log(one_minus_exp2(kept * LOG2_E))
-    if sums_ptr is not None:
-        if taken == ALL:  # the sums are of max(0, p - q / c), relative to p's peak
-            log_mass = log_c - log_sum + tl.log(sum_in_order(sums))
-    return log_mass
+def stands(
+    scalars_ptr,
+    statistics_ptr,
+    index,
+    target_row,
+    draft_rows,
+    taken,
+    log_uniform,
+    log_c,
+    request,
+    count,
+    num_blocks,
+    temperature,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Return whether a candidate stands: whether eta <= A / (A + 1 - c).
 
-
-@triton.jit
-def stands_by_mass(log_uniform, log_c, log_mass):
-    """Return whether eta <= A / (A + 1 - c)."""
-    return log_uniform <= log_mass - tl.log(tl.exp(log_mass) + one_minus_exp2(log_c * LOG2_E))
+    That is, whether A / c = sum max(0, p - q / c) is eta / c (1 - c) / (1 - eta) or more.
+    """
+    kept = tl.load(scalars_ptr + KEPT)
+    least = tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
+    # One of them is a point mass, on a token of which the other has `kept`: p, of which nothing is taken, or q.
+    enough = one_minus_exp2((kept - tl.where(taken == NOTHING, log_c, 0.0)) * LOG2_E) >= least
+    if draft_rows[0] is not None:
+        if taken == ALL:
+            enough = excess_reaches(
+                least * tl.exp(tl.load(scalars_ptr + LOG_SUM)),
+                load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS), target_row,
+                row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(scalars_ptr, log_c),
+                num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+            )  # fmt: skip
+    return enough
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -251,7 +309,6 @@ def emit_kernel(
     num_accepted_ptr,  # [batch] int32
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
-    residual_sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
@@ -276,7 +333,6 @@ def emit_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
-    LAZY: tl.constexpr,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -285,20 +341,13 @@ def emit_kernel(
     MAX_DRAFTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
-
-    In a small batch a program first sums a few blocks of one row's residual, and the last one to do so goes on.
-    """
-    SUMS: tl.constexpr = draft_ptr is not None and not LAZY
-    chunks = tl.cdiv(num_blocks, BLOCKS) if SUMS else 1
-    slots = num_draft_tokens if SUMS else 1
-    request = (tl.program_id(0) // (chunks * slots)).to(tl.int64)
+    """Look from the largest candidate down for the first that stands, draw the token after it, write the output."""
+    request = tl.program_id(0).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    first_row = request * num_draft_tokens
-    scalars_ptr += first_row * SCALARS
+    scalars_ptr += request * num_draft_tokens * SCALARS
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     num_drafts = count_drafts(drafts, request, vocab_size)
     log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
@@ -309,44 +358,31 @@ def emit_kernel(
     is_candidate, log_c, taken = of_counts
     all_stand = accepted >= 0
 
-    decides = tl.program_id(0) % (chunks * slots) == 0
-    if SUMS:
-        rows = tl.sum((taken == ALL).to(tl.int32), 0)
-        if rows > 0:
-            count = tl.program_id(0) // chunks % slots
-            decides = at(taken, count) == ALL
-            if decides:
-                target_row = row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT)
-                draft_row = row_at(draft_rows, vocab_size, request, count, DRAFT_ALIGNMENT)
-                scalars = load_excess(scalars_ptr + count * SCALARS, at(log_c, count))
-                blocks = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
-                target, draft = load_both(target_row, draft_row, blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
-                sums = sum_residual(target, draft, scalars, base_2_scale(t))
-                tl.store(residual_sums_ptr + (first_row + count) * num_blocks + blocks, sums, mask=blocks < num_blocks)
-                decides = is_last(state_ptr + request * FIELDS + FINISHED, rows * chunks)
-
-    if decides:
-        count = highest
-        while (accepted < 0) & (count > lowest):
-            if at(is_candidate, count) == 1:
-                log_mass = log_residual_mass(
-                    scalars_ptr + count * SCALARS, residual_sums_ptr, first_row + count, at(log_c, count),
-                    at(taken, count), num_blocks, MAX_BLOCKS,
-                )  # fmt: skip
-                if stands_by_mass(at(log_uniforms, count), at(log_c, count), log_mass):
-                    accepted = count
-            count -= 1
-        accepted = tl.where(accepted < 0, lowest, accepted)
-        scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
-        if all_stand == 0:
-            scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
-        index = request * (num_draft_tokens + 1) + accepted
-        token, peak = draw_residual(
-            statistics_ptr, residual_sums_ptr, first_row + accepted, index,
-            row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT), draft_rows, scalars, takes, request,
-            accepted, key, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
-        )  # fmt: skip
-        tl.store(token_ids_ptr + index, token)
-        invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (peak == -INFINITY).to(tl.int1)
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)
+    count = highest
+    while (accepted < 0) & (count > lowest):
+        if at(is_candidate, count) == 1:
+            if stands(
+                scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
+                row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
+                at(log_uniforms, count), at(log_c, count), request, count, num_blocks, t, TARGET_ALIGNMENT,
+                DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+            ):  # fmt: skip
+                accepted = count
+        count -= 1
+    accepted = tl.where(accepted < 0, lowest, accepted)
+    scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
+    if all_stand == 0:
+        scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
+    index = request * (num_draft_tokens + 1) + accepted
+    target_row = row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT)
+    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
+    times = times_of_blocks(key, accepted, SELECT_BLOCK, MAX_BLOCKS)
+    merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
+    token = draw_residual(
+        merged, times, target_row, draft_rows, scalars, takes, request, accepted, key, num_blocks, t, TARGET_ALIGNMENT,
+        DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+    )  # fmt: skip
+    tl.store(token_ids_ptr + index, token)
+    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (merged[0] == -INFINITY).to(tl.int1)
+    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+    store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)

@@ -27,6 +27,16 @@ from specdecode.kernels.rows import (
     tokens_of,
     unpack,
 )
+from specdecode.kernels.search import (
+    block_of,
+    blocks_of,
+    bounds_of_residual,
+    keys_of,
+    most_of,
+    ranked,
+    score_of,
+    take_leaders,
+)
 from specdecode.kernels.selection import (
     merge,
     scores_of_blocks,
@@ -36,7 +46,11 @@ from specdecode.kernels.selection import (
     weigh_tokens,
 )
 from specdecode.kernels.steps import (
+    FIELDS,
+    FINISHED,
     count_drafts,
+    is_last,
+    load_drafts,
     load_empty,
     load_stop,
     post_empty,
@@ -51,20 +65,12 @@ LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
-LAST_BLOCK = tl.constexpr(2**31 - 1)
-
 NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
 
 PEAK, DRAFT_PEAK, LOG_SUM_RATIO, TAKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-LOG_SUM, KEPT, LOG_RATIO, LOG_C, SCALARS = (
-    tl.constexpr(4),
-    tl.constexpr(5),
-    tl.constexpr(6),
-    tl.constexpr(7),
-    tl.constexpr(8),
-)
-"""Numbers that a judged draft leaves for its residual, see `weigh`; the last four for block verification."""
+LOG_SUM, KEPT, LOG_RATIO, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(8)
+"""Numbers that a judged draft leaves for its residual, see `weigh`; the last three for block verification."""
 
 
 @triton.jit
@@ -120,18 +126,19 @@ def weigh(
     DRAFT_ALIGNMENT: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Weigh a draft; return log p(x), log q(x) and what residuals of its row need.
+    """Weigh a draft; return log p(x), log q(x), what residuals of its row need, and p as `merge` returns it.
 
-    That is, by the names above: the peaks of p and q, log(sum of q / sum of p), what is to be taken from p, log(sum of p),
-    and the log-probability of the token that the other row is a point mass on: of p where it is q, of q where it is p.
+    What residuals need, by the names above: the peaks of p and q, log(sum of q / sum of p), what is to be taken from p,
+    log(sum of p), and the log-probability of the token that the other row is a point mass on: of p where it is q, of q where
+    it is p. From the row after the last draft, where the token is -1, nothing is taken.
     """
     has_draft_row = False
     # Whatever is needed is asked for before any of it has come.
     index = request * (num_draft_tokens + 1) + offset
     statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-    logit = load_logit(target_row, token, True)
+    logit = load_logit(target_row, token, token >= 0)
     if draft_rows[0] is not None:
-        has_draft_row = temperature > 0
+        has_draft_row = (temperature > 0) & (token >= 0)
         draft_row = row_at(draft_rows, target_row[2], request, offset, DRAFT_ALIGNMENT)
         draft_logit = load_logit(draft_row, token, has_draft_row)
         summarised = has_draft_row
@@ -141,7 +148,8 @@ def weigh(
         index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
         draft_statistics = load_statistics(statistics_ptr, index, summarised, num_blocks, MAX_BLOCKS)
 
-    peak, total, point, _ = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+    merged = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+    peak, total, point, _ = merged
     log_sum = tl.log(total)
     target = logprob(logit, token, peak, log_sum, point, temperature)
     draft_peak, log_sum_ratio, draft = 0.0, 0.0, 0.0
@@ -167,7 +175,7 @@ def weigh(
         taken = tl.full([], NOTHING, tl.int32)
     elif taken >= 0:
         kept = logprob(load_logit(target_row, taken, True), taken, peak, log_sum, point, temperature)
-    return target, draft, (peak, draft_peak, log_sum_ratio, taken, log_sum, kept)
+    return target, draft, (peak, draft_peak, log_sum_ratio, taken, log_sum, kept), merged
 
 
 @triton.jit
@@ -183,6 +191,16 @@ def load_scalars(scalars_ptr):
     """Return p's peak, q's peak and log(sum of q / sum of p); and what is taken from p."""
     taken = tl.load(scalars_ptr + TAKEN).to(tl.int32, bitcast=True)
     return (tl.load(scalars_ptr + PEAK), tl.load(scalars_ptr + DRAFT_PEAK), tl.load(scalars_ptr + LOG_SUM_RATIO)), taken
+
+
+@triton.jit
+def stands(target, draft, rates_ptr, key, offset):
+    """Return whether a draft stands, given log p(x) and log q(x), or a schedule."""
+    if rates_ptr is None:
+        possible = (target > -INFINITY) & (draft > -INFINITY)
+        return possible & (tl.log(accept_uniform(key, offset)) <= target - draft)
+    else:
+        return is_scheduled(rates_ptr, key, offset)
 
 
 @triton.jit
@@ -210,18 +228,13 @@ def decide_by_ratio(
     if token < 0:  # as after the last draft
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
     else:
-        target, draft, scalars = weigh(
+        target, draft, scalars, _ = weigh(
             statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
             num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
         if scalars[PEAK] == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
-        if rates_ptr is None:
-            possible = (target > -INFINITY) & (draft > -INFINITY)
-            stands = possible & (tl.log(accept_uniform(key, offset)) <= target - draft)
-        else:
-            stands = is_scheduled(rates_ptr, key, offset)
-        if stands == 0:
+        if stands(target, draft, rates_ptr, key, offset) == 0:
             post_stop(state_ptr, request, offset, num_draft_tokens, (scalars[TAKEN] != NOTHING).to(tl.int32))
             store_scalars(scalars_ptr + (request * num_draft_tokens + offset) * SCALARS, scalars)
 
@@ -276,15 +289,11 @@ def sum_residual(target, draft, scalars, scale):
 
 
 @triton.jit
-def ranked(scores, blocks):
-    """Return scores as int64 numbers of which the largest is the first of the largest scores; none is negative."""
-    return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
-
-
-@triton.jit
-def block_of(rank):
-    """Return the block of a `ranked` score."""
-    return ((rank ^ LAST_BLOCK) & LAST_BLOCK).to(tl.int32)
+def best_of(target, draft, blocks, scalars, key, offset, temperature):
+    """Return the largest score of some [BLOCKS] blocks in the race, `ranked`, given their raw logits; 0 if there is none."""
+    times = exponential(key, offset, blocks, SELECT_BLOCK)
+    scores = scores_of_blocks(sum_residual(target, draft, scalars, base_2_scale(temperature)), times)
+    return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
 
 
 @triton.jit
@@ -309,33 +318,29 @@ def select_residual_block(
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more in the
     race than its sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
     """
-    scale = base_2_scale(temperature)
-    blocks = tl.arange(0, MAX_BLOCKS)
-    bounds = scores_of_blocks(sums * (1 + 2.0**-12) + 2.0**-110, times)  # a little more, for sums are rounded
-    bounds = tl.reshape(tl.where(blocks < num_blocks, ranked(bounds, blocks), -1), [MAX_BLOCKS // BLOCKS, BLOCKS])
-    best = tl.full([], 0, tl.int64)
-    largest = tl.max(bounds, 0)
-    chosen = tl.where(largest > best, block_of(largest), num_blocks)
+    bounds = scores_of_blocks(bounds_of_residual(sums), times)
+    leaders, columns = take_leaders(keys_of(bounds, num_blocks), BLOCKS)
+    first = blocks_of(leaders, num_blocks, MAX_BLOCKS)
+    first_target, first_draft = load_both(target_row, draft_row, first, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+    # The next ones are asked for before it is known whether they matter.
+    largest = tl.max(columns, 0)
+    chosen = blocks_of(largest, num_blocks, MAX_BLOCKS)
     target, draft = load_both(target_row, draft_row, chosen, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
-    while tl.max(largest, 0) > best:
-        # The next ones are asked for before it is known whether they matter.
-        bounds = tl.where(bounds == largest[None, :], -1, bounds)
-        largest = tl.max(bounds, 0)
-        following = tl.where(largest > best, block_of(largest), num_blocks)
+    best = best_of(first_target, first_draft, first, scalars, key, offset, temperature)
+    while tl.max(most_of(largest, MAX_BLOCKS), 0) > score_of(best):
+        columns = tl.where(columns == largest[None, :], -1, columns)
+        next_largest = tl.max(columns, 0)
+        following = blocks_of(next_largest, num_blocks, MAX_BLOCKS)
         next_target, next_draft = load_both(target_row, draft_row, following, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
-        times_of_chosen = exponential(key, offset, chosen, SELECT_BLOCK)
-        scores = scores_of_blocks(sum_residual(target, draft, scalars, scale), times_of_chosen)
-        best = tl.maximum(best, tl.max(tl.where(scores > 0, ranked(scores, chosen), 0), 0))
-        chosen, target, draft = following, next_target, next_draft
+        best = tl.maximum(best, best_of(target, draft, chosen, scalars, key, offset, temperature))
+        largest, chosen, target, draft = next_largest, following, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1)
 
 
 @triton.jit
 def draw_residual(
-    statistics_ptr,
-    sums_ptr,
-    sums_index,
-    index,
+    merged,
+    times,
     target_row,
     draft_rows,
     scalars,
@@ -351,62 +356,43 @@ def draw_residual(
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Draw the token at an offset from p less what is taken from it; return it and, if it was looked at, p's peak.
-
-    The residual's block sums are those at `sums_index` of `sums_ptr`, if there are any.
-    """
+    """Draw the token at an offset from p less what is taken from it, given p as `merge` returns it and E of each block."""
     vocab_size = target_row[2]
-    peak, draft_peak, log_sum_ratio = scalars
-    token, block = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
+    block = tl.full([], -1, tl.int32)
     blocks = tl.arange(0, MAX_BLOCKS)
-    SUMMED: tl.constexpr = sums_ptr is not None
-    statistics = load_statistics(statistics_ptr, index, True if not SUMMED else taken != ALL, num_blocks, MAX_BLOCKS)
-    if SUMMED:
-        wanted = (taken == ALL) & (blocks < num_blocks)
-        sums = tl.load(sums_ptr + sums_index * num_blocks + blocks, mask=wanted, other=0.0)
-    times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
-    if SUMMED:
+    peak, _, token, sums = merged
+    if draft_rows[0] is not None:
+        draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
         if taken == ALL:
-            if tl.sum(sums, 0) > 0:
-                block = select_block(sums, times)
-            else:
-                statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-    if block < 0:
-        peak, _, token, sums = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
-        if draft_rows[0] is not None:
-            if taken == ALL:
-                if not SUMMED:
-                    draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
-                    block = select_residual_block(
-                        sums, times, target_row, draft_row, scalars, key, offset, num_blocks, temperature,
-                        TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
-                    )  # fmt: skip
-                if block < 0:  # a residual that rounds to nothing falls back to p
-                    taken = tl.full([], NOTHING, tl.int32)
-        if taken >= 0:
-            its_block = taken // BLOCK_SIZE
-            weights = tl.exp(scaled(load_logits(target_row, tokens_of(its_block), TARGET_ALIGNMENT), peak, temperature))
-            weights = tl.where(tokens_of(its_block) == taken, 0.0, weights)
-            rest = sum_in_order(weights)
-            without = tl.where(blocks == its_block, rest, sums)
-            if tl.sum(without, 0) > 0:
-                sums = without
-            else:
+            block = select_residual_block(
+                sums, times, target_row, draft_row, scalars, key, offset, num_blocks, temperature, TARGET_ALIGNMENT,
+                DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+            )  # fmt: skip
+            if block < 0:  # a residual that rounds to nothing falls back to p
                 taken = tl.full([], NOTHING, tl.int32)
-        if (token < 0) & (block < 0):
-            block = select_block(sums, times)
+    if taken >= 0:
+        its_block = taken // BLOCK_SIZE
+        weights = tl.exp(scaled(load_logits(target_row, tokens_of(its_block), TARGET_ALIGNMENT), peak, temperature))
+        rest = sum_in_order(tl.where(tokens_of(its_block) == taken, 0.0, weights))
+        without = tl.where(blocks == its_block, rest, sums)
+        if tl.sum(without, 0) > 0:
+            sums = without
+        else:
+            taken = tl.full([], NOTHING, tl.int32)
     if token < 0:
+        if block < 0:
+            block = select_block(sums, times)
         token_ids = tokens_of(block)
         target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
         weights = tl.where(token_ids == taken, 0.0, weigh_tokens(target, peak, temperature))
         if draft_rows[0] is not None:
             if taken == ALL:
-                draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
                 draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
+                _, draft_peak, log_sum_ratio = scalars
                 left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, base_2_scale(temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, block, key, offset, SELECT_TOKEN)
-    return tl.minimum(token, vocab_size - 1).to(tl.int64), peak
+    return tl.minimum(token, vocab_size - 1).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -464,11 +450,97 @@ def emit_kernel(
             scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
 
     index = request * (num_draft_tokens + 1) + stop
-    token, peak = draw_residual(
-        statistics_ptr, None, 0, index, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, t,
-        TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
+    times = times_of_blocks(key, stop, SELECT_BLOCK, MAX_BLOCKS)
+    merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
+    token = draw_residual(
+        merged, times, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, t, TARGET_ALIGNMENT,
+        DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
     )  # fmt: skip
     tl.store(token_ids_ptr + index, token)
-    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (peak == -INFINITY).to(tl.int1)
+    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (merged[0] == -INFINITY).to(tl.int1)
     output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
     store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
+def finish_by_ratio_kernel(
+    token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
+    num_accepted_ptr,  # [batch] int32
+    num_drafts_ptr,  # [batch] int32
+    invalid_ptr,  # [batch] bool
+    state_ptr,  # [batch, FIELDS] int32
+    statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
+    target_index_ptr,  # [batch] int32 or int64, or None
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
+    draft_index_ptr,  # [batch] int32 or int64, or None
+    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
+    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
+    rates_ptr,  # [num_draft_tokens] float32 conditional rates, or None
+    temperature_ptr,  # [batch] any float, or None
+    temperature,
+    seeds_ptr,  # [batch] int64, or None
+    first_seed: tl.int64,
+    positions_ptr,  # [batch] int64, or None
+    target_stride_request: tl.int64,
+    target_stride_offset: tl.int64,
+    target_stride_token: tl.int64,
+    draft_stride_request: tl.int64,
+    draft_stride_offset: tl.int64,
+    draft_stride_token: tl.int64,
+    logsumexp_stride_request: tl.int64,
+    logsumexp_stride_offset: tl.int64,
+    ids_stride_request: tl.int64,
+    ids_stride_offset: tl.int64,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Judge the draft at one offset of a request; where it does not stand, draw what is emitted if the request stops there.
+
+    The last program of a request writes its output.
+    """
+    request = (tl.program_id(0) // (num_draft_tokens + 1)).to(tl.int64)
+    offset = tl.program_id(0) % (num_draft_tokens + 1)
+    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
+    draft_token = load_drafts(drafts, request, offset, vocab_size)
+    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
+    t = load_temperature(temperature_ptr, temperature, request)
+    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
+    times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
+    num_drafts = count_drafts(drafts, request, vocab_size)
+    await_launch(OVERLAPS)
+    if matters:
+        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
+        target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
+        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
+        logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
+        target, draft, scalars, merged = weigh(
+            statistics_ptr, target_row, draft_rows, logsumexps, draft_token, request, offset, t, batch, num_draft_tokens,
+            num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+        if scalars[PEAK] == -INFINITY:
+            post_empty(state_ptr, request, offset, num_draft_tokens)
+        accepted = draft_token >= 0
+        if accepted:
+            accepted = stands(target, draft, rates_ptr, key, offset)
+        if accepted == 0:
+            post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+            token = draw_residual(
+                merged, times, target_row, draft_rows, scalars[:TAKEN], scalars[TAKEN], request, offset, key, num_blocks, t,
+                TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+            )  # fmt: skip
+            tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offset, token)
+    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
+        stop, _ = load_stop(state_ptr, request, num_draft_tokens)
+        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)

@@ -1,4 +1,4 @@
-"""The launch that reads: every logits row that matters, once, each block leaving its statistics. And that which decides.
+"""The launch that reads: every logits row that matters, once, each block leaving its statistics.
 
 A program reads a few blocks of the target row at one offset of one request, and the same blocks of the draft row there. It
 reads 2 bytes a logit of bfloat16, and writes 8 for each block of 1,024.
@@ -14,7 +14,7 @@ How a method decides, by `DECIDE`, is its own affair: `decide_by_sample`, `decid
 import triton
 import triton.language as tl
 
-from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import load_row_blocks, load_temperature, row_at, store_statistics
@@ -122,61 +122,3 @@ def read_kernel(
                         draft_token, request, offset, t, load_key(seeds_ptr, first_seed, positions_ptr, request), batch,
                         num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
                     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
-def decide_kernel(
-    state_ptr,  # [batch, FIELDS] int32
-    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    statistics_ptr,  # [batch * (num_draft_tokens + 1) + batch * num_draft_tokens, num_blocks, 2] float32
-    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
-    target_index_ptr,  # [batch] int32 or int64, or None
-    draft_ptr,  # [batch, num_draft_tokens, vocab_size] any float, or None
-    draft_index_ptr,  # [batch] int32 or int64, or None
-    logsumexp_ptr,  # [batch, num_draft_tokens] float32, or None
-    ids_ptr,  # [batch, num_draft_tokens] int32 or int64
-    rates_ptr,  # [num_draft_tokens] float32 conditional rates, or None
-    temperature_ptr,  # [batch] any float, or None
-    temperature,
-    seeds_ptr,  # [batch] int64, or None
-    first_seed: tl.int64,
-    positions_ptr,  # [batch] int64, or None
-    target_stride_request: tl.int64,
-    target_stride_offset: tl.int64,
-    target_stride_token: tl.int64,
-    draft_stride_request: tl.int64,
-    draft_stride_offset: tl.int64,
-    draft_stride_token: tl.int64,
-    logsumexp_stride_request: tl.int64,
-    logsumexp_stride_offset: tl.int64,
-    ids_stride_request: tl.int64,
-    ids_stride_offset: tl.int64,
-    batch,
-    num_draft_tokens,
-    vocab_size,
-    num_blocks,
-    DECIDE: tl.constexpr,
-    TARGET_ALIGNMENT: tl.constexpr,
-    DRAFT_ALIGNMENT: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Decide the draft at one offset of a request."""
-    request = (tl.program_id(0) // num_draft_tokens).to(tl.int64)
-    offset = tl.program_id(0) % num_draft_tokens
-    drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    draft_token = load_drafts(drafts, request, offset, vocab_size)
-    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
-    t = load_temperature(temperature_ptr, temperature, request)
-    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
-    await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
-    if matters:
-        target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-        draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-        DECIDE(
-            state_ptr, scalars_ptr, statistics_ptr,
-            row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT), draft_rows,
-            (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), rates_ptr, draft_token, request, offset, t,
-            key, batch, num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
-        )  # fmt: skip

@@ -10,14 +10,8 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, FINISHED, JOBS, FIELDS = (
-    tl.constexpr(0),
-    tl.constexpr(1),
-    tl.constexpr(2),
-    tl.constexpr(3),
-    tl.constexpr(4),
-)
-"""A request's state: where it stops, what is empty, programs that have finished; of the first one, jobs of all."""
+STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""A request's state: where it stops, what is empty, programs that have finished; and one more, for a power of two."""
 
 
 @triton.jit

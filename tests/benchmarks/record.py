@@ -47,7 +47,7 @@ CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
 def gpu_result(info: dict) -> dict:
     result = {key: info[key] for key in (*CALLS, "after_us") if key in info}
     if "bytes" in info:
-        result |= {"GB_once": round(info["bytes_once"] / 1e9, 6), "GB": round(info["bytes"] / 1e9, 6)}
+        result["GB"] = round(info["bytes"] / 1e9, 6)
         result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
     return result
 

@@ -49,23 +49,16 @@ class Verifier(NamedTuple):
         options = {"draft_logsumexp": draft.logsumexp} if self.with_logsumexp else {}
         return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
 
-    def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> tuple[int, int]:
-        """Count the rows that an outcome depends on, and the readings of them.
+    def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
+        """Count the rows that an outcome depends on.
 
-        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested: with their
-        logsumexp given, one logit of each. What a residual takes besides is a few blocks of two rows, as drawing takes
-        one. Only block verification sums all of max(0, p - q / c), and so reads both rows again when their sums are known.
+        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested (with their
+        logsumexp given, one logit of each). Block verification judges all drafts together. To draw a token and to search
+        a residual takes a few blocks of a row or two besides.
         """
-        target = (num_accepted + 1).sum().item()
-        if self.method == "block":  # which judges all drafts together
-            rejections = (num_accepted < num_draft_tokens).sum().item()
-            drafted = len(num_accepted) * num_draft_tokens
-            target, tested = drafted + len(num_accepted), rejections if self.with_logsumexp else drafted
-            return target + tested, target + tested + (1 if self.with_logsumexp else 2) * rejections
-        tested = 0
-        if self.method == "probabilistic" and not self.with_logsumexp:
-            tested = (num_accepted + 1).clamp(max=num_draft_tokens).sum().item()
-        return target + tested, target + tested
+        last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
+        target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
+        return int((target if self.method == "strict" or self.with_logsumexp else target + tested).sum())
 
 
 def plain(inputs: Inputs, function: Callable[..., Tensor] = straightforward) -> Callable[[], Tensor]:
@@ -204,11 +197,14 @@ def measure(benchmark, recording: Recording) -> float:
     return recording.device_us()["median"]
 
 
-def note_bytes(benchmark, once: int, read: int, device_us: float, bytes_per_second: float) -> None:
-    """Note the bytes that an outcome needs, each once and as often as they must be read, and how fast they were read."""
-    rate = read / device_us * 1e6
-    benchmark.extra_info |= {"bytes_once": once, "bytes": read}
-    benchmark.extra_info |= {"TB/s": round(rate / 1e12, 3), "fraction": round(rate / bytes_per_second, 3)}
+def note_bytes(benchmark, needed: int, device_us: float, bytes_per_second: float) -> None:
+    """Note the bytes that an outcome needs, and how fast they were read."""
+    rate = needed / device_us * 1e6
+    benchmark.extra_info |= {
+        "bytes": needed,
+        "TB/s": round(rate / 1e12, 3),
+        "fraction": round(rate / bytes_per_second, 3),
+    }
 
 
 @pytest.mark.parametrize(("inputs", "provider"), list(cases()), indirect=["inputs"])
@@ -224,8 +220,7 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
     if isinstance(verifier, Verifier) and verifier.backend == "triton":
         check(inputs, verifier, output)  # what was timed read the same inputs
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
-        once, read = (count * VOCAB * inputs.target_logits.element_size() for count in rows)
-        note_bytes(benchmark, once, read, device_us, bytes_per_second)
+        note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
 
 
 @pytest.mark.parametrize("provider", ["triton sample", "triton draft"])
@@ -243,7 +238,7 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
         recording = Recording(functools.partial(RejectionSampler(method, backend="triton").draft, logits, 0.7, seeds=0))
         token_ids = recording.output.token_ids
     assert (token_ids == expected).double().mean() >= 0.98
-    note_bytes(benchmark, logits.nbytes, logits.nbytes, measure(benchmark, recording), bytes_per_second)
+    note_bytes(benchmark, logits.nbytes, measure(benchmark, recording), bytes_per_second)
 
 
 STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
