@@ -260,13 +260,13 @@ def plan_verification(
     if decide is block.note_ratio:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        plan.add(block.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+        plan.add(block.emit_kernel, requests, num_warps, LEADERS=1, BLOCKS=BLOCKS)
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+        plan.add(probabilistic.emit_kernel, requests, num_warps, LEADERS=2, BLOCKS=BLOCKS)
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=BLOCKS)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, LEADERS=2, BLOCKS=BLOCKS)
     return plan
 
 

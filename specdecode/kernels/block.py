@@ -219,6 +219,7 @@ def excess_reaches(
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -234,7 +235,7 @@ def excess_reaches(
     sums = tl.where(sums == sums, sums, INFINITY)  # of a block with a NaN p's sum is not known
     left = tl.sum(sums, 0)
     margin = left * SLACK  # for what is left is a difference, and rounded
-    leaders, columns = take_leaders(keys_of(sums, num_blocks), BLOCKS)
+    leaders, columns = take_leaders(keys_of(sums, num_blocks), LEADERS, BLOCKS)
     first = blocks_of(leaders, num_blocks, MAX_BLOCKS)
     first_target, first_draft = load_both(target_row, draft_row, first, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
     # The next ones are asked for before it is known whether they matter.
@@ -280,6 +281,7 @@ def stands(
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -298,7 +300,7 @@ def stands(
                 least * tl.exp(tl.load(scalars_ptr + LOG_SUM)),
                 load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS), target_row,
                 row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(scalars_ptr, log_c),
-                num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+                num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
     return enough
 
@@ -335,6 +337,7 @@ def emit_kernel(
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -365,7 +368,7 @@ def emit_kernel(
                 scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
                 row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
                 at(log_uniforms, count), at(log_c, count), request, count, num_blocks, t, TARGET_ALIGNMENT,
-                DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+                DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             ):  # fmt: skip
                 accepted = count
         count -= 1
@@ -380,7 +383,7 @@ def emit_kernel(
     merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
     token = draw_residual(
         merged, times, target_row, draft_rows, scalars, takes, request, accepted, key, num_blocks, t, TARGET_ALIGNMENT,
-        DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+        DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
     )  # fmt: skip
     tl.store(token_ids_ptr + index, token)
     invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (merged[0] == -INFINITY).to(tl.int1)

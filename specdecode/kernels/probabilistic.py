@@ -309,6 +309,7 @@ def select_residual_block(
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -319,7 +320,7 @@ def select_residual_block(
     race than its sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
     """
     bounds = scores_of_blocks(bounds_of_residual(sums), times)
-    leaders, columns = take_leaders(keys_of(bounds, num_blocks), BLOCKS)
+    leaders, columns = take_leaders(keys_of(bounds, num_blocks), LEADERS, BLOCKS)
     first = blocks_of(leaders, num_blocks, MAX_BLOCKS)
     first_target, first_draft = load_both(target_row, draft_row, first, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
     # The next ones are asked for before it is known whether they matter.
@@ -352,6 +353,7 @@ def draw_residual(
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -366,7 +368,7 @@ def draw_residual(
         if taken == ALL:
             block = select_residual_block(
                 sums, times, target_row, draft_row, scalars, key, offset, num_blocks, temperature, TARGET_ALIGNMENT,
-                DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+                DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
             if block < 0:  # a residual that rounds to nothing falls back to p
                 taken = tl.full([], NOTHING, tl.int32)
@@ -427,6 +429,7 @@ def emit_kernel(
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -455,7 +458,7 @@ def emit_kernel(
     merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
     token = draw_residual(
         merged, times, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, t, TARGET_ALIGNMENT,
-        DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+        DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
     )  # fmt: skip
     tl.store(token_ids_ptr + index, token)
     invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (merged[0] == -INFINITY).to(tl.int1)
@@ -499,6 +502,7 @@ def finish_by_ratio_kernel(
     num_blocks,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -536,7 +540,7 @@ def finish_by_ratio_kernel(
             post_stop(state_ptr, request, offset, num_draft_tokens, 0)
             token = draw_residual(
                 merged, times, target_row, draft_rows, scalars[:TAKEN], scalars[TAKEN], request, offset, key, num_blocks, t,
-                TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES, MAX_BLOCKS,
+                TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
             tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offset, token)
     if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):

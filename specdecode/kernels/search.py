@@ -1,14 +1,13 @@
 """Searching a row's blocks by bounds: in their order, a few at a time, until those that are left cannot matter.
 
 Each block has a score that costs two reads to know, and a bound on it that costs nothing. A bound goes with its block into
-one int32, a key, so that the next blocks are found by integer maxima. The first blocks, the two of the largest bounds, are
-mostly all that it takes. Then, for the sake of more at once, come the largest of each of `BLOCKS` columns.
+one int32, a key, so that the next blocks are found by integer maxima. A search begins with the `LEADERS` largest of all,
+which are soon known and often all that it takes. Then come the largest of each of `BLOCKS` columns, for more at once.
 """
 
 import triton
 import triton.language as tl
 
-LEADERS = tl.constexpr(2)
 LAST_BLOCK = tl.constexpr(2**31 - 1)
 
 SLACK = tl.constexpr(2.0**-12)
@@ -48,7 +47,7 @@ def least_of(keys, MAX_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def take_leaders(keys, BLOCKS: tl.constexpr):
+def take_leaders(keys, LEADERS: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the `LEADERS` largest keys, and the others in `BLOCKS` columns, with -1 in place of those."""
     slots = tl.arange(0, LEADERS)
     leaders = tl.full([LEADERS], -1, tl.int32)
