@@ -106,7 +106,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "straightforward": plain,
     "straightforward compiled": compiled,
     "vllm": vllm,
-    "nothing": lambda inputs: do_nothing(launches=3),
+    "nothing": lambda inputs: do_nothing(launches=2),
 }
 FAST = ["triton", "triton with draft_logsumexp", "triton block", "triton block with draft_logsumexp", "triton strict"]
 SLOW = ["eager", "straightforward", "vllm"]
@@ -278,7 +278,7 @@ def test_launches_that_do_nothing(benchmark, environment):
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
     """Time a call as Python makes it, without a graph: in a row; alone until it returns, and until its result is there.
 
-    Beside it what no call can do without: to allocate its output and its workspace, and to make three launches.
+    Beside it what no call can do without: to allocate its output and its workspace, and to make two launches.
     """
     benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
