@@ -5,6 +5,9 @@ import triton.language as tl
 
 ROUNDS = tl.constexpr(10)
 
+MANY = tl.constexpr(512)
+"""More indices than this are worked out by code without a loop, so that the compiler may spread them as it likes."""
+
 
 @triton.jit
 def load_key(seeds_ptr, first_seed, positions_ptr, request):
@@ -30,27 +33,39 @@ def high(number):
 
 
 @triton.jit
-def philox(seed, index, position, domain):
-    """Return the first two words of Philox4x32-10, uint32.
+def philox_round(words, keys):
+    """Return the next words and keys."""
+    word0, word1, word2, word3 = words
+    key0, key1 = keys
+    # Products of 64 bits take one instruction where their halves would take two.
+    product0 = word0.to(tl.uint64) * 0xD2511F53
+    product2 = word2.to(tl.uint64) * 0xCD9E8D57
+    words = high(product2) ^ word1 ^ low(key0), low(product2), high(product0) ^ word3 ^ low(key1), low(product0)
+    return words, (key0 + 0x9E3779B9, key1 + 0xBB67AE85)
 
-    Words that no index is in yet stay scalars: what all lanes share is worked out once.
-    """
+
+@triton.jit
+def philox(seed, index, position, domain):
+    """Return the first two words of Philox4x32-10, uint32."""
     word0, word1, word2, word3 = (
         index.to(tl.uint32, bitcast=True),
         low(position),
         high(position),
         tl.cast(domain, tl.uint32),
     )
-    key0, key1 = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
-    for _ in tl.static_range(ROUNDS):
-        # Products of 64 bits take one instruction where their halves would take two.
-        product0 = word0.to(tl.uint64) * 0xD2511F53
-        product2 = word2.to(tl.uint64) * 0xCD9E8D57
-        word0, word2 = high(product2) ^ word1 ^ low(key0), high(product0) ^ word3 ^ low(key1)
-        word1, word3 = low(product2), low(product0)
-        key0 += 0x9E3779B9
-        key1 += 0xBB67AE85
-    return word0, word1
+    keys = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
+    if index.shape[0] > MANY:
+        # Words that no index is in yet stay scalars: what all lanes share is worked out once.
+        words = word0, word1, word2, word3
+        for _ in tl.static_range(ROUNDS):
+            words, keys = philox_round(words, keys)
+    else:
+        # A loop, for what compiling takes: it is unrolled too, but later.
+        zeros = word0 * 0
+        words = word0, word1 + zeros, word2 + zeros, word3 + zeros
+        for _ in range(ROUNDS):
+            words, keys = philox_round(words, keys)
+    return words[0], words[1]
 
 
 @triton.jit
