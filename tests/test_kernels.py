@@ -165,7 +165,7 @@ def test_how_much_a_program_reads_does_not_matter(kind, vocab, monkeypatch):
 @pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize("vocab", small(2064, 1025, 50257))
 def test_a_request_does_not_depend_on_the_batch(kind, vocab):
-    batch = case(150 if ON_GPU else 4, 3, vocab, torch.bfloat16, seed=3).to(DEVICE)
+    batch = case(260 if ON_GPU else 4, 3, vocab, torch.bfloat16, seed=3).to(DEVICE)
     whole = verify(kind, batch)
     order = torch.randperm(len(batch.seeds), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     parts = [order, order[:3], order[:1]]
@@ -716,7 +716,11 @@ def search_and_sum(
     sums = tl.load(sums_ptr + request * num_blocks + blocks, mask=blocks < num_blocks, other=0.0)
     times = selection.times_of_blocks(key, 0, 1, MAX_BLOCKS)
     found_ptr += request * (2 + tests) * 2
-    tl.store(found_ptr, tl.min((sums <= search.bounds_of_residual(of_target)).to(tl.int32), 0))
+    bounds = search.bounds_of_residual(of_target)
+    keys = search.keys_of(bounds, num_blocks)
+    holds = (sums <= bounds) & (bounds <= search.most_of(keys, MAX_BLOCKS).to(tl.float32, bitcast=True))
+    holds &= search.least_of(keys, MAX_BLOCKS) <= bounds
+    tl.store(found_ptr, tl.min(tl.where(blocks < num_blocks, holds, True).to(tl.int32), 0))
     tl.store(found_ptr + 1, 1)
     searched = probabilistic_kernels.select_residual_block(
         of_target,
@@ -759,13 +763,15 @@ def search_and_sum(
         tl.store(found_ptr + 5 + 2 * test, (all_of_it >= least).to(tl.int32))
 
 
-def assert_found_by_bounds(batch, temperature: float, leaders: int):
-    """Check the searches of first rows' residuals; return whether these reach 0.1 to 10 times their sums."""
+# About the sum itself they are so close that only all of it tells.
+FRACTIONS = [0.1, 0.9, 1 - 1e-4, 1 - 2**-23, 1.0, 1 + 2**-22, 1 + 1e-4, 1.2, 10]
+
+
+def assert_found_by_bounds(batch, temperature: float, leaders: int, fractions: list[float], max_blocks: int = 256):
+    """Check the searches of first rows' residuals; return how many reach these fractions of their sums."""
     target, draft = (logits[:, 0].contiguous().to(DEVICE) for logits in (batch.target_logits, batch.draft_logits))
     requests, vocab = target.shape
     num_blocks = -(-vocab // 1024)
-    # About the sum itself they are so close that only all of it tells.
-    fractions = torch.tensor([0.1, 0.9, 1 - 1e-4, 1 - 2**-23, 1.0, 1 + 2**-22, 1 + 1e-4, 1.2, 10]).to(DEVICE)
     found = torch.full((requests, 2 + len(fractions), 2), -2, dtype=torch.int32, device=DEVICE)
     work = torch.empty(2, 2 * requests * num_blocks * 2, device=DEVICE)
     search_and_sum[(requests,)](
@@ -773,53 +779,69 @@ def assert_found_by_bounds(batch, temperature: float, leaders: int):
         *work,
         target,
         draft,
-        fractions,
+        torch.tensor(fractions).to(DEVICE),
         len(fractions),
         vocab,
         num_blocks,
         temperature,
         LEADERS=leaders,
         BLOCKS=4,
-        MAX_BLOCKS=256,
+        MAX_BLOCKS=max_blocks,
         num_warps=8,
     )
     assert torch.equal(found[..., 0], found[..., 1])
-    return found[:, 2:, 1].float().mean(0).tolist()
+    return found[:, 2:, 1].sum(0).tolist()
 
 
-@pytest.mark.parametrize("closeness", [0.0, 1e-4, 0.01, 0.3, 3.0, math.inf])
+@pytest.mark.parametrize(("closeness", "leaders"), [(0.0, 2), (1e-4, 1), (0.01, 2), (0.3, 1), (3.0, 2), (math.inf, 1)])
 @pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
-@pytest.mark.parametrize("leaders", small(1, 2))
-def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(leaders, vocab, closeness):
-    reached = assert_found_by_bounds(hopeless(300 if ON_GPU else 4, vocab, closeness), 0.7, leaders)
+def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, leaders):
+    requests = 300 if ON_GPU else 3
+    reached = assert_found_by_bounds(hopeless(requests, vocab, closeness), 0.7, leaders, FRACTIONS)
     if closeness > 0:
-        assert reached == [1, 1, 1, 1, 1, 0, 0, 0, 0]
+        assert reached == [requests] * 5 + [0] * 4
 
 
-@pytest.mark.parametrize("temperature", [1e38, 3.4e38])
+@pytest.mark.parametrize(("vocab", "max_blocks"), [(8192, 8), (6160, 2**17)])  # keys of 3 bits for the block, and of 17
+def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_blocks):
+    if ON_GPU:
+        max_blocks = min(max_blocks, 4096)
+    requests, fractions = 6, [0.1, 0.4, 0.7, 0.95]
+    reached = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, fractions, max_blocks)
+    assert reached == [requests] * 4
+
+
+@pytest.mark.parametrize("temperature", [2.0**100, rows.LARGEST_TEMPERATURE.value])
 def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
-    target, draft = torch.full((24, 2, 6144), -3e38), torch.full((24, 1, 6144), -torch.inf)
+    requests = 24 if ON_GPU else 4
+    target, draft = torch.full((requests, 2, 6144), -3e38), torch.full((requests, 1, 6144), -torch.inf)
     target[..., :1024], draft[..., :1024] = 0, 0
-    batch = replace(case(24, 1, 6144, torch.float32, greedy=0), target_logits=target, draft_logits=draft)
-    assert_found_by_bounds(batch, min(temperature, rows.LARGEST_TEMPERATURE.value), 2)
+    batch = replace(case(requests, 1, 6144, torch.float32, greedy=0), target_logits=target, draft_logits=draft)
+    assert_found_by_bounds(batch, temperature, 2, FRACTIONS)
+
+
+@pytest.mark.parametrize("kind", ["probabilistic", "block"])
+def test_temperatures_beyond_the_largest_count_as_that(kind):
+    batch = case(8, 2, 2064, torch.float32, greedy=0)
+    beyond, largest = (
+        replace(batch, temperature=torch.full((8,), value, dtype=torch.float64)).to(DEVICE)
+        for value in (1e300, rows.LARGEST_TEMPERATURE.value)
+    )
+    assert_same(verify(kind, beyond), verify(kind, largest))
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_mass_is_found_in_a_block_whose_sum_a_nan_has_spoilt(lazy):
-    batch = case(48, 3, 6144, torch.float32, greedy=0)
+    requests = 48 if ON_GPU else 16
+    batch = case(requests, 3, 6144, torch.float32, greedy=0)
     target = batch.target_logits.clone()
     target[..., 2048:3072] += 6  # it holds most of p
     generator = torch.Generator().manual_seed(2)
-    draft = target[:, :3] + torch.randn(48, 3, 6144, generator=generator)
-    ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(48, 3)
-    target[..., 2500] = torch.nan
-    batch = replace(
-        batch,
-        target_logits=target,
-        draft_logits=draft,
-        draft_token_ids=ids,
-        temperature=torch.ones(48),
-    )
+    draft = target[:, :3] + torch.randn(requests, 3, 6144, generator=generator)
+    ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, 3)
+    target[..., 2500] = -torch.nan  # negative, which as an integer is small
+    temperature = torch.ones(requests)
+    batch = replace(batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=temperature)
     output = verify("block", batch.to(DEVICE), lazy=lazy)
     wanted = expected("block", batch)
     assert {*output.num_accepted.tolist()} == {0, 1, 2, 3}
@@ -865,14 +887,15 @@ def test_rows_may_lie_beyond_two_billion_elements(kind):
 
 @needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("requests", [8, 200])
-def test_the_workspace_is_at_most_two_percent_of_the_logits(kind, requests):
+def test_the_workspace_is_at_most_two_percent_of_the_logits(kind, requests, lazy):
     batch = case(requests, 3, 65536, torch.bfloat16).to("cuda")
-    verify(kind, batch)
+    verify(kind, batch, lazy=lazy)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    verify(kind, batch)
+    verify(kind, batch, lazy=lazy)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 0.02 * batch.target_logits.nbytes
 
@@ -932,7 +955,7 @@ def test_after_a_warmup_calls_of_other_sizes_do_not_ask_triton(monkeypatch):
 
 @needs_gpu
 def test_calls_from_several_threads_on_several_streams_do_not_meet():
-    batches = [case(requests, 3, 20_000, torch.bfloat16, seed=requests).to("cuda") for requests in (1, 7, 70, 130)]
+    batches = [case(requests, 3, 20_000, torch.bfloat16, seed=requests).to("cuda") for requests in (1, 7, 70, 260)]
     wanted = [[verify(kind, batch) for kind in KINDS] for batch in batches]
     torch.cuda.synchronize()
     wrong: list = []

@@ -105,7 +105,7 @@ def bandwidth(values: dict[str, Any]) -> str:
 
 
 def megabytes(values: dict[str, Any]) -> str:
-    """Show what must be read, with what must be read twice."""
+    """Show the bytes that an outcome needs."""
     return f"{1000 * values['GB']:,.1f}"
 
 

@@ -1,11 +1,10 @@
 """The Triton backend: fused kernels for GPUs.
 
 A step is two launches. The first reads the rows (`reading`), and in a large batch decides on the way. The second emits
-(`strict`, `probabilistic`, `block`); in a small batch it decides too, but in block verification, where a launch between them
-weighs the drafts. No program waits for another: what
-must come after everything else is done by the last program to finish, or by the next launch. So nothing can hang, and
-nothing outlives a call but compiled code and plans of what to launch: calls on several streams, from several threads and in
-graphs do not meet.
+(`strict`, `probabilistic`, `block`); in a small batch it decides too, except in block verification, where a launch between
+them weighs the drafts. No program waits for another: what must come after everything else is done by the last program to
+finish, or by the next launch. So nothing can hang, and nothing outlives a call but compiled code and plans of what to
+launch: calls on several streams, from several threads and in graphs do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
@@ -55,6 +54,9 @@ METHODS = {
 
 BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
+
+LEADERS, LEADERS_IN_BLOCK = 2, 1
+"""Blocks that a search begins with: more of them are more often enough, and take longer. Measured with 1 to 256 requests."""
 
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
@@ -260,13 +262,13 @@ def plan_verification(
     if decide is block.note_ratio:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        plan.add(block.emit_kernel, requests, num_warps, LEADERS=1, BLOCKS=BLOCKS)
+        plan.add(block.emit_kernel, requests, num_warps, LEADERS=LEADERS_IN_BLOCK, BLOCKS=BLOCKS)
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps, LEADERS=2, BLOCKS=BLOCKS)
+        plan.add(probabilistic.emit_kernel, requests, num_warps, LEADERS=LEADERS, BLOCKS=BLOCKS)
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, LEADERS=2, BLOCKS=BLOCKS)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, LEADERS=LEADERS, BLOCKS=BLOCKS)
     return plan
 
 

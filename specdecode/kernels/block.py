@@ -20,6 +20,7 @@ from specdecode.kernels.probabilistic import (
     LOG_RATIO,
     LOG_SUM,
     NOTHING,
+    PEAK,
     SCALARS,
     TAKEN,
     draw_residual,
@@ -37,11 +38,10 @@ from specdecode.kernels.rows import (
     load_statistics,
     load_temperature,
     row_at,
-    scaled,
     sum_in_order,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_leaders
-from specdecode.kernels.selection import merge, times_of_blocks
+from specdecode.kernels.selection import merge, sums_relative_to, times_of_blocks
 from specdecode.kernels.steps import (
     count_drafts,
     load_drafts,
@@ -87,7 +87,7 @@ def note_ratio(
             statistics_ptr, target_row, draft_rows, logsumexps, token, request, offset, temperature, batch,
             num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
-        if scalars[0] == -INFINITY:
+        if scalars[PEAK] == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
         if ((target > -INFINITY) & (draft > -INFINITY)) == 0:
             post_stop(state_ptr, request, offset, num_draft_tokens, 1)
@@ -109,9 +109,6 @@ def note_ratio_kernel(
     ids_ptr,  # [batch, num_draft_tokens] int32 or int64
     temperature_ptr,  # [batch] any float, or None
     temperature,
-    seeds_ptr,  # [batch] int64, or None
-    first_seed: tl.int64,
-    positions_ptr,  # [batch] int64, or None
     target_stride_request: tl.int64,
     target_stride_offset: tl.int64,
     target_stride_token: tl.int64,
@@ -138,7 +135,6 @@ def note_ratio_kernel(
     draft_token = load_drafts(drafts, request, offset, vocab_size)
     matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
     t = load_temperature(temperature_ptr, temperature, request)
-    key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     await_launch(OVERLAPS)
     admit_next_launch(OVERLAPS)
     if matters:
@@ -148,7 +144,7 @@ def note_ratio_kernel(
             state_ptr, scalars_ptr, statistics_ptr,
             row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT), draft_rows,
             (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset), None, draft_token, request, offset, t,
-            key, batch, num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
+            None, batch, num_draft_tokens, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
 
 
@@ -230,8 +226,7 @@ def excess_reaches(
     would not be with all that is left. Near to `least` that takes all blocks: the answer is that of their sum.
     """
     scale = base_2_scale(temperature)
-    maxima, sums = statistics
-    sums = tl.where(sums != 0, sums * tl.exp(scaled(maxima, scalars[0], temperature)), 0.0)
+    sums = sums_relative_to(scalars[PEAK], *statistics, temperature)
     sums = tl.where(sums == sums, sums, INFINITY)  # of a block with a NaN p's sum is not known
     left = tl.sum(sums, 0)
     margin = left * SLACK  # for what is left is a difference, and rounded
@@ -266,7 +261,7 @@ def excess_reaches(
 
 
 @triton.jit
-def stands(
+def mass_suffices(
     scalars_ptr,
     statistics_ptr,
     index,
@@ -364,7 +359,7 @@ def emit_kernel(
     count = highest
     while (accepted < 0) & (count > lowest):
         if at(is_candidate, count) == 1:
-            if stands(
+            if mass_suffices(
                 scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
                 row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
                 at(log_uniforms, count), at(log_c, count), request, count, num_blocks, t, TARGET_ALIGNMENT,

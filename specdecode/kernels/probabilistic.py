@@ -4,6 +4,9 @@ The verdict needs of each row its statistics and one logit: log p(x) = (l_x - pe
 from the residual max(0, p - q) of its row, whose block sums would take a second read of both rows. But to know which block
 wins takes only a few of them, for p bounds them all: `select_residual_block`. A point mass (greedy, a deterministic drafter,
 a row with an infinite logit) needs no search: p without one token differs from p in one block.
+
+In a large batch `decide_by_ratio` decides while rows are read, and `emit_kernel` draws. In a small batch
+`finish_by_ratio_kernel` decides at every offset at once, and draws where the draft does not stand.
 """
 
 import triton

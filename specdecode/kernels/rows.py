@@ -97,7 +97,7 @@ def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
 
     `LANES` logits of an aligned row are one load of one warp, 16 bytes a thread.
     """
-    return (blocks[:, None] * SIZE + tl.arange(0, LANES)[None, :]) + part * LANES
+    return blocks[:, None] * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit

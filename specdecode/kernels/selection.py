@@ -31,6 +31,12 @@ from specdecode.kernels.rows import (
 
 
 @triton.jit
+def sums_relative_to(peak, maxima, sums, temperature):
+    """Return block sums relative to a row's largest logit, given those relative to their own largest."""
+    return tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
+
+
+@triton.jit
 def merge(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
     """Return a row's scalars and block sums, from its statistics.
 
@@ -39,14 +45,14 @@ def merge(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX
     """
     maxima, sums = statistics
     peak = tl.max(maxima, 0)
-    weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
+    weights = sums_relative_to(peak, maxima, sums, temperature)
     total = sum_in_order(weights)
     point = tl.full([], -1, tl.int32)
     if ((total > 0.5) & (total < INFINITY)) == 0:  # greedy, or not all logits are finite
         maxima, sums = mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
         peak = tl.max(maxima, 0)
         if (temperature > 0) & (tl.abs(peak) < INFINITY):
-            weights = tl.where(sums != 0, sums * tl.exp(scaled(maxima, peak, temperature)), 0.0)
+            weights = sums_relative_to(peak, maxima, sums, temperature)
             total = sum_in_order(weights)
         else:
             weights = tl.zeros([MAX_BLOCKS], tl.float32)
