@@ -723,42 +723,18 @@ def search_and_sum(
     tl.store(found_ptr, tl.min(tl.where(blocks < num_blocks, holds, True).to(tl.int32), 0))
     tl.store(found_ptr + 1, 1)
     searched = probabilistic_kernels.select_residual_block(
-        of_target,
-        times,
-        target_row,
-        draft_row,
-        scalars,
-        key,
-        0,
-        num_blocks,
-        temperature,
-        1,
-        1,
-        LEADERS,
-        BLOCKS,
-        128,
+        of_target, times, target_row, draft_row, scalars, key, 0, num_blocks, temperature, 1, 1, LEADERS, BLOCKS, 128,
         MAX_BLOCKS,
-    )
+    )  # fmt: skip
     tl.store(found_ptr + 2, searched)
     all_of_it = rows.sum_in_order(sums)
     tl.store(found_ptr + 3, tl.where(all_of_it > 0, selection.select_block(sums, times), -1))
     for test in range(tests):
         least = all_of_it * tl.load(fractions_ptr + test)
         enough = block_kernels.excess_reaches(
-            least,
-            statistics,
-            target_row,
-            draft_row,
-            scalars,
-            num_blocks,
-            temperature,
-            1,
-            1,
-            LEADERS,
-            BLOCKS,
-            128,
+            least, statistics, target_row, draft_row, scalars, num_blocks, temperature, 1, 1, LEADERS, BLOCKS, 128,
             MAX_BLOCKS,
-        )
+        )  # fmt: skip
         tl.store(found_ptr + 4 + 2 * test, enough.to(tl.int32))
         tl.store(found_ptr + 5 + 2 * test, (all_of_it >= least).to(tl.int32))
 
