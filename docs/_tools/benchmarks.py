@@ -182,6 +182,19 @@ def growth_table(record: str, few: str = "128", many: str = "256", drafts: str =
     return html_table(["", "µs, whatever the batch", f"µs for {more}", "TB/s at which these are read"], rows)
 
 
+def reading_table(record: str) -> str:
+    """Hold the launch that reads against one that is told in advance which rows matter."""
+    rows, rate = [], load(record)["read_TB/s"]
+    for cell in cells(record, kind="reading"):
+        reading, floor = cell.values["reading_us"], 1000 * cell.values["GB"] / rate
+        times = [floor, reading["told in advance"], reading["as it is"], cell.values["device_us"]["median"]]
+        rows.append([f"{cell.title}, {cell.count:,}, {cell.drafts}", *map(shown, times), shown(reading["every row"])])
+    return html_table(
+        ["Method, requests, drafts", "bytes alone", "told in advance", "reading", "whole step", "reading every row"],
+        rows,
+    )
+
+
 def cpu_table(record: str, dtype: str) -> str:
     """Compare providers on a CPU, in milliseconds."""
     results = cells(record, kind="request", dtype=dtype)
@@ -258,6 +271,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "calls": calls_table,
     "launches": launches_table,
     "growth": growth_table,
+    "reading": reading_table,
     "cpu": cpu_table,
     "blocks": blocks_table,
     "with peers": with_peers_table,

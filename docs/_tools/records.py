@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 RECORDS = Path(__file__).parent.parent.parent / "tests" / "benchmarks" / "records"
 
 GROUP = re.compile(
-    r"((?P<of>eager call|launch by launch), )?(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
+    r"((?P<of>eager call|launch by launch|reading alone), )?"
+    r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
     r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
 )
 
-KINDS = {"eager call": "call", "launch by launch": "launches"}
+KINDS = {"eager call": "call", "launch by launch": "launches", "reading alone": "reading"}
 """What a group is about, by the words that it starts with; most have none of these."""
 
 TITLES = {
@@ -33,7 +34,7 @@ TITLES = {
 class Cell(NamedTuple):
     """One result of a record and what it is of."""
 
-    kind: str  # "request", "row", "call" for a call without a graph, or "launches" for times launch by launch
+    kind: str  # "request", "row", "call" without a graph, "launches" for times launch by launch, or "reading" alone
     count: int  # requests or rows
     drafts: int
     vocab: int
@@ -109,9 +110,8 @@ def look_up(where: str) -> float | str:
     wanted: dict[str, object] = {"count": count, "drafts": drafts, "dtype": "bfloat16", "provider": provider}
     if temperature:
         wanted["temperature"] = temperature[0]
-    found = [
-        cell for cell in cells(name, **wanted) if (cell.kind == "call") == (bool(key) and key[0].startswith("call"))
-    ]
+    kinds = ("call",) if key and key[0].startswith("call") else ("request", "row")
+    found = [cell for cell in cells(name, **wanted) if cell.kind in kinds]
     if len(found) != 1:
         raise LookupError(f"{where!r} names {len(found)} results")
     values = found[0].values

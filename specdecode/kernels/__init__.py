@@ -55,8 +55,9 @@ METHODS = {
 BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
 
-LEADERS, LEADERS_IN_BLOCK = 2, 1
-"""Blocks that a search begins with: more of them are more often enough, and take longer. Measured with 1 to 256 requests."""
+SEARCH, SEARCH_IN_BLOCK = {"LEADERS": 2, "LANES": 256}, {"LEADERS": 1, "LANES": 512}
+"""How blocks are searched: with how many a search begins, for more of them are more often enough, and take longer; and how
+many logits of each are loaded at once, for fewer loads compile faster, and block verification has many."""
 
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
@@ -240,7 +241,7 @@ def plan_verification(
             "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
-            "LANES": min(target_lanes, draft_lanes),
+            **(SEARCH_IN_BLOCK if decide is block.note_ratio else SEARCH),
             "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
@@ -248,7 +249,13 @@ def plan_verification(
     tiles = reading_tiles(requests, num_rows, num_blocks)
     programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
     registers = REGISTERS if draft is None or logsumexp is not None else REGISTERS_WITH_DRAFT_ROWS
-    usual = {"TARGET_ALIGNMENT": 16, "DRAFT_ALIGNMENT": 16, "LANES": 256, "MAX_BLOCKS": MIN_BLOCKS}
+    usual = {
+        "TARGET_ALIGNMENT": 16,
+        "DRAFT_ALIGNMENT": 16,
+        "TARGET_LANES": 256,
+        "DRAFT_LANES": 256,
+        "MAX_BLOCKS": MIN_BLOCKS,
+    }
     plan.add(
         read_kernel,
         programs,
@@ -262,13 +269,13 @@ def plan_verification(
     if decide is block.note_ratio:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        plan.add(block.emit_kernel, requests, num_warps, LEADERS=LEADERS_IN_BLOCK, BLOCKS=BLOCKS)
+        plan.add(block.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps, LEADERS=LEADERS, BLOCKS=BLOCKS)
+        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, LEADERS=LEADERS, BLOCKS=BLOCKS)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=BLOCKS)
     return plan
 
 

@@ -49,10 +49,8 @@ from specdecode.kernels.selection import (
     weigh_tokens,
 )
 from specdecode.kernels.steps import (
-    FIELDS,
-    FINISHED,
     count_drafts,
-    is_last,
+    finish,
     load_drafts,
     load_empty,
     load_stop,
@@ -546,8 +544,5 @@ def finish_by_ratio_kernel(
                 TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
             tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offset, token)
-    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
-        stop, _ = load_stop(state_ptr, request, num_draft_tokens)
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+    finish(output, drafts, state_ptr, request, num_drafts, vocab_size)

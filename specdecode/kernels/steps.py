@@ -100,3 +100,13 @@ def store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
     tl.store(num_accepted_ptr + request, stop)
     tl.store(num_drafts_ptr + request, num_drafts)
     tl.store(invalid_ptr + request, invalid)
+
+
+@triton.jit
+def finish(output, drafts, state_ptr, request, num_drafts, vocab_size):
+    """Count this program in, of one for each row of a request; the last writes the output, but for its last token."""
+    num_draft_tokens = drafts[3]
+    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
+        stop, _ = load_stop(state_ptr, request, num_draft_tokens)
+        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
+        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)

@@ -12,18 +12,7 @@ from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, load_statistics, load_temperature, row_at
 from specdecode.kernels.selection import draw, draw_from_block, merge, select_block, times_of_blocks
-from specdecode.kernels.steps import (
-    FIELDS,
-    FINISHED,
-    count_drafts,
-    is_last,
-    load_drafts,
-    load_empty,
-    load_stop,
-    post_empty,
-    post_stop,
-    store_output,
-)
+from specdecode.kernels.steps import count_drafts, finish, load_drafts, post_empty, post_stop
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.noise import Domain
 
@@ -131,8 +120,5 @@ def finish_by_sample_kernel(
             stands = draft == token if rates_ptr is None else (draft >= 0) & is_scheduled(rates_ptr, key, offset)
             if stands == 0:
                 post_stop(state_ptr, request, offset, num_draft_tokens, 0)
-    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
-        stop, _ = load_stop(state_ptr, request, num_draft_tokens)
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
-        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)  # y is there already
+    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+    finish(output, drafts, state_ptr, request, num_drafts, vocab_size)

@@ -45,7 +45,7 @@ CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
 
 
 def gpu_result(info: dict) -> dict:
-    result = {key: info[key] for key in (*CALLS, "after_us") if key in info}
+    result = {key: info[key] for key in (*CALLS, "after_us", "reading_us") if key in info}
     if "bytes" in info:
         result["GB"] = round(info["bytes"] / 1e9, 6)
         result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
@@ -78,6 +78,11 @@ def markdown(record: dict) -> str:
                 results,
                 "until each launch has ended",
                 lambda cell: ", ".join(f"{us:.1f}" for _, us in cell["after_us"]),
+            ),
+            *tables(
+                results,
+                "reading alone",
+                lambda cell: ", ".join(f"{name} {us:.1f}" for name, us in cell["reading_us"].items()),
             ),
         ]
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
-from specdecode.batch import SamplerOutput
+from specdecode.batch import SamplerOutput, VerificationBatch
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import VOCAB, Inputs, describe, peaked_rows, straightforward, verification
 
@@ -241,19 +241,13 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
     note_bytes(benchmark, logits.nbytes, measure(benchmark, recording), bytes_per_second)
 
 
-STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
-
-
-@pytest.mark.parametrize("inputs", STAGED, indirect=True, ids=str)
-@pytest.mark.parametrize("provider", ["triton", "triton block", "triton strict"])
-def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, environment):
-    """Time the first launch of a step, its first two, and so on: where the time goes. What is left out has no result."""
-    benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
+def until_each_launch(monkeypatch, call: Callable[[], SamplerOutput]) -> list[list[Any]]:
+    """Time the first launch of a step, its first two, and so on; what is left out has no result."""
     from specdecode.kernels.launches import Plan
 
-    call, plans, run = PROVIDERS[provider](inputs), [], Plan.run
+    plans, run = [], Plan.run
     monkeypatch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
-    check(inputs, PROVIDERS[provider], call())
+    call()
     plan, compiled, after = plans[0], plans[0].compiled, []
     try:
         for count, launch in enumerate(plan.launches, start=1):
@@ -261,8 +255,56 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
             after.append([launch.kernel.fn.__name__, median_us(call)])
     finally:
         plan.compiled = compiled
+    return after
+
+
+STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
+
+
+@pytest.mark.parametrize("inputs", STAGED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", ["triton", "triton block", "triton strict"])
+def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, environment):
+    """See where the time of a step goes."""
+    benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
+    call = PROVIDERS[provider](inputs)
+    check(inputs, PROVIDERS[provider], call())
+    after = until_each_launch(monkeypatch, call)
     benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
+
+
+LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (256, 3), (256, 7))]
+
+
+@pytest.mark.parametrize("inputs", LARGE, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", ["triton strict", "triton with draft_logsumexp"])
+def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_per_second, environment):
+    """Time the launch that reads: as it is, when told in advance which rows matter, and when it reads all of them.
+
+    It is told by drafts that end where they stopped, and takes them for a small batch, so decides nothing either.
+    """
+    from specdecode import kernels
+
+    benchmark.group = f"reading alone, {request.node.callspec.params['inputs']}"
+    verifier = PROVIDERS[provider]
+    call = verifier(inputs)
+    output = call()
+    check(inputs, verifier, output)
+    draft = inputs.drafts(verifier.method)
+    with_draft = (None, None) if verifier.method == "strict" else (inputs.draft_logits, draft.logsumexp)
+    batch = VerificationBatch.check(inputs.target_logits, draft.token_ids, *with_draft, inputs.temperature, 0, None)
+    offsets = torch.arange(inputs.draft_logits.shape[1], device="cuda")
+    told = batch._replace(draft_token_ids=torch.where(offsets < output.num_accepted[:, None], draft.token_ids, -1))
+    calls = {
+        "as it is": call,
+        "told in advance": lambda: kernels.verify(verifier.method, told, lazy=False),
+        "every row": lambda: kernels.verify(verifier.method, batch, lazy=False),
+    }
+    reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
+    device_us = measure(benchmark, Recording(call))
+    rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
+    note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
+    benchmark.extra_info |= {"provider": provider, "environment": environment, "reading_us": reading}
 
 
 def test_launches_that_do_nothing(benchmark, environment):
