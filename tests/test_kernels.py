@@ -31,8 +31,8 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 block_kernels, probabilistic_kernels = kernels.block, kernels.probabilistic
-rows, search, selection = (
-    pytest.importorskip(f"specdecode.kernels.{name}") for name in ("rows", "search", "selection")
+launches, rows, search, selection, steps = (
+    pytest.importorskip(f"specdecode.kernels.{name}") for name in ("launches", "rows", "search", "selection", "steps")
 )
 
 # The interpreter computes with NumPy, which warns of what the kernels deal with: infinities, NaN, overflow.
@@ -679,7 +679,10 @@ def search_and_sum(
     target_ptr,  # [batch, vocab_size] float32
     draft_ptr,  # [batch, vocab_size] float32
     fractions_ptr,  # [tests] float32
+    shared_sums_ptr,  # [batch, tests, MAX_BLOCKS] float32
+    counts_ptr,  # [batch, tests] int32
     tests,
+    members,
     vocab_size,
     num_blocks,
     temperature,
@@ -691,7 +694,8 @@ def search_and_sum(
 
     And tell whether each bound holds (1), beside what is to be (1).
     """
-    request = tl.program_id(0)
+    request = tl.program_id(0) // members
+    member = tl.program_id(0) % members
     key = (request.to(tl.int64), request.to(tl.int64))
     target_row = (target_ptr + request * vocab_size, 1, vocab_size)
     draft_row = (draft_ptr + request * vocab_size, 1, vocab_size)
@@ -731,11 +735,14 @@ def search_and_sum(
     tl.store(found_ptr + 3, tl.where(all_of_it > 0, selection.select_block(sums, times), -1))
     for test in range(tests):
         least = all_of_it * tl.load(fractions_ptr + test)
-        enough = block_kernels.excess_reaches(
-            least, statistics, target_row, draft_row, scalars, num_blocks, temperature, 1, 1, LEADERS, BLOCKS, 128,
-            MAX_BLOCKS,
+        place = request * tests + test
+        enough, knowing = block_kernels.excess_reaches(
+            least, statistics, target_row, draft_row, scalars,
+            (shared_sums_ptr + place * MAX_BLOCKS, counts_ptr + place, member, members), num_blocks, temperature, 1, 1,
+            LEADERS, BLOCKS, 128, MAX_BLOCKS,
         )  # fmt: skip
-        tl.store(found_ptr + 4 + 2 * test, enough.to(tl.int32))
+        if knowing > 0:
+            tl.store(found_ptr + 4 + 2 * test, enough.to(tl.int32))
         tl.store(found_ptr + 5 + 2 * test, (all_of_it >= least).to(tl.int32))
 
 
@@ -743,20 +750,27 @@ def search_and_sum(
 FRACTIONS = [0.1, 0.9, 1 - 1e-4, 1 - 2**-23, 1.0, 1 + 2**-22, 1 + 1e-4, 1.2, 10]
 
 
-def assert_found_by_bounds(batch, temperature: float, leaders: int, fractions: list[float], max_blocks: int = 256):
-    """Check the searches of first rows' residuals; return how many reach these fractions of their sums."""
+def assert_found_by_bounds(
+    batch, temperature: float, leaders: int, fractions: list[float], max_blocks: int = 256, members: int = 1
+) -> tuple[list[int], torch.Tensor]:
+    """Check the searches of first rows' residuals; return how many reach these fractions of their sums, and who shared."""
     target, draft = (logits[:, 0].contiguous().to(DEVICE) for logits in (batch.target_logits, batch.draft_logits))
     requests, vocab = target.shape
-    num_blocks = -(-vocab // 1024)
-    found = torch.full((requests, 2 + len(fractions), 2), -2, dtype=torch.int32, device=DEVICE)
+    num_blocks, tests = -(-vocab // 1024), len(fractions)
+    found = torch.full((requests, 2 + tests, 2), -2, dtype=torch.int32, device=DEVICE)
     work = torch.empty(2, 2 * requests * num_blocks * 2, device=DEVICE)
-    search_and_sum[(requests,)](
+    shared_sums = torch.full((requests, tests, max_blocks), torch.nan, device=DEVICE)
+    counts = torch.zeros(requests, tests, dtype=torch.int32, device=DEVICE)
+    search_and_sum[(requests * members,)](
         found,
         *work,
         target,
         draft,
         torch.tensor(fractions).to(DEVICE),
-        len(fractions),
+        shared_sums,
+        counts,
+        tests,
+        members,
         vocab,
         num_blocks,
         temperature,
@@ -766,14 +780,14 @@ def assert_found_by_bounds(batch, temperature: float, leaders: int, fractions: l
         num_warps=8,
     )
     assert torch.equal(found[..., 0], found[..., 1])
-    return found[:, 2:, 1].sum(0).tolist()
+    return found[:, 2:, 1].sum(0).tolist(), counts.cpu()
 
 
 @pytest.mark.parametrize(("closeness", "leaders"), [(0.0, 2), (1e-4, 1), (0.01, 2), (0.3, 1), (3.0, 2), (math.inf, 1)])
 @pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
 def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, leaders):
     requests = 300 if ON_GPU else 3
-    reached = assert_found_by_bounds(hopeless(requests, vocab, closeness), 0.7, leaders, FRACTIONS)
+    reached, _ = assert_found_by_bounds(hopeless(requests, vocab, closeness), 0.7, leaders, FRACTIONS)
     if closeness > 0:
         assert reached == [requests] * 5 + [0] * 4
 
@@ -783,8 +797,58 @@ def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_block
     if ON_GPU:
         max_blocks = min(max_blocks, 4096)
     requests, fractions = 6, [0.1, 0.4, 0.7, 0.95]
-    reached = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, fractions, max_blocks)
+    reached, _ = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, fractions, max_blocks)
     assert reached == [requests] * 4
+
+
+@pytest.mark.parametrize("members", [3, 7])
+def test_a_team_finds_what_one_program_finds(members):
+    requests, vocab = (40, 151_936) if ON_GPU else (2, 20_000)
+    reached, counts = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, FRACTIONS, members=members)
+    assert reached == [requests] * 5 + [0] * 4
+    assert ((counts == 0) | (counts == members)).all()
+    assert (counts[:, 3:5] == members).all()  # takes all blocks, so it is shared
+    assert (counts[:, 8] == 0).all()  # is out of reach at once
+
+
+def in_question(requests: int, vocab: int):
+    """A batch of two drafts each, of which the first stands or not by the mass of its residual alone, the second cannot."""
+    batch = case(requests, 2, vocab, torch.float32, greedy=0)
+    generator = torch.Generator().manual_seed(2)
+    first, second = ids = torch.randint(vocab, (2, requests, 1), generator=generator)
+    target = batch.target_logits / 3
+    target[:, 1].scatter_(1, second, -torch.inf)
+    draft = torch.stack([target[:, 0], torch.randn(requests, vocab, generator=generator)], dim=1)
+    draft[:, 0].scatter_add_(1, first, torch.full((requests, 1), math.log(2)))  # so about half go on to the second row
+    return replace(
+        batch,
+        target_logits=target,
+        draft_logits=draft,
+        draft_token_ids=ids.squeeze(2).T.contiguous(),
+        temperature=torch.ones(requests),
+    )
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_team_emits_what_one_program_emits(lazy, monkeypatch):
+    batch = in_question(*((200, 151_936) if ON_GPU else (6, 20_000))).to(DEVICE)
+    states, launch = [], launches.Plan.launch_by_triton
+
+    def noting(plan, tensors, parts, numbers):
+        states.append(parts[0])
+        return launch(plan, tensors, parts, numbers)
+
+    monkeypatch.setattr(launches.Plan, "launch_by_triton", noting)
+    outputs = []
+    for members in (1, 7):
+        monkeypatch.setattr(kernels, "team_size", lambda *sizes, members=members: members)
+        kernels.plan_verification.cache_clear()
+        outputs.append(verify("block", batch, lazy=lazy))
+    kernels.plan_verification.cache_clear()
+    assert all(torch.equal(alone, together) for alone, together in zip(*outputs))
+    finished = states[1][: len(batch.seeds) * steps.FIELDS.value].view(-1, steps.FIELDS.value)[:, steps.FINISHED.value]
+    assert set(finished.tolist()) == {0, 7}  # some were shared, and some were not
+    assert len(set(outputs[0].num_accepted.tolist())) == 2
 
 
 @pytest.mark.parametrize("temperature", [2.0**100, rows.LARGEST_TEMPERATURE.value])

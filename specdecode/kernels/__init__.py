@@ -62,6 +62,9 @@ many logits of each are loaded at once, for fewer loads compile faster, and bloc
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
 
+EMITTING, LARGEST_TEAM = 256, 16
+"""Programs that can emit at once, and how many of them one request may have: few blocks are left for each then."""
+
 REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
 """Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
 
@@ -208,11 +211,12 @@ def plan_verification(
     others: tuple[torch.dtype | None, ...],
 ) -> Plan:
     """Plan a verification step; `others` are the dtypes of all other tensors, which compiled code hangs on."""
-    by_sample = decide is decide_by_sample
+    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
     num_rows, num_blocks = num_draft_tokens + 1, triton.cdiv(vocab_size, BLOCK_SIZE)
     num_drafts = requests * num_draft_tokens
-    keeps_scalars = decide is block.note_ratio or (lazy and not by_sample)
+    keeps_scalars = in_block or (lazy and not by_sample)
     summarised = requests * num_rows if draft is None else requests * num_rows + num_drafts
+    max_blocks = at_least(MIN_BLOCKS, num_blocks)
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
     state = requests * (FIELDS.value + num_rows)
@@ -223,6 +227,7 @@ def plan_verification(
             "state_ptr": (ints, state),
             "statistics_ptr": (floats, summarised * 2 * num_blocks),
             "scalars_ptr": (floats, num_drafts * probabilistic.SCALARS.value) if keeps_scalars else None,
+            "sums_ptr": (floats, requests * max_blocks) if in_block and draft is not None else None,
         },
         # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
         zeros=state if lazy else 0,
@@ -241,8 +246,8 @@ def plan_verification(
             "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
-            **(SEARCH_IN_BLOCK if decide is block.note_ratio else SEARCH),
-            "MAX_BLOCKS": at_least(MIN_BLOCKS, num_blocks),
+            **(SEARCH_IN_BLOCK if in_block else SEARCH),
+            "MAX_BLOCKS": max_blocks,
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
     )
@@ -266,10 +271,11 @@ def plan_verification(
         BLOCKS=BLOCKS,
     )
     num_warps = BLOCKS if draft is None else 2 * BLOCKS
-    if decide is block.note_ratio:
+    if in_block:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        plan.add(block.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+        members = 1 if draft is None else team_size(device, requests)
+        plan.add(block.emit_kernel, requests * members, num_warps, BLOCKS=BLOCKS, members=members)
     elif lazy:
         plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
     elif by_sample:
@@ -284,6 +290,12 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     if requests * num_rows * triton.cdiv(num_blocks, BLOCKS) <= WAVE:
         return 1
     return min(max(requests // 64, 2), 8)
+
+
+def team_size(device: torch.device, requests: int) -> int:
+    """Return how many programs share a request's emission in block verification: as many as run at once, or 1."""
+    members = min(EMITTING // requests, LARGEST_TEAM)
+    return members if members > 2 and device.type == "cuda" else 1  # two would come too late to share anything
 
 
 def at_least(least: int, size: int) -> int:

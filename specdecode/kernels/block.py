@@ -43,7 +43,10 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_leaders
 from specdecode.kernels.selection import merge, sums_relative_to, times_of_blocks
 from specdecode.kernels.steps import (
+    FIELDS,
+    FINISHED,
     count_drafts,
+    is_last,
     load_drafts,
     load_empty,
     load_stop,
@@ -53,6 +56,9 @@ from specdecode.kernels.steps import (
 )
 from specdecode.kernels.strict import SELECT_BLOCK
 from specdecode.kernels.synthetic import ACCEPT
+
+NOT_SUMMED = tl.constexpr(-1.0)
+"""In place of a block's residual, which is not negative."""
 
 
 @triton.jit
@@ -211,6 +217,7 @@ def excess_reaches(
     target_row,
     draft_row,
     scalars,
+    team,
     num_blocks,
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
@@ -224,8 +231,14 @@ def excess_reaches(
 
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
     would not be with all that is left. Near to `least` that takes all blocks: the answer is that of their sum.
+
+    `team` is (where to leave sums, where to count who has, this program's number, how many programs there are). Each of them
+    does the same, for twice as long as its share of all blocks would take. If that does not tell, they share out the rest,
+    and the last to finish knows. So it is returned too how many are left that know: all, 1, or 0 to those that do not.
     """
+    sums_ptr, count_ptr, member, members = team
     scale = base_2_scale(temperature)
+    blocks = tl.arange(0, MAX_BLOCKS)
     sums = sums_relative_to(scalars[PEAK], *statistics, temperature)
     sums = tl.where(sums == sums, sums, INFINITY)  # of a block with a NaN p's sum is not known
     left = tl.sum(sums, 0)
@@ -238,14 +251,18 @@ def excess_reaches(
     chosen = blocks_of(largest, num_blocks, MAX_BLOCKS)
     target, draft = load_both(target_row, draft_row, chosen, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
     parts = sum_residual(first_target, first_draft, scalars, scale)
-    is_first = tl.arange(0, MAX_BLOCKS)[:, None] == first[None, :]
-    excess = tl.reshape(tl.sum(tl.where(is_first, parts[None, :], 0.0), 1), columns.shape)
+    excess = tl.max(tl.where(blocks[:, None] == first[None, :], parts[None, :], NOT_SUMMED), 1)
+    excess = tl.reshape(excess, columns.shape)
+    is_mine = tl.arange(0, columns.shape[0])[:, None] % members == member
     found = tl.sum(parts, 0)
     left -= tl.sum(least_of(leaders, MAX_BLOCKS), 0)
     enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-    while (tl.max(largest, 0) >= 0) & (enough == 0) & (too_little == 0):
+    rounds, shared = 0, False
+    while (tl.max(largest, 0) >= 0) & (shared | ((enough == 0) & (too_little == 0))):
+        rounds += 1
+        shared = (members > 1) & (rounds > 2 * tl.cdiv(num_blocks, BLOCKS) // members)
         taken = (columns == largest[None, :]) & (columns >= 0)
-        columns = tl.where(taken, -1, columns)
+        columns = tl.where(taken | (shared & (is_mine == 0)), -1, columns)
         next_largest = tl.max(columns, 0)
         following = blocks_of(next_largest, num_blocks, MAX_BLOCKS)
         next_target, next_draft = load_both(target_row, draft_row, following, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
@@ -255,9 +272,16 @@ def excess_reaches(
         left -= tl.sum(least_of(largest, MAX_BLOCKS), 0)
         enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
         largest, target, draft = next_largest, next_target, next_draft
-    if (enough == 0) & (too_little == 0):
-        enough = sum_in_order(tl.reshape(excess, [MAX_BLOCKS])) >= least
-    return enough
+    sums = tl.reshape(excess, [MAX_BLOCKS])
+    if shared:
+        tl.store(sums_ptr + blocks, sums, mask=sums > NOT_SUMMED)
+        members = is_last(count_ptr, members).to(tl.int32)
+        if members == 1:
+            sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
+            enough = sum_in_order(sums) >= least
+    elif (enough == 0) & (too_little == 0):
+        enough = sum_in_order(tl.maximum(sums, 0.0)) >= least
+    return enough, members
 
 
 @triton.jit
@@ -270,6 +294,7 @@ def mass_suffices(
     taken,
     log_uniform,
     log_c,
+    team,
     request,
     count,
     num_blocks,
@@ -281,23 +306,25 @@ def mass_suffices(
     LANES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
 ):
-    """Return whether a candidate stands: whether eta <= A / (A + 1 - c).
+    """Return whether a candidate stands, and how many of the team know: whether eta <= A / (A + 1 - c).
 
     That is, whether A / c = sum max(0, p - q / c) is eta / c (1 - c) / (1 - eta) or more.
     """
+    sums_ptr, state_ptr, member, members = team
     kept = tl.load(scalars_ptr + KEPT)
     least = tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
     # One of them is a point mass, on a token of which the other has `kept`: p, of which nothing is taken, or q.
     enough = one_minus_exp2((kept - tl.where(taken == NOTHING, log_c, 0.0)) * LOG2_E) >= least
     if draft_rows[0] is not None:
         if taken == ALL:
-            enough = excess_reaches(
+            enough, members = excess_reaches(
                 least * tl.exp(tl.load(scalars_ptr + LOG_SUM)),
                 load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS), target_row,
                 row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(scalars_ptr, log_c),
+                (sums_ptr + request * MAX_BLOCKS, state_ptr + request * FIELDS + FINISHED, member, members),
                 num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
-    return enough
+    return enough, members
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -308,6 +335,7 @@ def emit_kernel(
     invalid_ptr,  # [batch] bool
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    sums_ptr,  # [batch, MAX_BLOCKS] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -330,6 +358,7 @@ def emit_kernel(
     num_draft_tokens,
     vocab_size,
     num_blocks,
+    members,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     LEADERS: tl.constexpr,
@@ -339,8 +368,12 @@ def emit_kernel(
     MAX_DRAFTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Look from the largest candidate down for the first that stands, draw the token after it, write the output."""
-    request = tl.program_id(0).to(tl.int64)
+    """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
+
+    Several programs may do this for one request, of which the last, or else the first, draws and writes.
+    """
+    request = (tl.program_id(0) // members).to(tl.int64)
+    member = tl.program_id(0) % members
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
@@ -357,30 +390,32 @@ def emit_kernel(
     all_stand = accepted >= 0
 
     count = highest
-    while (accepted < 0) & (count > lowest):
+    while (accepted < 0) & (count > lowest) & (members > 0):
         if at(is_candidate, count) == 1:
-            if mass_suffices(
+            enough, members = mass_suffices(
                 scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
                 row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
-                at(log_uniforms, count), at(log_c, count), request, count, num_blocks, t, TARGET_ALIGNMENT,
-                DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
-            ):  # fmt: skip
+                at(log_uniforms, count), at(log_c, count), (sums_ptr, state_ptr, member, members), request, count,
+                num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+            )  # fmt: skip
+            if enough:
                 accepted = count
         count -= 1
-    accepted = tl.where(accepted < 0, lowest, accepted)
-    scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
-    if all_stand == 0:
-        scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
-    index = request * (num_draft_tokens + 1) + accepted
-    target_row = row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT)
-    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-    times = times_of_blocks(key, accepted, SELECT_BLOCK, MAX_BLOCKS)
-    merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
-    token = draw_residual(
-        merged, times, target_row, draft_rows, scalars, takes, request, accepted, key, num_blocks, t, TARGET_ALIGNMENT,
-        DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
-    )  # fmt: skip
-    tl.store(token_ids_ptr + index, token)
-    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (merged[0] == -INFINITY).to(tl.int1)
-    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-    store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)
+    if (members == 1) | ((members > 1) & (member == 0)):
+        accepted = tl.where(accepted < 0, lowest, accepted)
+        scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
+        if all_stand == 0:
+            scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
+        index = request * (num_draft_tokens + 1) + accepted
+        target_row = row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT)
+        statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
+        times = times_of_blocks(key, accepted, SELECT_BLOCK, MAX_BLOCKS)
+        merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
+        token = draw_residual(
+            merged, times, target_row, draft_rows, scalars, takes, request, accepted, key, num_blocks, t, TARGET_ALIGNMENT,
+            DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+        )  # fmt: skip
+        tl.store(token_ids_ptr + index, token)
+        invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (merged[0] == -INFINITY).to(tl.int1)
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)

@@ -34,6 +34,7 @@ SIZES = [
     "vocab_size",
     "num_blocks",
     "tiles",
+    "members",
 ]
 """Numbers of which no value is special: none has a kernel compiled anew."""
 
@@ -44,6 +45,7 @@ SMALL_TENSORS = [
     "invalid_ptr",
     "state_ptr",
     "scalars_ptr",
+    "sums_ptr",
     "statistics_ptr",
     "logsumexp_ptr",
     "ids_ptr",
