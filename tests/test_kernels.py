@@ -653,8 +653,8 @@ def test_a_residual_is_precise_where_all_logits_are_shifted_and_cold():
 def hopeless(requests: int, vocab: int, closeness: float):
     """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
 
-    They differ by blocks, some of which have a residual and some none, and a little by tokens. If infinitely, the first block
-    and half of the others are none of the draft's: there the residual is all of p.
+    They differ by blocks, some of which have a residual and some none, and a little by tokens. If infinitely, the first and
+    half of the others are none of the draft's: there the residual is all of p.
     """
     batch = case(requests, 1, vocab, torch.float32, greedy=0)
     generator = torch.Generator().manual_seed(1)
