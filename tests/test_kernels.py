@@ -478,7 +478,7 @@ def recorded(monkeypatch):
     forget_plans()
 
 
-WORKSPACE = ["statistics_ptr", "scalars_ptr"]
+WORKSPACE = ["statistics_ptr", "scalars_ptr", "sums_ptr"]
 OUTPUT = {
     "token_ids_ptr": "token_ids",
     "num_accepted_ptr": "num_accepted",
