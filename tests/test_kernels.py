@@ -537,6 +537,7 @@ def test_the_parts_of_the_workspace_do_not_overlap(recorded):
         "state_ptr": requests * (4 + drafts + 1),
         "statistics_ptr": requests * (2 * drafts + 1) * 2 * blocks,
         "scalars_ptr": requests * drafts * 8,
+        "sums_ptr": requests * 256,
     }
     parts = sorted((arguments[name], 4 * length) for name, length in lengths.items())
     assert all(start % 16 == 0 for start, _ in parts)
