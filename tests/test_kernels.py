@@ -803,7 +803,7 @@ def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_block
     assert reached == [requests] * 4
 
 
-@pytest.mark.parametrize("members", [3, 7])
+@pytest.mark.parametrize("members", small(7, 3))
 def test_a_team_finds_what_one_program_finds(members):
     requests, vocab = (40, 151_936) if ON_GPU else (2, 20_000)
     reached, counts = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, FRACTIONS, members=members)
@@ -831,7 +831,7 @@ def in_question(requests: int, vocab: int):
     )
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lazy", small(False, True))
 def test_a_team_emits_what_one_program_emits(lazy, monkeypatch):
     batch = in_question(*((200, 151_936) if ON_GPU else (6, 20_000))).to(DEVICE)
     states, launch = [], launches.Plan.launch_by_triton
