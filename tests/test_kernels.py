@@ -844,10 +844,10 @@ def test_a_team_emits_what_one_program_emits(lazy, monkeypatch):
     outputs = []
     for members in (1, 7):
         monkeypatch.setattr(kernels, "team_size", lambda *sizes, members=members: members)
-        kernels.plan_verification.cache_clear()
+        forget_plans()
         outputs.append(verify("block", batch, lazy=lazy))
-    kernels.plan_verification.cache_clear()
-    assert all(torch.equal(alone, together) for alone, together in zip(*outputs))
+    forget_plans()
+    assert_same(*outputs)
     finished = states[1][: len(batch.seeds) * steps.FIELDS.value].view(-1, steps.FIELDS.value)[:, steps.FINISHED.value]
     assert set(finished.tolist()) == {0, 7}  # some were shared, and some were not
     assert len(set(outputs[0].num_accepted.tolist())) == 2
