@@ -62,8 +62,11 @@ many logits of each are loaded at once, for fewer loads compile faster, and bloc
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
 
-EMITTING, LARGEST_TEAM = 256, 16
-"""Programs that can emit at once, and how many of them one request may have: few blocks are left for each then."""
+EMITTING = 256
+"""Programs that can emit at once."""
+
+PATIENCE = 6
+"""Rounds after which block verification leaves a search open, if there are no programs for a team."""
 
 REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
 """Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
@@ -228,6 +231,7 @@ def plan_verification(
             "statistics_ptr": (floats, summarised * 2 * num_blocks),
             "scalars_ptr": (floats, num_drafts * probabilistic.SCALARS.value) if keeps_scalars else None,
             "sums_ptr": (floats, requests * max_blocks) if in_block and draft is not None else None,
+            "open_ptr": (ints, requests) if in_block and draft is not None else None,
         },
         # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
         zeros=state if lazy else 0,
@@ -274,8 +278,10 @@ def plan_verification(
     if in_block:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        members = 1 if draft is None else team_size(device, requests)
-        plan.add(block.emit_kernel, requests * members, num_warps, BLOCKS=BLOCKS, members=members)
+        members, patience = (1, num_blocks) if draft is None else emission(device, requests, num_blocks)
+        plan.add(block.emit_kernel, requests * members, num_warps, BLOCKS=BLOCKS, members=members, patience=patience)
+        if members == 1 and patience < num_blocks:
+            plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, BLOCKS=BLOCKS, members=0, patience=0)
     elif lazy:
         plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
     elif by_sample:
@@ -292,10 +298,18 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     return min(max(requests // 64, 2), 8)
 
 
-def team_size(device: torch.device, requests: int) -> int:
-    """Return how many programs share a request's emission in block verification: as many as run at once, or 1."""
-    members = min(EMITTING // requests, LARGEST_TEAM)
-    return members if members > 2 and device.type == "cuda" else 1  # two would come too late to share anything
+def emission(device: torch.device, requests: int, num_blocks: int) -> tuple[int, int]:
+    """Return how many programs share a request's emission in block verification, and for how many rounds they do not.
+
+    As many as run at once. They work alike for twice as long as their shares would take: most searches have ended then.
+    Where there is one for each request, it leaves longer searches open, for teams in a launch of their own.
+    """
+    members = min(EMITTING // requests, block.LARGEST_TEAM.value)
+    if device.type != "cuda":
+        return 1, num_blocks
+    if members < 3:  # two would come too late to share anything
+        return 1, PATIENCE
+    return members, 2 * triton.cdiv(num_blocks, BLOCKS) // members
 
 
 def at_least(least: int, size: int) -> int:

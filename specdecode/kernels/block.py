@@ -23,7 +23,7 @@ from specdecode.kernels.probabilistic import (
     PEAK,
     SCALARS,
     TAKEN,
-    draw_residual,
+    emit,
     load_both,
     load_scalars,
     one_minus_exp2,
@@ -41,21 +41,22 @@ from specdecode.kernels.rows import (
     sum_in_order,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_leaders
-from specdecode.kernels.selection import merge, sums_relative_to, times_of_blocks
+from specdecode.kernels.selection import sums_relative_to
 from specdecode.kernels.steps import (
     FIELDS,
     FINISHED,
+    OPEN,
     count_drafts,
     is_last,
     load_drafts,
-    load_empty,
     load_stop,
     post_empty,
     post_stop,
-    store_output,
 )
-from specdecode.kernels.strict import SELECT_BLOCK
 from specdecode.kernels.synthetic import ACCEPT
+
+LARGEST_TEAM = tl.constexpr(16)
+"""Programs that one request may have: few blocks are left for each then."""
 
 NOT_SUMMED = tl.constexpr(-1.0)
 """In place of a block's residual, which is not negative."""
@@ -232,11 +233,12 @@ def excess_reaches(
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
     would not be with all that is left. Near to `least` that takes all blocks: the answer is that of their sum.
 
-    `team` is (where to leave sums, where to count who has, this program's number, how many programs there are). Each of them
-    does the same, for twice as long as its share of all blocks would take. If that does not tell, they share out the rest,
-    and the last to finish knows. So it is returned too how many are left that know: all, 1, or 0 to those that do not.
+    `team` is (where to leave sums, where to count who has, this program's number, how many programs there are, their
+    patience). Each of them does the same, for as many rounds as that. If these do not tell, they share out the rest, and the
+    last to finish knows; one alone gives up. So it is returned too how many are left that know: all, 1, or 0 to those that
+    do not.
     """
-    sums_ptr, count_ptr, member, members = team
+    sums_ptr, count_ptr, member, members, patience = team
     scale = base_2_scale(temperature)
     blocks = tl.arange(0, MAX_BLOCKS)
     sums = sums_relative_to(scalars[PEAK], *statistics, temperature)
@@ -258,9 +260,11 @@ def excess_reaches(
     left -= tl.sum(least_of(leaders, MAX_BLOCKS), 0)
     enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
     rounds, shared = 0, False
-    while (tl.max(largest, 0) >= 0) & (shared | ((enough == 0) & (too_little == 0))):
+    while (tl.max(largest, 0) >= 0) & (
+        shared | ((enough == 0) & (too_little == 0) & ((members > 1) | (rounds < patience)))
+    ):
         rounds += 1
-        shared = (members > 1) & (rounds > 2 * tl.cdiv(num_blocks, BLOCKS) // members)
+        shared = (members > 1) & (rounds > patience)
         taken = (columns == largest[None, :]) & (columns >= 0)
         columns = tl.where(taken | (shared & (is_mine == 0)), -1, columns)
         next_largest = tl.max(columns, 0)
@@ -281,6 +285,7 @@ def excess_reaches(
             enough = sum_in_order(sums) >= least
     elif (enough == 0) & (too_little == 0):
         enough = sum_in_order(tl.maximum(sums, 0.0)) >= least
+        members = tl.where(tl.max(largest, 0) >= 0, 0, members)
     return enough, members
 
 
@@ -310,7 +315,7 @@ def mass_suffices(
 
     That is, whether A / c = sum max(0, p - q / c) is eta / c (1 - c) / (1 - eta) or more.
     """
-    sums_ptr, state_ptr, member, members = team
+    sums_ptr, state_ptr, member, members, patience = team
     kept = tl.load(scalars_ptr + KEPT)
     least = tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
     # One of them is a point mass, on a token of which the other has `kept`: p, of which nothing is taken, or q.
@@ -321,7 +326,7 @@ def mass_suffices(
                 least * tl.exp(tl.load(scalars_ptr + LOG_SUM)),
                 load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS), target_row,
                 row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(scalars_ptr, log_c),
-                (sums_ptr + request * MAX_BLOCKS, state_ptr + request * FIELDS + FINISHED, member, members),
+                (sums_ptr + request * MAX_BLOCKS, state_ptr + request * FIELDS + FINISHED, member, members, patience),
                 num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
     return enough, members
@@ -336,6 +341,7 @@ def emit_kernel(
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     sums_ptr,  # [batch, MAX_BLOCKS] float32, or None
+    open_ptr,  # [batch] int32: the requests left open, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -359,6 +365,7 @@ def emit_kernel(
     vocab_size,
     num_blocks,
     members,
+    patience,
     TARGET_ALIGNMENT: tl.constexpr,
     DRAFT_ALIGNMENT: tl.constexpr,
     LEADERS: tl.constexpr,
@@ -370,9 +377,24 @@ def emit_kernel(
 ):
     """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
 
-    Several programs may do this for one request, of which the last, or else the first, draws and writes.
+    Several programs may do this for one request, of which the last, or else the first, draws and writes. One alone leaves a
+    request open when its patience ends. Then this is launched again, with 0 members: all programs for what is open.
     """
-    request = (tl.program_id(0) // members).to(tl.int64)
+    leaves_open = members == 1
+    is_mine = True
+    request = tl.program_id(0) // tl.maximum(members, 1)
+    if open_ptr is not None:
+        if members == 0:
+            await_launch(OVERLAPS)
+            left_open = tl.load(state_ptr + OPEN)
+            members = tl.minimum(tl.maximum(tl.num_programs(0) // tl.maximum(left_open, 1), 1), LARGEST_TEAM)
+            request = tl.program_id(0) // members
+            patience = tl.where(members == 1, num_blocks, patience)
+            is_mine = request < left_open
+            request = tl.load(open_ptr + request, mask=is_mine, other=0)
+    if is_mine == 0:
+        return
+    request = request.to(tl.int64)
     member = tl.program_id(0) % members
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
@@ -383,39 +405,39 @@ def emit_kernel(
     num_drafts = count_drafts(drafts, request, vocab_size)
     log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
     await_launch(OVERLAPS)
+    admit_next_launch(OVERLAPS)
     accepted, lowest, highest, of_counts = survey(
         state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS
     )
     is_candidate, log_c, taken = of_counts
     all_stand = accepted >= 0
 
+    knowing = members
     count = highest
-    while (accepted < 0) & (count > lowest) & (members > 0):
+    while (accepted < 0) & (count > lowest) & (knowing > 0):
         if at(is_candidate, count) == 1:
-            enough, members = mass_suffices(
+            enough, knowing = mass_suffices(
                 scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
                 row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
-                at(log_uniforms, count), at(log_c, count), (sums_ptr, state_ptr, member, members), request, count,
+                at(log_uniforms, count), at(log_c, count), (sums_ptr, state_ptr, member, knowing, patience), request, count,
                 num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
             if enough:
                 accepted = count
+            if knowing != members:
+                patience = num_blocks
         count -= 1
-    if (members == 1) | ((members > 1) & (member == 0)):
+    if (knowing == 1) | ((knowing > 1) & (member == 0)):
         accepted = tl.where(accepted < 0, lowest, accepted)
         scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
         if all_stand == 0:
             scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
-        index = request * (num_draft_tokens + 1) + accepted
-        target_row = row_at(target_rows, vocab_size, request, accepted, TARGET_ALIGNMENT)
-        statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-        times = times_of_blocks(key, accepted, SELECT_BLOCK, MAX_BLOCKS)
-        merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
-        token = draw_residual(
-            merged, times, target_row, draft_rows, scalars, takes, request, accepted, key, num_blocks, t, TARGET_ALIGNMENT,
-            DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
-        )  # fmt: skip
-        tl.store(token_ids_ptr + index, token)
-        invalid = (load_empty(state_ptr, request, num_draft_tokens) <= accepted) | (merged[0] == -INFINITY).to(tl.int1)
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        store_output(output, drafts, request, num_drafts, accepted, invalid, vocab_size)
+        emit(
+            output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, takes, request, accepted,
+            num_drafts, key, vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES,
+            MAX_BLOCKS,
+        )  # fmt: skip
+    elif leaves_open:
+        if open_ptr is not None:
+            tl.store(open_ptr + tl.atomic_add(state_ptr + OPEN, 1, sem="relaxed"), request.to(tl.int32))

@@ -1,5 +1,6 @@
 """Launching: few compiled variants, little work on the host, and launches that overlap where the GPU can do that."""
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -35,6 +36,7 @@ SIZES = [
     "num_blocks",
     "tiles",
     "members",
+    "patience",
 ]
 """Numbers of which no value is special: none has a kernel compiled anew."""
 
@@ -46,6 +48,7 @@ SMALL_TENSORS = [
     "state_ptr",
     "scalars_ptr",
     "sums_ptr",
+    "open_ptr",
     "statistics_ptr",
     "logsumexp_ptr",
     "ids_ptr",
@@ -243,15 +246,24 @@ class Plan:
         self, tensors: dict[str, Tensor | None], parts: list[Tensor], numbers: dict[str, float]
     ) -> list[Compiled]:
         """Make the launches by Triton, which compiles what is not; return them compiled, or none in the interpreter."""
-        values = (*tensors.values(), *parts, *numbers.values())
-        compiled = []
-        for kernel, programs, options, constants in self.launches:
-            names = [*tensors, *self.parts, *numbers, *constants]
-            arguments_of = operator.itemgetter(*map(names.index, kernel.arg_names))
+        names, values = [*tensors, *self.parts, *numbers], (*tensors.values(), *parts, *numbers.values())
+        calls = []
+        for kernel, _, options, constants in self.launches:
+            arguments_of = operator.itemgetter(*map([*names, *constants].index, kernel.arg_names))
             arguments = arguments_of((*values, *constants.values()))
             key: tuple[object, ...] = ()
             if isinstance(kernel, triton.JITFunction):  # not in the interpreter
                 key = (self.device, kernel, *options.values(), *map(kind, kernel.params, arguments))
+            calls.append((arguments_of, arguments, key))
+        self.compile_at_once(
+            {
+                key: functools.partial(launch.kernel.warmup, *arguments, grid=(1,), **launch.options)
+                for launch, (_, arguments, key) in zip(self.launches, calls)
+                if key and key not in _variants
+            }
+        )
+        compiled = []
+        for (kernel, programs, options, constants), (arguments_of, arguments, key) in zip(self.launches, calls):
             variant = _variants.get(key)
             if variant is None:
                 variant = kernel[programs, 1, 1](*arguments, **options)
@@ -261,3 +273,14 @@ class Plan:
                 _variants[key] = variant
             compiled.append(Compiled(variant, programs, arguments_of, tuple(constants.values())))
         return [] if any(launch.variant is None for launch in compiled) else compiled
+
+    def compile_at_once(self, variants: dict[tuple[object, ...], Callable[[], object]]) -> None:
+        """Have variants compiled, each by a thread: then a first call takes as long as the slowest, not as all of them."""
+
+        def compile_one(variant: Callable[[], object]) -> None:
+            with on_device(self.device):  # which is a thread's own
+                variant()
+
+        if len(variants) > 1:
+            with concurrent.futures.ThreadPoolExecutor(len(variants)) as threads:
+                list(threads.map(compile_one, variants.values()))

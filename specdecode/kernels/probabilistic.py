@@ -398,6 +398,46 @@ def draw_residual(
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
 
 
+@triton.jit
+def emit(
+    output,
+    drafts,
+    state_ptr,
+    statistics_ptr,
+    target_rows,
+    draft_rows,
+    scalars,
+    taken,
+    request,
+    stop,
+    num_drafts,
+    key,
+    vocab_size,
+    num_blocks,
+    temperature,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    LEADERS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Draw the token where a request stops, and write its output."""
+    num_draft_tokens = drafts[3]
+    index = request * (num_draft_tokens + 1) + stop
+    target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
+    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
+    times = times_of_blocks(key, stop, SELECT_BLOCK, MAX_BLOCKS)
+    merged = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+    token = draw_residual(
+        merged, times, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, temperature,
+        TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+    )  # fmt: skip
+    tl.store(output[0] + index, token)
+    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (merged[0] == -INFINITY).to(tl.int1)
+    store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+
+
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
 def emit_kernel(
     token_ids_ptr,  # [batch, num_draft_tokens + 1] int64
@@ -445,7 +485,6 @@ def emit_kernel(
     await_launch(OVERLAPS)
     stop, takes = load_stop(state_ptr, request, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
-    target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
     scalars = (0.0, 0.0, 0.0)
     taken = tl.full([], NOTHING, tl.int32)
@@ -453,18 +492,11 @@ def emit_kernel(
         if takes:
             scalars, taken = load_scalars(scalars_ptr + (request * num_draft_tokens + stop) * SCALARS)
 
-    index = request * (num_draft_tokens + 1) + stop
-    statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
-    times = times_of_blocks(key, stop, SELECT_BLOCK, MAX_BLOCKS)
-    merged = merge(statistics, target_row, num_blocks, t, TARGET_ALIGNMENT, MAX_BLOCKS)
-    token = draw_residual(
-        merged, times, target_row, draft_rows, scalars, taken, request, stop, key, num_blocks, t, TARGET_ALIGNMENT,
-        DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
-    )  # fmt: skip
-    tl.store(token_ids_ptr + index, token)
-    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (merged[0] == -INFINITY).to(tl.int1)
     output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-    store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+    emit(
+        output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, taken, request, stop, num_drafts, key,
+        vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-"""A request's state: where it stops, what is empty, programs that have finished; and one more, for a power of two."""
+STOP, EMPTY, FINISHED, OPEN, FIELDS = (tl.constexpr(field) for field in range(5))
+"""A request's state: where it stops, what is empty, programs that have finished. In the first one: requests left open."""
 
 
 @triton.jit

@@ -273,6 +273,28 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
+@pytest.mark.parametrize("inputs", [Shape(n, 3, "bfloat16", 0.7) for n in (1, 8, 32)], indirect=True, ids=str)
+def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environment):
+    """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing."""
+    from specdecode.kernels.launches import Plan
+    from tests.benchmarks.bandwidth import trips_kernel
+
+    benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
+    call, plans, run = PROVIDERS["triton"](inputs), [], Plan.run
+    monkeypatch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
+    call()
+    plan, launches, compiled = plans[0], plans[0].launches, plans[0].compiled
+    try:
+        plan.launches, plan.compiled = [launches[0], launches[1]._replace(kernel=trips_kernel)], []
+        call()
+        monkeypatch.undo()
+        after = until_each_launch(monkeypatch, call)
+        benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
+    finally:
+        plan.launches, plan.compiled = launches, compiled
+    benchmark.extra_info |= {"provider": "trips", "environment": environment, "after_us": after}
+
+
 LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (256, 3), (256, 7))]
 
 
