@@ -22,7 +22,7 @@ from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, 
 from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
-from specdecode.kernels.steps import FIELDS
+from specdecode.kernels.steps import FIELDS, MOST_ROWS
 from specdecode.kernels.strict import decide_by_sample, finish_by_sample_kernel
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import BLOCK_SIZE
@@ -163,7 +163,7 @@ def verify(
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     if lazy is None:
         lazy = requests * (num_draft_tokens + 1) >= lazy_rows
-    lazy = lazy and num_draft_tokens > 0
+    lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
     of_requests, numbers = per_request(batch)
     others = {
         "rates_ptr": None if schedule is None else conditional_rates(schedule, device),

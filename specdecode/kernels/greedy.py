@@ -13,5 +13,5 @@ from specdecode.kernels.rows import BLOCK_SIZE, load_logits, tokens_of
 def point_mass(row, maxima, peak, ALIGNMENT: tl.constexpr):
     """Return the first token of a row with its largest logit, reading the first block that has it."""
     block = tl.argmax((maxima == peak).to(tl.int32), 0)
-    logits = load_logits(row, tokens_of(block), ALIGNMENT)
+    logits = load_logits(row, tokens_of(block), True, ALIGNMENT)
     return block * BLOCK_SIZE + tl.argmax((logits == peak).to(tl.int32), 0)

@@ -49,8 +49,11 @@ from specdecode.kernels.selection import (
     weigh_tokens,
 )
 from specdecode.kernels.steps import (
+    add_verdict,
     count_drafts,
     finish,
+    hand_in,
+    is_to_finish,
     load_drafts,
     load_empty,
     load_stop,
@@ -195,13 +198,13 @@ def load_scalars(scalars_ptr):
 
 
 @triton.jit
-def stands(target, draft, rates_ptr, key, offset):
-    """Return whether a draft stands, given log p(x) and log q(x), or a schedule."""
+def stands(target, draft, rates_ptr, offset, uniform):
+    """Return whether a draft stands, given log p(x) and log q(x), or a schedule; and its uniform number."""
     if rates_ptr is None:
         possible = (target > -INFINITY) & (draft > -INFINITY)
-        return possible & (tl.log(accept_uniform(key, offset)) <= target - draft)
+        return possible & (tl.log(uniform) <= target - draft)
     else:
-        return is_scheduled(rates_ptr, key, offset)
+        return is_scheduled(rates_ptr, offset, uniform)
 
 
 @triton.jit
@@ -235,7 +238,7 @@ def decide_by_ratio(
         )  # fmt: skip
         if scalars[PEAK] == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
-        if stands(target, draft, rates_ptr, key, offset) == 0:
+        if stands(target, draft, rates_ptr, offset, accept_uniform(key, offset)) == 0:
             post_stop(state_ptr, request, offset, num_draft_tokens, (scalars[TAKEN] != NOTHING).to(tl.int32))
             store_scalars(scalars_ptr + (request * num_draft_tokens + offset) * SCALARS, scalars)
 
@@ -375,7 +378,9 @@ def draw_residual(
                 taken = tl.full([], NOTHING, tl.int32)
     if taken >= 0:
         its_block = taken // BLOCK_SIZE
-        weights = tl.exp(scaled(load_logits(target_row, tokens_of(its_block), TARGET_ALIGNMENT), peak, temperature))
+        weights = tl.exp(
+            scaled(load_logits(target_row, tokens_of(its_block), True, TARGET_ALIGNMENT), peak, temperature)
+        )
         rest = sum_in_order(tl.where(tokens_of(its_block) == taken, 0.0, weights))
         without = tl.where(blocks == its_block, rest, sums)
         if tl.sum(without, 0) > 0:
@@ -386,15 +391,17 @@ def draw_residual(
         if block < 0:
             block = select_block(sums, times)
         token_ids = tokens_of(block)
-        target = load_logits(target_row, token_ids, TARGET_ALIGNMENT)
+        target = load_logits(target_row, token_ids, True, TARGET_ALIGNMENT)
+        if draft_rows[0] is not None:
+            draft = load_logits(draft_row, token_ids, taken == ALL, DRAFT_ALIGNMENT)
+        token_times = exponential(key, offset, token_ids, SELECT_TOKEN)  # while those are awaited
         weights = tl.where(token_ids == taken, 0.0, weigh_tokens(target, peak, temperature))
         if draft_rows[0] is not None:
             if taken == ALL:
-                draft = load_logits(draft_row, token_ids, DRAFT_ALIGNMENT)
                 _, draft_peak, log_sum_ratio = scalars
                 left = shortfall(target, draft, draft_peak - peak, log_sum_ratio, base_2_scale(temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
-        token = select_token(weights, block, key, offset, SELECT_TOKEN)
+        token = select_token(weights, token_times, block)
     return tl.minimum(token, vocab_size - 1).to(tl.int64)
 
 
@@ -541,10 +548,7 @@ def finish_by_ratio_kernel(
     MAX_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Judge the draft at one offset of a request; where it does not stand, draw what is emitted if the request stops there.
-
-    The last program of a request writes its output.
-    """
+    """Judge the draft at one offset of a request; if it does not stand, draw what is emitted if the request stops there."""
     request = (tl.program_id(0) // (num_draft_tokens + 1)).to(tl.int64)
     offset = tl.program_id(0) % (num_draft_tokens + 1)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
@@ -553,8 +557,10 @@ def finish_by_ratio_kernel(
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
+    uniform = accept_uniform(key, offset)
     num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
+    verdicts = tl.full([], 0, tl.int64)
     if matters:
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
@@ -564,17 +570,21 @@ def finish_by_ratio_kernel(
             statistics_ptr, target_row, draft_rows, logsumexps, draft_token, request, offset, t, batch, num_draft_tokens,
             num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, MAX_BLOCKS,
         )  # fmt: skip
-        if scalars[PEAK] == -INFINITY:
-            post_empty(state_ptr, request, offset, num_draft_tokens)
-        accepted = draft_token >= 0
-        if accepted:
-            accepted = stands(target, draft, rates_ptr, key, offset)
-        if accepted == 0:
-            post_stop(state_ptr, request, offset, num_draft_tokens, 0)
+        is_empty = scalars[PEAK] == -INFINITY
+        stops = draft_token < 0
+        if draft_token >= 0:
+            stops = stands(target, draft, rates_ptr, offset, uniform) == 0
+        if stops:
+            add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
             token = draw_residual(
                 merged, times, target_row, draft_rows, scalars[:TAKEN], scalars[TAKEN], request, offset, key, num_blocks, t,
                 TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
-            tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offset, token)
-    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-    finish(output, drafts, state_ptr, request, num_drafts, vocab_size)
+            verdicts = hand_in(token_ids_ptr, state_ptr, request, offset, token, num_draft_tokens)
+        else:
+            verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
+    else:
+        verdicts = add_verdict(state_ptr, request, offset, matters, matters, "relaxed")
+    if is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        finish(output, drafts, verdicts, request, num_drafts, vocab_size)

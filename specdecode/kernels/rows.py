@@ -79,9 +79,9 @@ def load_raw(row, token_ids, wanted, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def load_logits(row, token_ids, ALIGNMENT: tl.constexpr):
+def load_logits(row, token_ids, wanted, ALIGNMENT: tl.constexpr):
     """Return logits as float32, -inf for NaN and beyond the vocabulary."""
-    logits = load_raw(row, token_ids, token_ids >= 0, ALIGNMENT).to(tl.float32)
+    logits = load_raw(row, token_ids, wanted, ALIGNMENT).to(tl.float32)
     return tl.where(logits == logits, logits, -INFINITY)
 
 
@@ -219,13 +219,13 @@ def mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT: tl.co
                 this = block + tl.arange(0, 1)
                 peaks = tl.full([1, LANES], -INFINITY, tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), ALIGNMENT)
+                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True, ALIGNMENT)
                     peaks = tl.maximum(peaks, logits)
                 peak = tl.max(tl.max(peaks, 1), 0)
                 finite = tl.where(tl.abs(peak) < INFINITY, peak, 0.0)
                 weights = tl.zeros([1, LANES], tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), ALIGNMENT)
+                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True, ALIGNMENT)
                     weights += tl.exp2((logits - finite) * scale)
                 maxima = tl.where(blocks == block, peak, maxima)
                 sums = tl.where(blocks == block, tl.sum(sum_blocks((weights,)), 0), sums)

@@ -95,16 +95,17 @@ def weigh_tokens(logits, peak, temperature):
 
 
 @triton.jit
-def select_token(weights, block, key, offset, domain):
-    """Draw a token of a block with probability proportional to its weight."""
-    return block * BLOCK_SIZE + first_largest(weights / exponential(key, offset, tokens_of(block), domain))
+def select_token(weights, times, block):
+    """Draw a token of a block with probability proportional to its weight, given E of each."""
+    return block * BLOCK_SIZE + first_largest(weights / times)
 
 
 @triton.jit
 def draw_from_block(row, block, peak, temperature, key, offset, domain, ALIGNMENT: tl.constexpr):
     """Draw a token of one block of a row."""
-    weights = weigh_tokens(load_logits(row, tokens_of(block), ALIGNMENT), peak, temperature)
-    return select_token(weights, block, key, offset, domain)
+    logits = load_logits(row, tokens_of(block), True, ALIGNMENT)
+    times = exponential(key, offset, tokens_of(block), domain)  # while those are awaited
+    return select_token(weigh_tokens(logits, peak, temperature), times, block)
 
 
 @triton.jit

@@ -4,6 +4,9 @@ A request stops at the first offset whose draft does not stand (in block verific
 Programs find out in any order, so each posts its offset, as `num_draft_tokens - offset`, with an atomic maximum on memory
 that starts as zeros: the request's first stop wins. Likewise for the first target row without a finite logit, which makes
 the result `invalid` if the request came that far.
+
+Where one launch both decides and emits, one atomic says all: it adds a program's verdict to a number that has a bit for each
+row. Nothing else is passed on, so no program has to wait for its writes to be seen; and a token is drawn meanwhile.
 """
 
 import triton
@@ -12,6 +15,12 @@ import triton.language as tl
 TILE = tl.constexpr(32)
 STOP, EMPTY, FINISHED, OPEN, FIELDS = (tl.constexpr(field) for field in range(5))
 """A request's state: where it stops, what is empty, programs that have finished. In the first one: requests left open."""
+
+MOST_ROWS = 28
+COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
+STOPS, EMPTIES, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
+"""Or its verdicts, one number of 64 bits in the same place: how many there are; from which bit on it says at which of up to
+28 rows the request can stop, and which have no finite logit; and the bit for tokens written before all this was known."""
 
 
 @triton.jit
@@ -103,10 +112,69 @@ def store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
 
 
 @triton.jit
-def finish(output, drafts, state_ptr, request, num_drafts, vocab_size):
-    """Count this program in, of one for each row of a request; the last writes the output, but for its last token."""
-    num_draft_tokens = drafts[3]
-    if is_last(state_ptr + request * FIELDS + FINISHED, num_draft_tokens + 1):
-        stop, _ = load_stop(state_ptr, request, num_draft_tokens)
-        invalid = load_empty(state_ptr, request, num_draft_tokens) <= stop
-        store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+def verdicts_at(state_ptr, request):
+    """Return where a request's verdicts are."""
+    return (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def add_verdict(state_ptr, request, offset, stops, is_empty, ORDER: tl.constexpr):
+    """Add the verdict on one row: whether the request can stop there, and whether it has no finite logit. Return all."""
+    verdict = 1 + (stops.to(tl.int64) << (STOPS + offset)) + (is_empty.to(tl.int64) << (EMPTIES + offset))
+    return verdict + tl.atomic_add(verdicts_at(state_ptr, request), verdict, sem=ORDER)
+
+
+@triton.jit
+def are_complete(verdicts, num_draft_tokens):
+    """Return whether there is a verdict on each row."""
+    return (verdicts & COUNT) == num_draft_tokens + 1
+
+
+@triton.jit
+def first_row(verdicts, FIELD: tl.constexpr):
+    """Return the first row that a field of verdicts has, 32 if it has none."""
+    rows = ((verdicts >> FIELD) & ROWS).to(tl.int32)
+    offsets = tl.arange(0, 32)
+    return tl.min(tl.where(((rows >> offsets) & 1) == 1, offsets, 32), 0)
+
+
+@triton.jit
+def hand_in(token_ids_ptr, state_ptr, request, offset, token, num_draft_tokens):
+    """Write the token of a row that the request can stop at, if it does stop there; return the verdicts.
+
+    While that is not known the token is written too, and so noted: who comes to know has -1 to write in its place.
+    """
+    place = token_ids_ptr + request * (num_draft_tokens + 1) + offset
+    verdicts = tl.atomic_or(verdicts_at(state_ptr, request), 0, sem="relaxed")
+    if are_complete(verdicts, num_draft_tokens):
+        if first_row(verdicts, STOPS) == offset:
+            tl.store(place, token)
+    else:
+        tl.store(place, token)
+        tl.debug_barrier()
+        verdicts = EARLY | tl.atomic_or(verdicts_at(state_ptr, request), EARLY, sem="acq_rel")
+        if are_complete(verdicts, num_draft_tokens):
+            if first_row(verdicts, STOPS) != offset:
+                tl.store(place, -1)
+    return verdicts
+
+
+@triton.jit
+def is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
+    """Return whether a program is to write the output, given the verdicts that it saw last.
+
+    The one at whose row the request stops is, and if a token was written early, so is everyone that has seen all verdicts.
+    """
+    finishes = False
+    if are_complete(verdicts, num_draft_tokens):
+        finishes = first_row(verdicts, STOPS) == offset
+        if verdicts >= EARLY:
+            finishes = tl.atomic_or(verdicts_at(state_ptr, request), 0, sem="acquire") > 0
+    return finishes
+
+
+@triton.jit
+def finish(output, drafts, verdicts, request, num_drafts, vocab_size):
+    """Write a request's output, but for its last token, given the verdicts on all its rows."""
+    stop = first_row(verdicts, STOPS)
+    store_output(output, drafts, request, num_drafts, stop, first_row(verdicts, EMPTIES) <= stop, vocab_size)

@@ -12,8 +12,16 @@ from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, load_statistics, load_temperature, row_at
 from specdecode.kernels.selection import draw, draw_from_block, merge, select_block, times_of_blocks
-from specdecode.kernels.steps import count_drafts, finish, load_drafts, post_empty, post_stop
-from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.steps import (
+    add_verdict,
+    are_complete,
+    count_drafts,
+    finish,
+    load_drafts,
+    post_empty,
+    post_stop,
+)
+from specdecode.kernels.synthetic import accept_uniform, is_scheduled
 from specdecode.noise import Domain
 
 SELECT_BLOCK = tl.constexpr(int(Domain.SELECT_BLOCK))
@@ -51,7 +59,7 @@ def decide_by_sample(
         if peak == -INFINITY:
             post_empty(state_ptr, request, offset, num_draft_tokens)
         if rates_ptr is not None:
-            stands = is_scheduled(rates_ptr, key, offset)
+            stands = is_scheduled(rates_ptr, offset, accept_uniform(key, offset))
         elif point >= 0:
             stands = token == point
         else:
@@ -105,6 +113,7 @@ def finish_by_sample_kernel(
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
     num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
+    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     if matters:
         rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
@@ -114,11 +123,14 @@ def finish_by_sample_kernel(
             statistics, times, row, num_blocks, t, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT, MAX_BLOCKS
         )
         tl.store(token_ids_ptr + index, token.to(tl.int64))
-        if peak == -INFINITY:
-            post_empty(state_ptr, request, offset, num_draft_tokens)
-        if offset < num_draft_tokens:
-            stands = draft == token if rates_ptr is None else (draft >= 0) & is_scheduled(rates_ptr, key, offset)
-            if stands == 0:
-                post_stop(state_ptr, request, offset, num_draft_tokens, 0)
-    output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-    finish(output, drafts, state_ptr, request, num_drafts, vocab_size)
+        is_empty = peak == -INFINITY
+        stops = draft != token
+        if rates_ptr is not None:
+            stops = draft < 0
+            if draft >= 0:
+                stops = is_scheduled(rates_ptr, offset, accept_uniform(key, offset)) == 0
+    tl.debug_barrier()  # of the token's write, before one of the program's threads publishes it
+    verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "acq_rel")
+    if are_complete(verdicts, num_draft_tokens):
+        output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+        finish(output, drafts, verdicts, request, num_drafts, vocab_size)

@@ -19,9 +19,9 @@ def accept_uniform(key, offset):
 
 
 @triton.jit
-def is_scheduled(rates_ptr, key, offset):
+def is_scheduled(rates_ptr, offset, uniform):
     """Return whether the schedule says that the draft at an offset stands."""
-    return accept_uniform(key, offset) <= tl.load(rates_ptr + offset)
+    return uniform <= tl.load(rates_ptr + offset)
 
 
 _rates: dict[tuple[object, ...], Tensor] = {}
