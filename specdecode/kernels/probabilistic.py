@@ -42,6 +42,7 @@ from specdecode.kernels.search import (
 )
 from specdecode.kernels.selection import (
     merge,
+    merge_both,
     scores_of_blocks,
     select_block,
     select_token,
@@ -152,7 +153,13 @@ def weigh(
         index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
         draft_statistics = load_statistics(statistics_ptr, index, summarised, num_blocks, MAX_BLOCKS)
 
-    merged = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
+    if draft_rows[0] is not None and logsumexps[0] is None:
+        merged, draft_merged = merge_both(
+            statistics, draft_statistics, target_row, draft_row, has_draft_row, num_blocks, temperature, TARGET_ALIGNMENT,
+            DRAFT_ALIGNMENT, MAX_BLOCKS,
+        )  # fmt: skip
+    else:
+        merged = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
     peak, total, point, _ = merged
     log_sum = tl.log(total)
     target = logprob(logit, token, peak, log_sum, point, temperature)
@@ -166,9 +173,11 @@ def weigh(
             if logsumexps[0] is not None:  # relative to a peak of 0
                 draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
             if summarised:
-                draft_peak, draft_total, draft_point, _ = merge(
-                    draft_statistics, draft_row, num_blocks, temperature, DRAFT_ALIGNMENT, MAX_BLOCKS
-                )
+                if logsumexps[0] is not None:
+                    draft_merged = merge(
+                        draft_statistics, draft_row, num_blocks, temperature, DRAFT_ALIGNMENT, MAX_BLOCKS
+                    )
+                draft_peak, draft_total, draft_point, _ = draft_merged
                 draft_log_sum, log_sum_ratio = tl.log(draft_total), log_quotient(draft_total, total)
             draft = logprob(draft_logit, token, draft_peak, draft_log_sum, draft_point, temperature)
             taken = tl.where(draft_point < 0, ALL, draft_point)

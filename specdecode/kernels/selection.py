@@ -25,6 +25,7 @@ from specdecode.kernels.rows import (
     row_at,
     scaled,
     store_statistics,
+    sum_both_in_order,
     sum_in_order,
     tokens_of,
 )
@@ -46,18 +47,65 @@ def merge(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX
     maxima, sums = statistics
     peak = tl.max(maxima, 0)
     weights = sums_relative_to(peak, maxima, sums, temperature)
-    total = sum_in_order(weights)
-    point = tl.full([], -1, tl.int32)
-    if ((total > 0.5) & (total < INFINITY)) == 0:  # greedy, or not all logits are finite
-        maxima, sums = mend_statistics(maxima, sums, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
-        peak = tl.max(maxima, 0)
-        if (temperature > 0) & (tl.abs(peak) < INFINITY):
-            weights = sums_relative_to(peak, maxima, sums, temperature)
-            total = sum_in_order(weights)
-        else:
-            weights = tl.zeros([MAX_BLOCKS], tl.float32)
-            total = 1.0
-            point = point_mass(row, maxima, peak, ALIGNMENT)
+    merged = peak, sum_in_order(weights), tl.full([], -1, tl.int32), weights
+    if is_sound(merged) == 0:
+        merged = mend(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+    return merged
+
+
+@triton.jit
+def merge_both(
+    statistics,
+    others,
+    row,
+    other_row,
+    has_other,
+    num_blocks,
+    temperature,
+    ALIGNMENT: tl.constexpr,
+    OTHER_ALIGNMENT: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Return what `merge` does of two rows, in the time of one; if there is no other, that of the other is of no use."""
+    peak, other_peak = tl.reduce((statistics[0], others[0]), 0, larger_of_both)
+    weights = sums_relative_to(peak, *statistics, temperature)
+    other_weights = sums_relative_to(other_peak, *others, temperature)
+    total, other_total = sum_both_in_order(weights, other_weights)
+    merged = peak, total, tl.full([], -1, tl.int32), weights
+    other = other_peak, other_total, tl.full([], -1, tl.int32), other_weights
+    if is_sound(merged) == 0:
+        merged = mend(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+    if has_other & (is_sound(other) == 0):
+        other = mend(others, other_row, num_blocks, temperature, OTHER_ALIGNMENT, MAX_BLOCKS)
+    return merged, other
+
+
+@triton.jit
+def larger_of_both(a, b, c, d):
+    """Return the larger of two numbers, twice."""
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def is_sound(merged):
+    """Return whether a row's statistics say all of it: not if it is greedy, or not all its logits are finite."""
+    total = merged[1]
+    return (total > 0.5) & (total < INFINITY)
+
+
+@triton.jit
+def mend(statistics, row, num_blocks, temperature, ALIGNMENT: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Return what `merge` does, of a row whose statistics are not sound."""
+    maxima, sums = mend_statistics(*statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+    peak = tl.max(maxima, 0)
+    if (temperature > 0) & (tl.abs(peak) < INFINITY):
+        weights = sums_relative_to(peak, maxima, sums, temperature)
+        total = sum_in_order(weights)
+        point = tl.full([], -1, tl.int32)
+    else:
+        weights = tl.zeros([MAX_BLOCKS], tl.float32)
+        total = 1.0
+        point = point_mass(row, maxima, peak, ALIGNMENT)
     return peak, total, point, weights
 
 
