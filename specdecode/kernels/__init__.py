@@ -65,8 +65,9 @@ WAVE = 1024
 EMITTING = 256
 """Programs that can emit at once."""
 
-PATIENCE = 6
-"""Rounds after which block verification leaves a search open, if there are no programs for a team."""
+PATIENCE, FEW_DRAFTS = 8, 640
+"""Rounds after which block verification leaves a search open, if there are no programs for a team; and of how many drafts at
+most, for of more too many would be left."""
 
 REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
 """Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
@@ -278,7 +279,7 @@ def plan_verification(
     if in_block:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
-        members, patience = (1, num_blocks) if draft is None else emission(device, requests, num_blocks)
+        members, patience = (1, num_blocks) if draft is None else emission(device, requests, num_drafts, num_blocks)
         plan.add(block.emit_kernel, requests * members, num_warps, BLOCKS=BLOCKS, members=members, patience=patience)
         if members == 1 and patience < num_blocks:
             plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, BLOCKS=BLOCKS, members=0, patience=0)
@@ -287,7 +288,7 @@ def plan_verification(
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=BLOCKS)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=2)
     return plan
 
 
@@ -298,18 +299,16 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
     return min(max(requests // 64, 2), 8)
 
 
-def emission(device: torch.device, requests: int, num_blocks: int) -> tuple[int, int]:
+def emission(device: torch.device, requests: int, num_drafts: int, num_blocks: int) -> tuple[int, int]:
     """Return how many programs share a request's emission in block verification, and for how many rounds they do not.
 
     As many as run at once. They work alike for twice as long as their shares would take: most searches have ended then.
     Where there is one for each request, it leaves longer searches open, for teams in a launch of their own.
     """
     members = min(EMITTING // requests, block.LARGEST_TEAM.value)
-    if device.type != "cuda":
-        return 1, num_blocks
-    if members < 3:  # two would come too late to share anything
-        return 1, PATIENCE
-    return members, 2 * triton.cdiv(num_blocks, BLOCKS) // members
+    if device.type == "cuda" and members > 2:  # two would come too late to share anything
+        return members, 2 * triton.cdiv(num_blocks, BLOCKS) // members
+    return 1, PATIENCE if device.type == "cuda" and num_drafts <= FEW_DRAFTS else num_blocks
 
 
 def at_least(least: int, size: int) -> int:

@@ -102,10 +102,10 @@ def read_kernel(
             if WITH_DRAFT:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
                 draft = load_row_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
-            store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS)
+            store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS, AT_ONCE=not LAZY)
             if WITH_DRAFT:
                 if reads_draft:
-                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
+                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE=not LAZY)
         if logsumexp_ptr is not None:
             if untrusted:  # seldom, so it may come afterwards, where it takes no registers from what is always done
                 for tile in range(tiles):
