@@ -863,6 +863,82 @@ def test_a_team_emits_what_one_program_emits(lazy, monkeypatch):
     assert 0 < left[0, steps.OPEN.value] < requests
 
 
+@triton.jit(do_not_specialize=["step", "offset", "stops", "is_empty"])
+def take_step(
+    step,
+    offset,
+    stops,
+    is_empty,
+    seen_ptr,  # [offsets] int64
+    state_ptr,  # [4] int32
+    token_ids_ptr,  # [offsets] int64
+    num_accepted_ptr,  # [1] int32
+    num_drafts_ptr,  # [1] int32
+    invalid_ptr,  # [1] bool
+    ids_ptr,  # [offsets - 1] int64
+    num_draft_tokens,
+):
+    """Do what `finish_by_ratio_kernel` does at one offset, step by step: add a verdict; look; hand a token in."""
+    drafts = (ids_ptr, num_draft_tokens, 1, num_draft_tokens)
+    seen_ptr += offset
+    verdicts = tl.full([], 0, tl.int64)
+    if step == 0:
+        verdicts = steps.add_verdict(state_ptr, 0, offset, stops, is_empty, "relaxed")
+    elif step == 1:
+        tl.store(seen_ptr, steps.load_verdicts(state_ptr, 0))
+    else:
+        verdicts = steps.hand_in(token_ids_ptr, state_ptr, 0, offset, 100 + offset, tl.load(seen_ptr), num_draft_tokens)
+    if step == stops * 2:  # its last one
+        finishes = steps.is_to_finish(state_ptr, 0, offset, verdicts, num_draft_tokens)
+        if finishes:
+            output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
+            steps.finish(output, drafts, verdicts, 0, num_draft_tokens, 1000)
+
+
+def orders(counts: list[int]):
+    """All orders of so many steps of each program."""
+    if not any(counts):
+        yield []
+    for program, count in enumerate(counts):
+        if count:
+            for rest in orders([c - (p == program) for p, c in enumerate(counts)]):
+                yield [program, *rest]
+
+
+@pytest.mark.parametrize("empty", [None, 1])
+@pytest.mark.parametrize("where_it_can_stop", [[2], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+def test_a_small_batch_is_put_together_whatever_the_order(where_it_can_stop, empty):
+    drafts = torch.tensor([7, 8], device=DEVICE)
+    stop = where_it_can_stop[0]
+    wanted = [*[7, 8][:stop], 100 + stop, *[-1] * (2 - stop)]
+    in_any_order = list(orders([3 if offset in where_it_can_stop else 1 for offset in range(3)]))
+    for order in in_any_order[:: 1 + len(in_any_order) // (150 if ON_GPU else 30)]:
+        state = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        seen = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        token_ids = torch.full((3,), -7, device=DEVICE)
+        counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
+        invalid = torch.full((1,), empty is None, device=DEVICE)
+        done = [0, 0, 0]
+        for offset in order:
+            take_step[(1,)](
+                done[offset],
+                offset,
+                int(offset in where_it_can_stop),
+                int(offset == empty),
+                seen,
+                state,
+                token_ids,
+                *counts,
+                invalid,
+                drafts,
+                2,
+            )
+            done[offset] += 1
+        assert token_ids.tolist() == wanted, order
+        assert counts.flatten().tolist() == [stop, 2]
+        assert invalid.item() is (empty is not None and empty <= stop)
+
+
 @pytest.mark.parametrize("temperature", [2.0**100, rows.LARGEST_TEMPERATURE.value])
 def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
     requests = 24 if ON_GPU else 4

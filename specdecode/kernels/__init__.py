@@ -288,7 +288,8 @@ def plan_verification(
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=2)
+        # One block at a time, for few rounds are needed, and those of less work end sooner.
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=1)
     return plan
 
 

@@ -58,6 +58,7 @@ from specdecode.kernels.steps import (
     load_drafts,
     load_empty,
     load_stop,
+    load_verdicts,
     post_empty,
     post_stop,
     store_output,
@@ -589,7 +590,8 @@ def finish_by_ratio_kernel(
                 merged, times, target_row, draft_rows, scalars[:TAKEN], scalars[TAKEN], request, offset, key, num_blocks, t,
                 TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
-            verdicts = hand_in(token_ids_ptr, state_ptr, request, offset, token, num_draft_tokens)
+            verdicts = load_verdicts(state_ptr, request)
+            verdicts = hand_in(token_ids_ptr, state_ptr, request, offset, token, verdicts, num_draft_tokens)
         else:
             verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
     else:

@@ -139,23 +139,23 @@ def first_row(verdicts, FIELD: tl.constexpr):
 
 
 @triton.jit
-def hand_in(token_ids_ptr, state_ptr, request, offset, token, num_draft_tokens):
-    """Write the token of a row that the request can stop at, if it does stop there; return the verdicts.
+def load_verdicts(state_ptr, request):
+    """Return the verdicts so far."""
+    return tl.atomic_or(verdicts_at(state_ptr, request), 0, sem="relaxed")
 
-    While that is not known the token is written too, and so noted: who comes to know has -1 to write in its place.
+
+@triton.jit
+def hand_in(token_ids_ptr, state_ptr, request, offset, token, verdicts, num_draft_tokens):
+    """Write the token of a row that the request can stop at, if it does stop there; return the verdicts, given those seen.
+
+    While that is not known the token is written too, and so noted: who knows in the end writes over it, if need be.
     """
-    place = token_ids_ptr + request * (num_draft_tokens + 1) + offset
-    verdicts = tl.atomic_or(verdicts_at(state_ptr, request), 0, sem="relaxed")
-    if are_complete(verdicts, num_draft_tokens):
-        if first_row(verdicts, STOPS) == offset:
-            tl.store(place, token)
-    else:
-        tl.store(place, token)
-        tl.debug_barrier()
+    complete = are_complete(verdicts, num_draft_tokens)
+    if (complete == 0) | (first_row(verdicts, STOPS) == offset):
+        tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offset, token)
+    if complete == 0:
+        tl.debug_barrier()  # of that write, before one of the program's threads publishes it
         verdicts = EARLY | tl.atomic_or(verdicts_at(state_ptr, request), EARLY, sem="acq_rel")
-        if are_complete(verdicts, num_draft_tokens):
-            if first_row(verdicts, STOPS) != offset:
-                tl.store(place, -1)
     return verdicts
 
 
@@ -163,7 +163,8 @@ def hand_in(token_ids_ptr, state_ptr, request, offset, token, num_draft_tokens):
 def is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
     """Return whether a program is to write the output, given the verdicts that it saw last.
 
-    The one at whose row the request stops is, and if a token was written early, so is everyone that has seen all verdicts.
+    The one at whose row the request stops is, and if a token was written early, so is everyone that has seen all verdicts:
+    they write the same.
     """
     finishes = False
     if are_complete(verdicts, num_draft_tokens):
