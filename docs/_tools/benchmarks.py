@@ -164,7 +164,7 @@ def launches_table(record: str) -> str:
         what = "launches that do nothing" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
         after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
         rows.append([what, *after, *[""] * (4 - len(after))])
-    return html_table(["Method, requests", "first launch", "two", "three", "four"], rows)
+    return html_table(["Method, requests or rows", "first launch", "two", "three", "four"], rows)
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:

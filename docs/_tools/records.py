@@ -21,6 +21,7 @@ KINDS = {"eager call": "call", "launch by launch": "launches", "reading alone": 
 TITLES = {
     "triton": "`probabilistic`",
     "nothing": "nothing",
+    "trips": "`probabilistic`, its trips to memory alone",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",

@@ -2,9 +2,9 @@
 
 A step is two launches. The first reads the rows (`reading`), and in a large batch decides on the way. The second emits
 (`strict`, `probabilistic`, `block`); in a small batch it decides too, except in block verification, where a launch between
-them weighs the drafts. No program waits for another: what must come after everything else is done by the last program to
-finish, or by the next launch. So nothing can hang, and nothing outlives a call but compiled code and plans of what to
-launch: calls on several streams, from several threads and in graphs do not meet.
+them weighs the drafts, and where a last one may do the longest searches. No program waits for another: what must come after
+everything else is done by whoever comes last, or by the next launch. So nothing can hang, and nothing outlives a call but
+compiled code and plans of what to launch: calls on several streams, from several threads and in graphs do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """

@@ -10,7 +10,7 @@ try:
     import triton.language as tl
 
     from specdecode.kernels.launches import Plan, admit_next_launch, await_launch
-    from specdecode.kernels.steps import FIELDS, FINISHED, is_last, load_stop
+    from specdecode.kernels.steps import STOPS, add_verdict, are_complete, first_row, load_verdicts
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -87,9 +87,6 @@ if triton is not None:
         await_launch(OVERLAPS)
         admit_next_launch(OVERLAPS)
 
-
-if triton is not None:
-
     @triton.jit(do_not_specialize=["first_seed", "num_draft_tokens", "vocab_size", "num_blocks"])
     def trips_kernel(
         token_ids_ptr,
@@ -107,7 +104,8 @@ if triton is not None:
     ):
         """Make the trips to memory of `finish_by_ratio_kernel`, each to an address that hangs on what the last one brought.
 
-        Nothing is computed but the largest of what came, which is then multiplied by a seed of 0.
+        Statistics, two blocks of both rows, one of them again, the verdicts, the output. Nothing is computed but the largest
+        of what came, which is then multiplied by a seed of 0.
         """
         num_rows = num_draft_tokens + 1
         request, offset = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
@@ -118,16 +116,18 @@ if triton is not None:
         blocks = tl.arange(0, MAX_BLOCKS)
         statistics_ptr += (request * num_rows + offset) * num_blocks * 2
         found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < num_blocks, other=0.0)
+        add_verdict(state_ptr, request, offset, offset == num_draft_tokens, offset < 0, "relaxed")
         first = (tl.max(found, 0).to(tl.int32) * first_seed).to(tl.int32)
-        places = first + tl.arange(0, 4)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
+        places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
         block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * first_seed).to(tl.int32)
         places = block * 1024 + tl.arange(0, 1024)
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        tl.store(token_ids_ptr + tl.program_id(0), tl.max(found, 0).to(tl.int64) * first_seed)
-        if is_last(state_ptr + request * FIELDS + FINISHED, num_rows):
-            stop, _ = load_stop(state_ptr, request, num_draft_tokens)
-            tl.store(num_accepted_ptr + request, stop)
+        token = tl.max(found, 0).to(tl.int64) * first_seed
+        verdicts = load_verdicts(state_ptr, request)
+        tl.store(token_ids_ptr + tl.program_id(0), token)
+        if are_complete(verdicts, num_draft_tokens):
+            tl.store(num_accepted_ptr + request, first_row(verdicts, STOPS))
 
 
 def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:

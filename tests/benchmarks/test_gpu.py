@@ -258,7 +258,7 @@ def until_each_launch(monkeypatch, call: Callable[[], SamplerOutput]) -> list[li
     return after
 
 
-STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
+STAGED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 8, 32, 256)]
 
 
 @pytest.mark.parametrize("inputs", STAGED, indirect=True, ids=str)
@@ -273,7 +273,7 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
-@pytest.mark.parametrize("inputs", [Shape(n, 3, "bfloat16", 0.7) for n in (1, 8, 32)], indirect=True, ids=str)
+@pytest.mark.parametrize("inputs", STAGED[:3], indirect=True, ids=str)
 def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environment):
     """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing."""
     from specdecode.kernels.launches import Plan
@@ -293,6 +293,16 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environm
     finally:
         plan.launches, plan.compiled = launches, compiled
     benchmark.extra_info |= {"provider": "trips", "environment": environment, "after_us": after}
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_sampling_launch_by_launch(benchmark, monkeypatch, rows, environment):
+    benchmark.group = f"launch by launch, {rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7"
+    logits = peaked_rows(rows, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    call = functools.partial(sample, logits, 0.7, seeds=0)
+    after = until_each_launch(monkeypatch, call)
+    benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
+    benchmark.extra_info |= {"provider": "triton sample", "environment": environment, "after_us": after}
 
 
 LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (256, 3), (256, 7))]
