@@ -23,7 +23,7 @@ def choose(backend: Backend, logits: Tensor) -> ModuleType:
     Raises:
         ValueError: `"triton"` was asked for and cannot run.
     """
-    if backend == "eager" or (backend == "auto" and logits.device.type == "cpu"):
+    if backend == "eager" or (backend == "auto" and logits.is_cpu):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:

@@ -119,12 +119,12 @@ def plain(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
     if tensor._is_zerotensor():
         tensor = tensor.clone()
-    return tensor.resolve_neg()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def on_host(tensor: Tensor) -> bool:
     """Tell whether reading a value of the tensor is free, not a wait for a device."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def shown(value: object) -> str:
@@ -215,7 +215,8 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
         if on_host(temperature):
             check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
         return plain(temperature)
-    if isinstance(temperature, bool) or not isinstance(temperature, Real):
+    # A float or an int is first looked for by name: to ask for a Real or an Integral takes longer.
+    if isinstance(temperature, bool) or not isinstance(temperature, (float, Real)):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
     try:
         number = float(temperature)
@@ -234,7 +235,7 @@ def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) ->
     if isinstance(seeds, Tensor):
         check_tensor("seeds", seeds, (torch.int64,), (batch,), device)
         return plain(seeds)
-    if isinstance(seeds, bool) or not isinstance(seeds, Integral):
+    if isinstance(seeds, bool) or not isinstance(seeds, (int, Integral)):
         raise TypeError(f"seeds: expected an int, a [batch] int64 tensor or None, got {type(seeds).__name__}")
     if not INT64.min <= seeds <= INT64.max:
         raise ValueError(f"seeds: expected an int of 64 bits, got {shown(seeds)}")

@@ -113,22 +113,26 @@ def lanes(logits: Layout) -> int:
     return 512 // logits.dtype.itemsize
 
 
+HERE = contextlib.nullcontext()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a tensor's device the current one, which is where kernels are launched."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+    if device.index is None or device.index == torch.cuda.current_device():  # a host has no index
+        return HERE
     return torch.cuda.device(device)
 
 
-TRITONS = ("3.6", "3.7")
-"""Versions of Triton whose compiled kernels can be launched directly; of others they are launched as Triton's users do."""
+IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
+"""Whether compiled kernels of this Triton can be launched directly; of others they are launched as Triton's users do."""
 
 
 def can_launch_directly() -> bool:
     """Tell whether Triton need not be asked to launch: not if a profiler wants to hear of launches from it."""
+    if not IS_KNOWN:
+        return False
     runtime = triton.knobs.runtime
-    hooked = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
-    return not hooked and triton.__version__.startswith(TRITONS)
+    return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 CACHE_LINE = 32
