@@ -396,7 +396,7 @@ def test_a_backend_that_is_named_is_taken_or_refused(monkeypatch):
 
 def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
     class OnGpu:
-        device = torch.device("cuda")
+        device, is_cpu = torch.device("cuda"), False
 
     monkeypatch.setattr(backends, "obstacle", lambda device: "triton is not installed")
     backends.warn_once.cache_clear()
