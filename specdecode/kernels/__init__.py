@@ -65,7 +65,7 @@ WAVE = 1024
 EMITTING = 256
 """Programs that can emit at once."""
 
-PATIENCE, FEW_DRAFTS = 8, 640
+PATIENCE, FEW_DRAFTS = 8, 576
 """Rounds after which block verification leaves a search open, if there are no programs for a team; and of how many drafts at
 most, for of more too many would be left."""
 
