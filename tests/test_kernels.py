@@ -994,11 +994,13 @@ def test_little_is_read_again_of_rows_that_differ(monkeypatch):
         summed.append(int(target[0].shape[0]))
         return sum_residual(target, *arguments)
 
-    batch = hopeless(20, 6160, 0.3)
+    batch = hopeless(10, 6160, 0.3)
     monkeypatch.setattr(kernels.probabilistic, "sum_residual", counted)
-    assert (verify("probabilistic", batch).num_accepted == 0).all()
-    assert summed.count(2) == 20  # of seven blocks
-    assert 0 < summed.count(4) == len(summed) - 20 < 20  # of 40 rounds
+    for lazy, blocks, rounds in ((False, 1, 50), (True, 4, 20)):
+        assert (verify("probabilistic", batch, lazy=lazy).num_accepted == 0).all()
+        assert summed.count(2) == 10  # of seven blocks
+        assert 0 < summed.count(blocks) == len(summed) - 10 < rounds / 2
+        summed.clear()
 
 
 @needs_gpu
