@@ -6,7 +6,7 @@ that starts as zeros: the request's first stop wins. Likewise for the first targ
 the result `invalid` if the request came that far.
 
 Where one launch both decides and emits, one atomic says all: it adds a program's verdict to a number that has a bit for each
-row. Nothing else is passed on, so no program has to wait for its writes to be seen; and a token is drawn meanwhile.
+row. In `probabilistic` nothing else is passed on, so nobody waits for writes to be seen; and tokens are drawn meanwhile.
 """
 
 import triton

@@ -241,14 +241,21 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
     note_bytes(benchmark, logits.nbytes, measure(benchmark, recording), bytes_per_second)
 
 
-def until_each_launch(monkeypatch, call: Callable[[], SamplerOutput]) -> list[list[Any]]:
-    """Time the first launch of a step, its first two, and so on; what is left out has no result."""
+def plan_of(monkeypatch, call: Callable[[], Any]) -> Any:
+    """Return the plan that a call runs."""
     from specdecode.kernels.launches import Plan
 
     plans, run = [], Plan.run
-    monkeypatch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
-    call()
-    plan, compiled, after = plans[0], plans[0].compiled, []
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
+        call()
+    return plans[0]
+
+
+def until_each_launch(monkeypatch, call: Callable[[], Any]) -> list[list[Any]]:
+    """Time the first launch of a step, its first two, and so on; what is left out has no result."""
+    plan = plan_of(monkeypatch, call)
+    compiled, after = plan.compiled, []
     try:
         for count, launch in enumerate(plan.launches, start=1):
             plan.compiled = compiled[:count]
@@ -276,18 +283,15 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
 @pytest.mark.parametrize("inputs", STAGED[:3], indirect=True, ids=str)
 def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environment):
     """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing."""
-    from specdecode.kernels.launches import Plan
     from tests.benchmarks.bandwidth import trips_kernel
 
     benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
-    call, plans, run = PROVIDERS["triton"](inputs), [], Plan.run
-    monkeypatch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
-    call()
-    plan, launches, compiled = plans[0], plans[0].launches, plans[0].compiled
+    call = PROVIDERS["triton"](inputs)
+    plan = plan_of(monkeypatch, call)
+    launches, compiled = plan.launches, plan.compiled
     try:
         plan.launches, plan.compiled = [launches[0], launches[1]._replace(kernel=trips_kernel)], []
         call()
-        monkeypatch.undo()
         after = until_each_launch(monkeypatch, call)
         benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     finally:
