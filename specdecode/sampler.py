@@ -177,8 +177,8 @@ class RejectionSampler:
         backend = backends.choose(self.backend, target_logits)
         if backend is eager:
             return
-        for lazy in (False, True):
-            backend.verify(self.method, batch, self.schedule, lazy=lazy)
+        for lazy, many in ((False, False), (False, True), (True, True)):
+            backend.verify(self.method, batch, self.schedule, lazy=lazy, many=many)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             self.draft(draft_logits[:, 0], temperature, seeds, positions)
 

@@ -97,6 +97,10 @@ class Calls:
             self.draft("strict", batch.draft_logits[:, 0], *scalars)
             if self.is_due():
                 sample(batch.target_logits[:, 0], *scalars)
+            for logsumexps in (None, logsumexp):  # the others have but one way to search
+                self.verify(
+                    "probabilistic", batch, draft_logsumexp=logsumexps, temperature=temperature, lazy=False, many=True
+                )
             for method, lazy in itertools.product(METHODS, (False, True)):
                 options = {"temperature": temperature, "lazy": lazy}
                 self.verify(method, batch, **options)

@@ -55,9 +55,13 @@ METHODS = {
 BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
 
-SEARCH, SEARCH_IN_BLOCK = {"LEADERS": 2, "LANES": 256}, {"LEADERS": 1, "LANES": 512}
+SEARCH, SEARCH_OF_MANY = {"LEADERS": 2, "LANES": 256}, {"LEADERS": 8, "LANES": 256}
+SEARCH_IN_BLOCK = {"LEADERS": 1, "LANES": 512}
 """How blocks are searched: with how many a search begins, for more of them are more often enough, and take longer; and how
 many logits of each are loaded at once, for fewer loads compile faster, and block verification has many."""
+
+MANY = 12
+"""Requests of which one is likely to need a long search, for which the others wait."""
 
 WAVE = 1024
 """Programs that a large GPU runs at once, or somewhat fewer."""
@@ -134,6 +138,7 @@ def verify(
     schedule: AcceptanceSchedule | None = None,
     *,
     lazy: bool | None = None,
+    many: bool | None = None,
     target_index: Tensor | None = None,
     draft_index: Tensor | None = None,
 ) -> SamplerOutput:
@@ -144,6 +149,7 @@ def verify(
         batch: the checked arguments.
         schedule: for `"synthetic"`.
         lazy: whether to decide while reading; None chooses by the number of rows.
+        many: whether to search as is best for many requests, as it is if lazy; None chooses by their number.
         target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
             overlapping strides, this addresses the rows of a ragged, packed batch.
         draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
@@ -165,6 +171,7 @@ def verify(
     if lazy is None:
         lazy = requests * (num_draft_tokens + 1) >= lazy_rows
     lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
+    many = lazy or (requests >= MANY if many is None else many)
     of_requests, numbers = per_request(batch)
     others = {
         "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
@@ -175,6 +182,7 @@ def verify(
     plan = plan_verification(
         decide,
         lazy,
+        many,
         device,
         requests,
         num_draft_tokens,
@@ -204,6 +212,7 @@ def verify(
 def plan_verification(
     decide: Any,
     lazy: bool,
+    many: bool,
     device: torch.device,
     requests: int,
     num_draft_tokens: int,
@@ -223,6 +232,7 @@ def plan_verification(
     max_blocks = at_least(MIN_BLOCKS, num_blocks)
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
+    search = SEARCH_IN_BLOCK if in_block else SEARCH_OF_MANY if many and draft is not None else SEARCH
     state = requests * (FIELDS.value + num_rows)
     floats, ints = torch.float32, torch.int32
     plan = Plan(
@@ -251,7 +261,7 @@ def plan_verification(
             "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
-            **(SEARCH_IN_BLOCK if in_block else SEARCH),
+            **search,
             "MAX_BLOCKS": max_blocks,
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
@@ -284,7 +294,7 @@ def plan_verification(
         if members == 1 and patience < num_blocks:
             plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, BLOCKS=BLOCKS, members=0, patience=0)
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=BLOCKS)
+        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=2)  # few rounds follow so many leaders
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:

@@ -571,6 +571,7 @@ def finish_by_ratio_kernel(
     num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     verdicts = tl.full([], 0, tl.int64)
+    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     if matters:
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
@@ -592,10 +593,8 @@ def finish_by_ratio_kernel(
             )  # fmt: skip
             verdicts = load_verdicts(state_ptr, request)
             verdicts = hand_in(token_ids_ptr, state_ptr, request, offset, token, verdicts, num_draft_tokens)
-        else:
-            verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
-    else:
-        verdicts = add_verdict(state_ptr, request, offset, matters, matters, "relaxed")
+    if stops == 0:
+        verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
     if is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
         finish(output, drafts, verdicts, request, num_drafts, vocab_size)

@@ -65,6 +65,7 @@ def read_kernel(
 ):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
     WITH_DRAFT: tl.constexpr = draft_ptr is not None and logsumexp_ptr is None
+    AT_ONCE: tl.constexpr = not LAZY or draft_ptr is None  # else there are no registers left for it
     admit_next_launch(OVERLAPS)
     chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
     chunk = tl.program_id(0) % chunks
@@ -102,10 +103,10 @@ def read_kernel(
             if WITH_DRAFT:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
                 draft = load_row_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
-            store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS, AT_ONCE=not LAZY)
+            store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS, AT_ONCE)
             if WITH_DRAFT:
                 if reads_draft:
-                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE=not LAZY)
+                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE)
         if logsumexp_ptr is not None:
             if untrusted:  # seldom, so it may come afterwards, where it takes no registers from what is always done
                 for tile in range(tiles):

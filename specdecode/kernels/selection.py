@@ -29,6 +29,7 @@ from specdecode.kernels.rows import (
     sum_in_order,
     tokens_of,
 )
+from specdecode.kernels.search import likeliest
 
 
 @triton.jit
@@ -149,10 +150,15 @@ def select_token(weights, times, block):
 
 
 @triton.jit
-def draw_from_block(row, block, peak, temperature, key, offset, domain, ALIGNMENT: tl.constexpr):
+def prepare(row, block, key, offset, domain, ALIGNMENT: tl.constexpr):
+    """Return what a draw from one block of a row needs: its logits and, worked out while those are awaited, E of each."""
+    return load_logits(row, tokens_of(block), True, ALIGNMENT), exponential(key, offset, tokens_of(block), domain)
+
+
+@triton.jit
+def draw_from_block(prepared, block, peak, temperature):
     """Draw a token of one block of a row."""
-    logits = load_logits(row, tokens_of(block), True, ALIGNMENT)
-    times = exponential(key, offset, tokens_of(block), domain)  # while those are awaited
+    logits, times = prepared
     return select_token(weigh_tokens(logits, peak, temperature), times, block)
 
 
@@ -170,10 +176,14 @@ def draw(
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw a token of a row; return it, the row's largest logit and its sum relative to that."""
+    likely = likeliest(statistics, times, num_blocks, base_2_scale(temperature))
+    prepared = prepare(row, likely, key, offset, domain, ALIGNMENT)
     peak, total, token, sums = merge(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     if token < 0:
         block = select_block(sums, times)
-        token = draw_from_block(row, block, peak, temperature, key, offset, domain, ALIGNMENT)
+        if block != likely:
+            prepared = prepare(row, block, key, offset, domain, ALIGNMENT)
+        token = draw_from_block(prepared, block, peak, temperature)
     _, _, vocab_size = row
     return tl.minimum(token, vocab_size - 1), peak, total
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, load_statistics, load_temperature, row_at
-from specdecode.kernels.selection import draw, draw_from_block, merge, select_block, times_of_blocks
+from specdecode.kernels.selection import draw, draw_from_block, merge, prepare, select_block, times_of_blocks
 from specdecode.kernels.steps import (
     add_verdict,
     are_complete,
@@ -66,9 +66,8 @@ def decide_by_sample(
             block = select_block(sums, times)
             stands = block == token // BLOCK_SIZE
             if stands:
-                stands = token == draw_from_block(
-                    target_row, block, peak, temperature, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT
-                )
+                prepared = prepare(target_row, block, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT)
+                stands = token == draw_from_block(prepared, block, peak, temperature)
     if stands == 0:
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
 
