@@ -154,7 +154,7 @@ class RejectionSampler:
 
         Args:
             target_logits: as for a call; one request is enough.
-            draft_token_ids: likewise, as all that follow.
+            draft_token_ids: likewise, as all that follow. Without a draft only what steps without drafts need is compiled.
             draft_logits: where given, what [`draft`][specdecode.RejectionSampler.draft] needs is compiled too.
             temperature: see above.
             seeds: see above.
@@ -177,8 +177,7 @@ class RejectionSampler:
         backend = backends.choose(self.backend, target_logits)
         if backend is eager:
             return
-        for lazy, many in ((False, False), (False, True), (True, True)):
-            backend.verify(self.method, batch, self.schedule, lazy=lazy, many=many)
+        backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             self.draft(draft_logits[:, 0], temperature, seeds, positions)
 

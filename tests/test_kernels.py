@@ -712,9 +712,9 @@ def search_and_sum(
     draft_row = (draft_ptr + request * vocab_size, 1, vocab_size)
     for first in range(0, num_blocks, BLOCKS):
         parts = rows.load_row_blocks(target_row, first, True, 1, BLOCKS, 128)
-        rows.store_statistics(statistics_ptr, 2 * request, parts, first, num_blocks, temperature, BLOCKS)
+        rows.store_statistics(statistics_ptr, 2 * request, parts, first, num_blocks, temperature, BLOCKS, False)
         parts = rows.load_row_blocks(draft_row, first, True, 1, BLOCKS, 128)
-        rows.store_statistics(statistics_ptr, 2 * request + 1, parts, first, num_blocks, temperature, BLOCKS)
+        rows.store_statistics(statistics_ptr, 2 * request + 1, parts, first, num_blocks, temperature, BLOCKS, False)
     tl.debug_barrier()
     statistics = rows.load_statistics(statistics_ptr, 2 * request, True, num_blocks, MAX_BLOCKS)
     peak, total, _, of_target = selection.merge(statistics, target_row, num_blocks, temperature, 1, MAX_BLOCKS)
@@ -1067,11 +1067,20 @@ def test_after_a_warmup_nothing_is_compiled():
     positional, options = arguments(batches[0])
     sampler.warmup(*positional, **options)
     known = compiled_variants()
-    for batch in batches:
+    for batch in [*batches, *map(without_drafts, batches)]:
         positional, options = arguments(batch)
         sampler(*positional, **options)
-        sampler.draft(batch.draft_logits[:, 1], **options)
+        sampler.draft(batch.target_logits[:, 0], **options)
     assert compiled_variants() == known
+
+
+def without_drafts(batch):
+    return replace(
+        batch,
+        target_logits=batch.target_logits[:, :1],
+        draft_token_ids=batch.draft_token_ids[:, :0],
+        draft_logits=batch.draft_logits[:, :0],
+    )
 
 
 @needs_gpu

@@ -3,8 +3,9 @@
 A step is two launches. The first reads the rows (`reading`), and in a large batch decides on the way. The second emits
 (`strict`, `probabilistic`, `block`); in a small batch it decides too, except in block verification, where a launch between
 them weighs the drafts, and where a last one may do the longest searches. No program waits for another: what must come after
-everything else is done by whoever comes last, or by the next launch. So nothing can hang, and nothing outlives a call but
-compiled code and plans of what to launch: calls on several streams, from several threads and in graphs do not meet.
+everything else is done by whoever comes last, or by the next launch. So nothing can hang. Nothing outlives a call but what
+never changes: compiled code, plans of what to launch, a schedule's rates. So calls on several streams, from several threads
+and in graphs do not meet.
 
 Arithmetic is in float32 whatever the logits are. A request's result does not depend on anything that is tuned here.
 """
@@ -52,13 +53,18 @@ METHODS = {
 }
 """Each method's judgement with draft logits, and without."""
 
-BLOCKS = 4
+READ_BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
 
-SEARCH, SEARCH_OF_MANY = {"LEADERS": 2, "LANES": 256}, {"LEADERS": 8, "LANES": 256}
-SEARCH_IN_BLOCK = {"LEADERS": 1, "LANES": 512}
-"""How blocks are searched: with how many a search begins, for more of them are more often enough, and take longer; and how
-many logits of each are loaded at once, for fewer loads compile faster, and block verification has many."""
+SEARCH = {
+    "few": {"LEADERS": 2, "BLOCKS": 1, "LANES": 256},
+    "many": {"LEADERS": 8, "BLOCKS": 1, "LANES": 256},
+    "large batch": {"LEADERS": 8, "BLOCKS": 2, "LANES": 256},
+    "block": {"LEADERS": 1, "BLOCKS": 4, "LANES": 512},
+}
+"""How blocks are searched: with how many a search begins, and with how many a round it goes on, for more of them are more
+often enough, and take longer; and how many logits of each are loaded at once, for fewer loads compile faster, and block
+verification has many."""
 
 MANY = 12
 """Requests of which one is likely to need a long search, for which the others wait."""
@@ -126,8 +132,8 @@ def plan_sampling(
         },
     )
     tiles = reading_tiles(requests, 1, num_blocks)
-    programs = requests * triton.cdiv(num_blocks, tiles * BLOCKS)
-    plan.add(summarise_kernel, programs, num_warps=BLOCKS, follows=False, tiles=tiles, BLOCKS=BLOCKS)
+    programs = requests * triton.cdiv(num_blocks, tiles * READ_BLOCKS)
+    plan.add(summarise_kernel, programs, num_warps=READ_BLOCKS, follows=False, tiles=tiles, BLOCKS=READ_BLOCKS)
     plan.add(sample_kernel, requests, num_warps=8)
     return plan
 
@@ -149,9 +155,10 @@ def verify(
         batch: the checked arguments.
         schedule: for `"synthetic"`.
         lazy: whether to decide while reading; None chooses by the number of rows.
-        many: whether to search as is best for many requests, as it is if lazy; None chooses by their number.
+        many: whether to search as is best for many requests in a small batch; None chooses by their number.
         target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
-            overlapping strides, this addresses the rows of a ragged, packed batch.
+            overlapping strides, this addresses the rows of a ragged, packed batch. Then all ids behind a request's last
+            draft are to be -1, for the row after any other may be read.
         draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
     """
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
@@ -171,7 +178,7 @@ def verify(
     if lazy is None:
         lazy = requests * (num_draft_tokens + 1) >= lazy_rows
     lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
-    many = lazy or (requests >= MANY if many is None else many)
+    many = not lazy and (requests >= MANY if many is None else many)
     of_requests, numbers = per_request(batch)
     others = {
         "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
@@ -208,6 +215,21 @@ def verify(
     return output
 
 
+def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
+    """Have all compiled that steps with arguments like these take, of as many drafts or fewer, whatever their sizes."""
+    most = batch.draft_token_ids.shape[1]
+    for num_draft_tokens in {0, min(most, 1), most}:
+        drafts = slice(num_draft_tokens)
+        fewer = batch._replace(
+            target_logits=batch.target_logits[:, : num_draft_tokens + 1],
+            draft_token_ids=batch.draft_token_ids[:, drafts],
+            draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
+            draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
+        )
+        for lazy, many in ((False, False), (False, True), (True, False)):
+            verify(method, fewer, schedule, lazy=lazy, many=many)
+
+
 @functools.lru_cache(maxsize=PLANS)
 def plan_verification(
     decide: Any,
@@ -232,7 +254,7 @@ def plan_verification(
     max_blocks = at_least(MIN_BLOCKS, num_blocks)
     target_lanes = lanes(target)
     draft_lanes = target_lanes if draft is None else lanes(draft)
-    search = SEARCH_IN_BLOCK if in_block else SEARCH_OF_MANY if many and draft is not None else SEARCH
+    search = "block" if in_block else "large batch" if lazy else "many" if many and draft is not None else "few"
     state = requests * (FIELDS.value + num_rows)
     floats, ints = torch.float32, torch.int32
     plan = Plan(
@@ -261,13 +283,13 @@ def plan_verification(
             "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),
             "TARGET_LANES": target_lanes,
             "DRAFT_LANES": draft_lanes,
-            **search,
+            **SEARCH[search],
             "MAX_BLOCKS": max_blocks,
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
     )
     tiles = reading_tiles(requests, num_rows, num_blocks)
-    programs = requests * num_rows * triton.cdiv(num_blocks, tiles * BLOCKS)
+    programs = requests * num_rows * triton.cdiv(num_blocks, tiles * READ_BLOCKS)
     registers = REGISTERS if draft is None or logsumexp is not None else REGISTERS_WITH_DRAFT_ROWS
     usual = {
         "TARGET_ALIGNMENT": 16,
@@ -279,33 +301,32 @@ def plan_verification(
     plan.add(
         read_kernel,
         programs,
-        num_warps=BLOCKS,
+        num_warps=READ_BLOCKS,
         follows=False,
         max_registers=registers if usual.items() <= plan.constants.items() else None,
         tiles=tiles,
-        BLOCKS=BLOCKS,
+        BLOCKS=READ_BLOCKS,
     )
-    num_warps = BLOCKS if draft is None else 2 * BLOCKS
+    num_warps = 4 if draft is None else 8
     if in_block:
         if num_draft_tokens > 0 and not lazy:
-            plan.add(block.note_ratio_kernel, num_drafts, num_warps=BLOCKS)
+            plan.add(block.note_ratio_kernel, num_drafts, num_warps=4)
         members, patience = (1, num_blocks) if draft is None else emission(device, requests, num_drafts, num_blocks)
-        plan.add(block.emit_kernel, requests * members, num_warps, BLOCKS=BLOCKS, members=members, patience=patience)
+        plan.add(block.emit_kernel, requests * members, num_warps, members=members, patience=patience)
         if members == 1 and patience < num_blocks:
-            plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, BLOCKS=BLOCKS, members=0, patience=0)
+            plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, members=0, patience=0)
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps, BLOCKS=2)  # few rounds follow so many leaders
+        plan.add(probabilistic.emit_kernel, requests, num_warps)
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        # One block at a time, for few rounds are needed, and those of less work end sooner.
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps, BLOCKS=1)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps)
     return plan
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
-    """Return how many times `BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
-    if requests * num_rows * triton.cdiv(num_blocks, BLOCKS) <= WAVE:
+    """Return how many times `READ_BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
+    if requests * num_rows * triton.cdiv(num_blocks, READ_BLOCKS) <= WAVE:
         return 1
     return min(max(requests // 64, 2), 8)
 
@@ -318,7 +339,7 @@ def emission(device: torch.device, requests: int, num_drafts: int, num_blocks: i
     """
     members = min(EMITTING // requests, block.LARGEST_TEAM.value)
     if device.type == "cuda" and members > 2:  # two would come too late to share anything
-        return members, 2 * triton.cdiv(num_blocks, BLOCKS) // members
+        return members, 2 * triton.cdiv(num_blocks, SEARCH["block"]["BLOCKS"]) // members
     return 1, PATIENCE if device.type == "cuda" and num_drafts <= FEW_DRAFTS else num_blocks
 
 

@@ -7,6 +7,10 @@ impossible draft does. The accepted number is the largest i with eta_i <= h_i, a
 with eta_i <= c_i are candidates, which takes no reading to know; none below the largest with c_i = 1, which is sure to
 stand, is considered; and if all drafts stand nothing is read again. Of a candidate's rows a few blocks are read once more,
 those that hold most of p: as many as it takes to know whether A_i is large enough, which p bounds as it does residuals.
+
+A program of `note_ratio_kernel` has one draft: it reads 16 bytes for each block of 1,024 and writes 32. One of `emit_kernel`
+has a request, or a share of it: it reads these 32 of every draft, of each candidate 8 bytes for each block, and 4 KB
+(bfloat16) for each block of both rows that it looks at; it writes the request's output.
 """
 
 import triton
@@ -140,7 +144,7 @@ def note_ratio_kernel(
     offset = tl.program_id(0) % num_draft_tokens
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     draft_token = load_drafts(drafts, request, offset, vocab_size)
-    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
+    matters = offset <= count_drafts(drafts, request, vocab_size)
     t = load_temperature(temperature_ptr, temperature, request)
     await_launch(OVERLAPS)
     admit_next_launch(OVERLAPS)
@@ -341,7 +345,7 @@ def emit_kernel(
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
     sums_ptr,  # [batch, MAX_BLOCKS] float32, or None
-    open_ptr,  # [batch] int32: the requests left open, or None
+    open_ptr,  # [batch] int32: the candidates left open, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -378,11 +382,12 @@ def emit_kernel(
     """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
 
     Several programs may do this for one request, of which the last, or else the first, draws and writes. One alone leaves a
-    request open when its patience ends. Then this is launched again, with 0 members: all programs for what is open.
+    candidate open when its patience ends. Then this is launched again, with 0 members: all programs go on with what is open.
     """
     leaves_open = members == 1
     is_mine = True
     request = tl.program_id(0) // tl.maximum(members, 1)
+    largest = num_draft_tokens
     if open_ptr is not None:
         if members == 0:
             await_launch(OVERLAPS)
@@ -391,7 +396,8 @@ def emit_kernel(
             request = tl.program_id(0) // members
             patience = tl.where(members == 1, num_blocks, patience)
             is_mine = request < left_open
-            request = tl.load(open_ptr + request, mask=is_mine, other=0)
+            candidate = tl.load(open_ptr + request, mask=is_mine, other=0)
+            request, largest = candidate // (num_draft_tokens + 1), candidate % (num_draft_tokens + 1)
     if is_mine == 0:
         return
     request = request.to(tl.int64)
@@ -413,7 +419,7 @@ def emit_kernel(
     all_stand = accepted >= 0
 
     knowing = members
-    count = highest
+    count = tl.minimum(highest, largest)
     while (accepted < 0) & (count > lowest) & (knowing > 0):
         if at(is_candidate, count) == 1:
             enough, knowing = mass_suffices(
@@ -440,4 +446,5 @@ def emit_kernel(
         )  # fmt: skip
     elif leaves_open:
         if open_ptr is not None:
-            tl.store(open_ptr + tl.atomic_add(state_ptr + OPEN, 1, sem="relaxed"), request.to(tl.int32))
+            candidate = request * (num_draft_tokens + 1) + count + 1
+            tl.store(open_ptr + tl.atomic_add(state_ptr + OPEN, 1, sem="relaxed"), candidate.to(tl.int32))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 ROUNDS = tl.constexpr(10)
 
-MANY = tl.constexpr(512)
+UNROLLED = tl.constexpr(512)
 """More indices than this are worked out by code without a loop, so that the compiler may spread them as it likes."""
 
 
@@ -54,7 +54,7 @@ def philox(seed, index, position, domain):
         tl.cast(domain, tl.uint32),
     )
     keys = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
-    if index.shape[0] > MANY:
+    if index.shape[0] > UNROLLED:
         # Words that no index is in yet stay scalars: what all lanes share is worked out once.
         words = word0, word1, word2, word3
         for _ in tl.static_range(ROUNDS):

@@ -1,12 +1,16 @@
 """Probabilistic in Triton: accept by likelihood ratio, repair with the residual.
 
+    the draft x stands iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
+
 The verdict needs of each row its statistics and one logit: log p(x) = (l_x - peak) / T - log_sum. A recovered token is drawn
 from the residual max(0, p - q) of its row, whose block sums would take a second read of both rows. But to know which block
 wins takes only a few of them, for p bounds them all: `select_residual_block`. A point mass (greedy, a deterministic drafter,
 a row with an infinite logit) needs no search: p without one token differs from p in one block.
 
-In a large batch `decide_by_ratio` decides while rows are read, and `emit_kernel` draws. In a small batch
-`finish_by_ratio_kernel` decides at every offset at once, and draws where the draft does not stand.
+In a large batch `decide_by_ratio` decides while rows are read, and `emit_kernel` draws, a program for each request. In a
+small batch `finish_by_ratio_kernel` decides at every offset at once, a program for each, and draws where the draft does not
+stand. To decide takes two logits and 16 bytes of statistics for each block of 1,024; to draw, 4 KB (bfloat16) for
+each block of both rows that the search looks at, which is a few. Written are 8 bytes of token and as many of verdict.
 """
 
 import triton
@@ -522,7 +526,7 @@ def finish_by_ratio_kernel(
     num_accepted_ptr,  # [batch] int32
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
-    state_ptr,  # [batch, FIELDS] int32
+    state_ptr,  # [batch, FIELDS] int32, of which the first two are verdicts, one int64
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -563,7 +567,6 @@ def finish_by_ratio_kernel(
     offset = tl.program_id(0) % (num_draft_tokens + 1)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     draft_token = load_drafts(drafts, request, offset, vocab_size)
-    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
@@ -572,7 +575,7 @@ def finish_by_ratio_kernel(
     await_launch(OVERLAPS)
     verdicts = tl.full([], 0, tl.int64)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    if matters:
+    if offset <= num_drafts:
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)

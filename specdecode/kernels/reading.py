@@ -76,7 +76,7 @@ def read_kernel(
         reads_draft = load_drafts(drafts, request, offset, vocab_size) >= 0
     matters = True
     if offset > 0:
-        matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0
+        matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0  # to count them all was slower
         if LAZY:
             matters &= offset <= peek_stop(state_ptr, request, num_draft_tokens)
     elif not LAZY:
@@ -112,7 +112,7 @@ def read_kernel(
                 for tile in range(tiles):
                     first = (chunk * tiles + tile) * BLOCKS
                     draft = load_row_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
-                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS)
+                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE=False)
         if LAZY:
             if offset < num_draft_tokens:
                 if is_last(state_ptr + batch * FIELDS + index, chunks):

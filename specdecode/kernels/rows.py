@@ -135,15 +135,19 @@ def unpack(part):
 
 
 @triton.jit
+def in_order(bits):
+    """Return the bits of float32 numbers as integers in the same order; and of such integers, the bits."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def largest(values, axis: tl.constexpr, AT_ONCE: tl.constexpr):
     """Return the largest of float32 values along an axis; NaN counts as above all, as below all, or not at all.
 
     As integers in the same order they are compared by one instruction, in place of five. It takes registers.
     """
     if AT_ONCE:
-        bits = values.to(tl.int32, bitcast=True)
-        found = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis)
-        return (found ^ ((found >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        return in_order(tl.max(in_order(values.to(tl.int32, bitcast=True)), axis)).to(tl.float32, bitcast=True)
     else:
         return tl.max(values, axis)
 
@@ -215,7 +219,7 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def store_statistics(
-    statistics_ptr, index, parts, first, num_blocks, temperature, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr = False
+    statistics_ptr, index, parts, first, num_blocks, temperature, BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Leave the statistics of a few blocks of the row that has this index."""
     maxima, sums = summarise(parts, temperature, AT_ONCE)

@@ -29,17 +29,6 @@ def keys_of(bounds, num_blocks):
 
 
 @triton.jit
-def likeliest(statistics, times, num_blocks, scale):
-    """Return the block that very likely wins a race: found by logarithms, before the peak of its row is known."""
-    maxima, sums = statistics
-    MAX_BLOCKS: tl.constexpr = maxima.shape[0]
-    scores = tl.fma(maxima, scale, tl.log2(sums) - tl.log2(times)).to(tl.int32, bitcast=True)
-    blocks = tl.arange(0, MAX_BLOCKS)
-    keys = ((scores ^ ((scores >> 31) & 0x7FFFFFFF)) & -MAX_BLOCKS) | blocks
-    return tl.max(tl.where(blocks < num_blocks, keys, -(2**31)), 0) & (MAX_BLOCKS - 1)
-
-
-@triton.jit
 def blocks_of(keys, num_blocks, MAX_BLOCKS: tl.constexpr):
     """Return the blocks of some keys, one beyond the last for no block."""
     return tl.where(keys >= 0, keys & (MAX_BLOCKS - 1), num_blocks)

@@ -3,8 +3,11 @@
     W_b = s_b exp((m_b - max m) / T)        block b = argmax  log W_b + G(b)
     w(v) = exp((l_v - max m) / T)           token v = argmax  log w(v) + G'(v)  in block b
 
-One number is drawn for each block and one for each token of a single block, which is the only one that is read again.
+One number is drawn for each block and one for each token of a single block, of which alone logits are needed again.
 With G = -log E the first is argmax W_b / E(b), the second argmax w(v) / E'(v): so they are worked out, without logarithms.
+
+A program of `summarise_kernel` reads a few blocks of a row, 2 bytes a logit of bfloat16, and writes 8 for each block of
+1,024. One of `sample_kernel` has a row: it reads these 8 and the 2 KB of one block, and writes a token and a logsumexp.
 """
 
 import triton
@@ -17,6 +20,7 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     base_2_scale,
+    in_order,
     load_logits,
     load_row_blocks,
     load_statistics,
@@ -29,7 +33,6 @@ from specdecode.kernels.rows import (
     sum_in_order,
     tokens_of,
 )
-from specdecode.kernels.search import likeliest
 
 
 @triton.jit
@@ -150,8 +153,20 @@ def select_token(weights, times, block):
 
 
 @triton.jit
-def prepare(row, block, key, offset, domain, ALIGNMENT: tl.constexpr):
-    """Return what a draw from one block of a row needs: its logits and, worked out while those are awaited, E of each."""
+def likely_block(statistics, times, scale):
+    """Return the block that very likely wins the race, found by logarithms, before the row's largest logit is known.
+
+    It is a guess to a few digits, and of a greedy row, which has no race, any number below `MAX_BLOCKS`.
+    """
+    maxima, sums = statistics
+    MAX_BLOCKS: tl.constexpr = maxima.shape[0]
+    scores = in_order(tl.fma(maxima, scale, tl.log2(sums) - tl.log2(times)).to(tl.int32, bitcast=True))
+    return tl.max((scores & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS), 0) & (MAX_BLOCKS - 1)
+
+
+@triton.jit
+def logits_and_times(row, block, key, offset, domain, ALIGNMENT: tl.constexpr):
+    """Return what a draw from one block of a row takes: its logits and, worked out while those are awaited, E of each."""
     return load_logits(row, tokens_of(block), True, ALIGNMENT), exponential(key, offset, tokens_of(block), domain)
 
 
@@ -176,13 +191,13 @@ def draw(
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw a token of a row; return it, the row's largest logit and its sum relative to that."""
-    likely = likeliest(statistics, times, num_blocks, base_2_scale(temperature))
-    prepared = prepare(row, likely, key, offset, domain, ALIGNMENT)
+    likely = likely_block(statistics, times, base_2_scale(temperature))
+    prepared = logits_and_times(row, likely, key, offset, domain, ALIGNMENT)
     peak, total, token, sums = merge(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     if token < 0:
         block = select_block(sums, times)
         if block != likely:
-            prepared = prepare(row, block, key, offset, domain, ALIGNMENT)
+            prepared = logits_and_times(row, block, key, offset, domain, ALIGNMENT)
         token = draw_from_block(prepared, block, peak, temperature)
     _, _, vocab_size = row
     return tl.minimum(token, vocab_size - 1), peak, total
@@ -213,7 +228,8 @@ def summarise_kernel(
     for tile in range(tiles):
         first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
         parts = load_row_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
-        store_statistics(statistics_ptr, request, parts, first, num_blocks, t, BLOCKS)
+        # Not AT_ONCE: where nothing is done but this, it was slower.
+        store_statistics(statistics_ptr, request, parts, first, num_blocks, t, BLOCKS, AT_ONCE=False)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)

@@ -14,13 +14,14 @@ import triton.language as tl
 
 TILE = tl.constexpr(32)
 STOP, EMPTY, FINISHED, OPEN, FIELDS = (tl.constexpr(field) for field in range(5))
-"""A request's state: where it stops, what is empty, programs that have finished. In the first one: requests left open."""
+"""A request's state: where it stops, what is empty, programs that have finished. In the first one: candidates left open."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOPS, EMPTIES, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Or its verdicts, one number of 64 bits in the same place: how many there are; from which bit on it says at which of up to
-28 rows the request can stop, and which have no finite logit; and the bit for tokens written before all this was known."""
+"""Or, in the place of the first two, its verdicts, one number of 64 bits: how many there are; from which bit on it says at
+which of up to 28 rows the request can stop, and which have no finite logit; and the bit for tokens written before all this
+was known."""
 
 
 @triton.jit

@@ -1,8 +1,12 @@
 """Strict in Triton: the target's own seeded sample y at every offset, compared with the draft.
 
+    y = argmax  log p(v) + G(v), drawn in two levels as in `selection`        the draft x stands iff x = y
+
 In a large batch `decide_by_sample` compares while rows are read. It draws no more of y than it takes to tell that it is not
 the draft: its block may say so. Where the request stops, y is drawn by the launch that emits. In a small batch
-`finish_by_sample_kernel` draws it at every offset at once, compares, and emits.
+`finish_by_sample_kernel` draws it at every offset at once, compares, and emits. A program of that has one offset of one
+request: it reads the row's statistics, 8 bytes for each block of 1,024, and 2 KB (bfloat16) of one block; it writes a token,
+and adds a verdict of 8 bytes.
 """
 
 import triton
@@ -11,7 +15,7 @@ import triton.language as tl
 from specdecode.kernels.launches import SIZES, SMALL_TENSORS, await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, load_statistics, load_temperature, row_at
-from specdecode.kernels.selection import draw, draw_from_block, merge, prepare, select_block, times_of_blocks
+from specdecode.kernels.selection import draw, draw_from_block, logits_and_times, merge, select_block, times_of_blocks
 from specdecode.kernels.steps import (
     add_verdict,
     are_complete,
@@ -66,7 +70,7 @@ def decide_by_sample(
             block = select_block(sums, times)
             stands = block == token // BLOCK_SIZE
             if stands:
-                prepared = prepare(target_row, block, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT)
+                prepared = logits_and_times(target_row, block, key, offset, SELECT_TOKEN, TARGET_ALIGNMENT)
                 stands = token == draw_from_block(prepared, block, peak, temperature)
     if stands == 0:
         post_stop(state_ptr, request, offset, num_draft_tokens, 0)
@@ -78,7 +82,7 @@ def finish_by_sample_kernel(
     num_accepted_ptr,  # [batch] int32
     num_drafts_ptr,  # [batch] int32
     invalid_ptr,  # [batch] bool
-    state_ptr,  # [batch, FIELDS] int32
+    state_ptr,  # [batch, FIELDS] int32, of which the first two are verdicts, one int64
     statistics_ptr,  # [batch * (num_draft_tokens + 1), num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -106,14 +110,13 @@ def finish_by_sample_kernel(
     offset = tl.program_id(0) % (num_draft_tokens + 1)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     draft = load_drafts(drafts, request, offset, vocab_size)
-    matters = (offset == 0) | (load_drafts(drafts, request, offset - 1, vocab_size) >= 0)
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
     num_drafts = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    if matters:
+    if offset <= num_drafts:
         rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         index = request * (num_draft_tokens + 1) + offset

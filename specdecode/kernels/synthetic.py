@@ -30,16 +30,16 @@ _rates: dict[tuple[object, ...], Tensor] = {}
 def conditional_rates(schedule: AcceptanceSchedule, device: torch.device) -> Tensor:
     """Return a schedule's conditional rates on a device, [num_draft_tokens] float32.
 
-    Filled by kernels, not copied from the host, so that a graph being captured can hold it too. Kept for each stream, for
-    another one could use it before it is filled.
+    The first call of a schedule waits until they are there: then any stream may use them. They are kept for good, for
+    graphs may hold them. While a graph is captured nothing can be waited for, so there kernels fill them at each replay,
+    if no call or warm-up came before.
     """
-    on_cuda = device.type == "cuda"
-    key = (schedule.conditional_rates, device, torch.cuda.current_stream(device) if on_cuda else None)
+    key = schedule.conditional_rates, device
     if key not in _rates:
-        rates = torch.empty(schedule.num_draft_tokens, device=device)
-        for rate, value in zip(rates, schedule.conditional_rates):
-            rate.fill_(value)
-        if on_cuda and torch.cuda.is_current_stream_capturing():
-            return rates  # which is filled when the graph runs, and not before
-        _rates[key] = rates
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            rates = torch.empty(schedule.num_draft_tokens, device=device)
+            for rate, value in zip(rates, schedule.conditional_rates):
+                rate.fill_(value)
+            return rates
+        _rates[key] = torch.tensor(schedule.conditional_rates, dtype=torch.float32, device=device)
     return _rates[key]
