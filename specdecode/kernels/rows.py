@@ -1,8 +1,8 @@
 """Logits rows in Triton: where they lie, how they are read, and the statistics that each block leaves.
 
 A block of `BLOCK_SIZE` logits is summarised by its largest logit m and by s = sum exp((l - m) / T): 8 bytes for 2,048 of
-bfloat16. Everything that any method needs of a row follows from these pairs, but for single logits and for the one block
-that a token is drawn from, which is read again. Greedy requests leave sums of 0.
+bfloat16. Everything that any method needs of a row follows from these pairs, but for single logits and for a few blocks,
+such as that which a token is drawn from: they are read again. Greedy requests leave sums of 0.
 
 The rows are read at memory speed, at which an element may cost a handful of instructions. So nothing is done about NaN and
 infinities on the way: they spoil their block's statistics, and whoever reads those sees it and mends them.
