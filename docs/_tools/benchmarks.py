@@ -14,6 +14,7 @@ Whatever a record does not hold ends the build.
 import re
 from collections.abc import Callable, Iterable
 from html import escape
+from statistics import median
 from typing import Any
 
 from pymdownx.inlinehilite import InlineHiliteException
@@ -195,6 +196,16 @@ def reading_table(record: str) -> str:
     )
 
 
+def seeds_table(record: str) -> str:
+    """Show how much of a batch's time is chance."""
+    rows = []
+    for cell in cells(record, kind="seeds"):
+        by_seed = cell.values["by_seed_us"]
+        shape = f"{cell.title}, {cell.count:,}, {cell.drafts}, {cell.temperature:g}"
+        rows.append([shape, *map(shown, (min(by_seed), median(by_seed), max(by_seed)))])
+    return html_table(["Method, requests, drafts, T", "fastest seed", "median", "slowest"], rows)
+
+
 def cpu_table(record: str, dtype: str) -> str:
     """Compare providers on a CPU, in milliseconds."""
     results = cells(record, kind="request", dtype=dtype)
@@ -272,6 +283,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "launches": launches_table,
     "growth": growth_table,
     "reading": reading_table,
+    "seeds": seeds_table,
     "cpu": cpu_table,
     "blocks": blocks_table,
     "with peers": with_peers_table,

@@ -35,13 +35,13 @@ class Inputs:
         self.target_logits, self.draft_logits = target.to(dtype), draft.to(dtype)
         self.temperature = temperature
 
-    def drafts(self, method: str) -> DraftOutput:
+    def drafts(self, method: str, seed: int = 0) -> DraftOutput:
         """Draw drafts as a method wants them: [batch, num_draft_tokens] token ids, and logsumexp."""
         sampler = RejectionSampler(method)
         batch, num_draft_tokens, _ = self.draft_logits.shape
         positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
         rows = enumerate(zip(self.draft_logits.unbind(1), positions))
-        steps = [sampler.draft(logits, self.temperature, 0, where, offset=i) for i, (logits, where) in rows]
+        steps = [sampler.draft(logits, self.temperature, seed, where, offset=i) for i, (logits, where) in rows]
         return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*steps)))
 
 

@@ -44,9 +44,11 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
 
-    def __call__(self, inputs: Inputs) -> Callable[[], SamplerOutput]:
-        draft = inputs.drafts(self.method)
-        options = {"draft_logsumexp": draft.logsumexp} if self.with_logsumexp else {}
+    def __call__(self, inputs: Inputs, seed: int = 0) -> Callable[[], SamplerOutput]:
+        draft = inputs.drafts(self.method, seed)
+        options: dict[str, Any] = {"seeds": seed}
+        if self.with_logsumexp:
+            options["draft_logsumexp"] = draft.logsumexp
         return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
@@ -278,6 +280,23 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
     after = until_each_launch(monkeypatch, call)
     benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
+
+
+CHANCE = [Shape(256, drafts, "bfloat16", temperature) for drafts in (3, 7) for temperature in (0.7, 1.0)]
+
+
+@pytest.mark.parametrize("inputs", CHANCE, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", ["triton", "triton block", "triton block with draft_logsumexp"])
+def test_eight_seeds(benchmark, request, inputs, provider, environment):
+    """See how much of the time of a large batch is chance: its longest search."""
+    benchmark.group = f"eight seeds, {request.node.callspec.params['inputs']}"
+    by_seed = []
+    for seed in range(0, 8000, 1000):
+        call = PROVIDERS[provider](inputs, seed)
+        check_token_ids(call().token_ids)
+        by_seed.append(median_us(call))
+    benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
+    benchmark.extra_info |= {"provider": provider, "environment": environment, "by_seed_us": sorted(by_seed)}
 
 
 @pytest.mark.parametrize("inputs", STAGED[:3], indirect=True, ids=str)
