@@ -156,7 +156,7 @@ def select_token(weights, times, block):
 def likely_block(statistics, times, scale):
     """Return the block that very likely wins the race, found by logarithms, before the row's largest logit is known.
 
-    It is a guess to a few digits, and of a greedy row, which has no race, any number below `MAX_BLOCKS`.
+    It is a guess to a few digits. A greedy row has no race: then it is the last of `MAX_BLOCKS`, which hardly any row has.
     """
     maxima, sums = statistics
     MAX_BLOCKS: tl.constexpr = maxima.shape[0]
@@ -167,7 +167,11 @@ def likely_block(statistics, times, scale):
 @triton.jit
 def logits_and_times(row, block, key, offset, domain, ALIGNMENT: tl.constexpr):
     """Return what a draw from one block of a row takes: its logits and, worked out while those are awaited, E of each."""
-    return load_logits(row, tokens_of(block), True, ALIGNMENT), exponential(key, offset, tokens_of(block), domain)
+    logits = load_logits(row, tokens_of(block), True, ALIGNMENT)
+    times = tl.full([BLOCK_SIZE], 1.0, tl.float32)
+    if block * BLOCK_SIZE < row[2]:
+        times = exponential(key, offset, tokens_of(block), domain)
+    return logits, times
 
 
 @triton.jit
