@@ -154,10 +154,7 @@ def select_token(weights, times, block):
 
 @triton.jit
 def likely_block(statistics, times, scale):
-    """Return the block that very likely wins the race, found by logarithms, before the row's largest logit is known.
-
-    It is a guess to a few digits. A greedy row has no race: then it is the last of `MAX_BLOCKS`, which hardly any row has.
-    """
+    """Return the block that very likely wins the race, found by logarithms, before the row's largest logit is known."""
     maxima, sums = statistics
     MAX_BLOCKS: tl.constexpr = maxima.shape[0]
     scores = in_order(tl.fma(maxima, scale, tl.log2(sums) - tl.log2(times)).to(tl.int32, bitcast=True))
@@ -167,11 +164,7 @@ def likely_block(statistics, times, scale):
 @triton.jit
 def logits_and_times(row, block, key, offset, domain, ALIGNMENT: tl.constexpr):
     """Return what a draw from one block of a row takes: its logits and, worked out while those are awaited, E of each."""
-    logits = load_logits(row, tokens_of(block), True, ALIGNMENT)
-    times = tl.full([BLOCK_SIZE], 1.0, tl.float32)
-    if block * BLOCK_SIZE < row[2]:
-        times = exponential(key, offset, tokens_of(block), domain)
-    return logits, times
+    return load_logits(row, tokens_of(block), True, ALIGNMENT), exponential(key, offset, tokens_of(block), domain)
 
 
 @triton.jit
@@ -195,14 +188,17 @@ def draw(
     MAX_BLOCKS: tl.constexpr,
 ):
     """Draw a token of a row; return it, the row's largest logit and its sum relative to that."""
-    likely = likely_block(statistics, times, base_2_scale(temperature))
-    prepared = logits_and_times(row, likely, key, offset, domain, ALIGNMENT)
-    peak, total, token, sums = merge(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
-    if token < 0:
-        block = select_block(sums, times)
-        if block != likely:
-            prepared = logits_and_times(row, block, key, offset, domain, ALIGNMENT)
-        token = draw_from_block(prepared, block, peak, temperature)
+    if temperature > 0:
+        likely = likely_block(statistics, times, base_2_scale(temperature))
+        prepared = logits_and_times(row, likely, key, offset, domain, ALIGNMENT)
+        peak, total, token, sums = merge(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
+        if token < 0:
+            block = select_block(sums, times)
+            if block != likely:
+                prepared = logits_and_times(row, block, key, offset, domain, ALIGNMENT)
+            token = draw_from_block(prepared, block, peak, temperature)
+    else:
+        peak, total, token, _ = mend(statistics, row, num_blocks, temperature, ALIGNMENT, MAX_BLOCKS)
     _, _, vocab_size = row
     return tl.minimum(token, vocab_size - 1), peak, total
 
