@@ -1,5 +1,6 @@
 """Time on a GPU: calls replayed from a graph, and how fast its memory can be read."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ try:
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
-CALLS, REPLAYS = 10, 15
+CALLS, REPLAYS, WARM_UP_SECONDS = 10, 15, 0.03
 
 
 class Recording:
@@ -33,7 +34,14 @@ class Recording:
         self.call = call  # a graph does not keep alive what it reads
         self.calls = calls
         self.microseconds: list[float] = []
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Replay for a while: a GPU that has idled is slower at first."""
+        until = time.perf_counter() + WARM_UP_SECONDS
         self.replay()
+        while time.perf_counter() < until:
+            self.replay()
 
     def replay(self) -> None:
         """Replay the graph, wait, and note the time of one call."""
