@@ -9,6 +9,7 @@ docstrings out. A file or name that is not there ends the build.
 """
 
 import ast
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def extract(text: str, name: str, with_docstring: bool = True) -> str:
     *scopes, last = name.split(".")
     for scope in scopes:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == scope), [])
-    for node in body:
+    for node, following in itertools.zip_longest(body, body[1:]):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
             start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             shown = list(range(start, (node.end_lineno or start) + 1))
@@ -54,8 +55,6 @@ def extract(text: str, name: str, with_docstring: bool = True) -> str:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Name) and each.id == last for target in targets for each in ast.walk(target)):
-                end = node.end_lineno or node.lineno
-                while end < len(lines) and lines[end].startswith(('"""', "    ")):  # a string that says what it is
-                    end += 1
-                return "\n".join(lines[node.lineno - 1 : end])
+                said = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                return "\n".join(lines[node.lineno - 1 : (following if said else node).end_lineno])
     raise LookupError(f"no {name} there")
