@@ -116,7 +116,7 @@ def plan_sampling(
 ) -> Plan:
     """Plan to draw a token from each row; `others` are the dtypes of all other tensors, which compiled code hangs on."""
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    stride_row, stride_token = logits.strides
+    _, (stride_row, stride_token), _ = logits
     plan = Plan(
         device,
         workspace={"statistics_ptr": (torch.float32, requests * 2 * num_blocks)},
@@ -164,12 +164,11 @@ def verify(
     target, draft_token_ids = batch.target_logits, batch.draft_token_ids
     requests, num_draft_tokens = draft_token_ids.shape
     device = target.device
-    output = SamplerOutput(
-        token_ids=torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
-        num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
-        num_draft_tokens=torch.empty(requests, dtype=torch.int32, device=device),
-        invalid=torch.empty(requests, dtype=torch.bool, device=device),
-    )
+    token_ids = torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device)
+    num_accepted = torch.empty(requests, dtype=torch.int32, device=device)
+    num_drafts = torch.empty(requests, dtype=torch.int32, device=device)
+    invalid = torch.empty(requests, dtype=torch.bool, device=device)
+    output = SamplerOutput(token_ids, num_accepted, num_drafts, invalid)
     if requests == 0:
         return output
     decide, lazy_rows = METHODS[method][batch.draft_logits is None]
@@ -201,10 +200,10 @@ def verify(
         dtypes(others.values()),
     )
     tensors = {
-        "token_ids_ptr": output.token_ids,
-        "num_accepted_ptr": output.num_accepted,
-        "num_drafts_ptr": output.num_draft_tokens,
-        "invalid_ptr": output.invalid,
+        "token_ids_ptr": token_ids,
+        "num_accepted_ptr": num_accepted,
+        "num_drafts_ptr": num_drafts,
+        "invalid_ptr": invalid,
         "target_ptr": target,
         "draft_ptr": draft,
         "ids_ptr": draft_token_ids,
@@ -350,7 +349,7 @@ def at_least(least: int, size: int) -> int:
 
 def strides(name: str, values: Layout | None, dimensions: int) -> dict[str, float]:
     """Return the arguments that say how a [batch, offsets, ...] tensor lies."""
-    sizes = (0,) * dimensions if values is None else values.strides
+    _, sizes, _ = values or (None, (0,) * dimensions, None)
     return {f"{name}_stride_{of}": size for of, size in zip(("request", "offset", "token"), sizes)}
 
 

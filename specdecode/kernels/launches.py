@@ -82,17 +82,16 @@ def can_overlap(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class Layout(NamedTuple):
-    """What a launch hangs on of a tensor: all but its address."""
+Layout = tuple[torch.dtype, tuple[int, ...], bool]
+"""What a launch hangs on of a tensor, all but its address: dtype, strides, and whether it is aligned to 16 bytes.
 
-    dtype: torch.dtype
-    strides: tuple[int, ...]
-    is_aligned: bool  # to 16 bytes
+A plain tuple, for each call makes a few: one with names takes twice as long.
+"""
 
 
 def layout(tensor: Tensor) -> Layout:
     """Return how a tensor lies."""
-    return Layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+    return tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 
 def dtypes(tensors: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
@@ -102,15 +101,16 @@ def dtypes(tensors: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
 
 def alignment(logits: Layout, vocab_size: int) -> int:
     """Return 16 if rows are dense and start and end at multiples of 16 logits, 1 if only dense, else 0."""
-    *strides, stride_token = logits.strides
+    _, (*strides, stride_token), is_aligned = logits
     if stride_token != 1:
         return 0
-    return 16 if logits.is_aligned and functools.reduce(operator.or_, strides, vocab_size) % 16 == 0 else 1
+    return 16 if is_aligned and functools.reduce(operator.or_, strides, vocab_size) % 16 == 0 else 1
 
 
 def lanes(logits: Layout) -> int:
     """Return how many logits one warp loads at once if each thread loads 16 bytes."""
-    return 512 // logits.dtype.itemsize
+    dtype, *_ = logits
+    return 512 // dtype.itemsize
 
 
 HERE = contextlib.nullcontext()
