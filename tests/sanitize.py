@@ -132,7 +132,17 @@ class Calls:
                 self.verify(method, no_drafts, lazy=lazy)
                 self.verify(method, large, lazy=lazy)
 
-    def packed(self) -> None:
+    def many_requests(self) -> None:
+        """So many that each has one program in block verification, and that who is done helps with the longest searches."""
+        for vocab in (32_768, 33_001):
+            batch = with_hostile_half(case(128, DRAFTS, vocab, torch.bfloat16, greedy=0, seed=vocab)).to(self.device)
+            scalars = batch.temperature, batch.seeds, batch.positions
+            columns = [self.draft("block", batch.draft_logits[:, i], *scalars) for i in range(DRAFTS)]
+            for lazy in (False, True):
+                self.verify("block", batch, lazy=lazy)
+                self.verify("block", batch, draft_logsumexp=torch.stack(columns, dim=1), lazy=lazy)
+
+    def packed(self, methods: list[str]) -> None:
         """Rows of a ragged batch packed without gaps, drafts in slots of a larger cache."""
         for vocab in (2048, 1025):
             batch = case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=5)
@@ -150,7 +160,7 @@ class Calls:
             # The shape says how many requests and rows there are; where they lie, the index and the strides.
             view = pack.as_strided((BATCH, DRAFTS + 1, vocab), (vocab, vocab, 1))
             batch = replace(batch, target_logits=view, draft_logits=cache[:BATCH])
-            for method, lazy, dtype in itertools.product(METHODS, (False, True), (torch.int32, torch.int64)):
+            for method, lazy, dtype in itertools.product(methods, (False, True), (torch.int32, torch.int64)):
                 index = {
                     "target_index": torch.tensor(starts, dtype=dtype).to(self.device),
                     "draft_index": torch.tensor(slots, dtype=dtype).to(self.device),
@@ -164,7 +174,11 @@ def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
     for vocab in vocabs:
         calls.all_variants(vocab)
     calls.other_shapes()
-    calls.packed()
+    calls.many_requests()
+    calls.packed(METHODS)
+    kernels.emission = lambda *sizes: (1, 0)  # as if there were many requests
+    kernels.plan_verification.cache_clear()
+    calls.packed(["block"])
     return calls.count
 
 

@@ -483,8 +483,7 @@ def recorded(monkeypatch):
     forget_plans()
 
 
-WORKSPACE = ["statistics_ptr", "scalars_ptr", "sums_ptr", "open_ptr"]
-INTEGERS = {"state_ptr", "open_ptr"}
+WORKSPACE = ["statistics_ptr", "scalars_ptr", "sums_ptr"]
 OUTPUT = {
     "token_ids_ptr": "token_ids",
     "num_accepted_ptr": "num_accepted",
@@ -531,7 +530,7 @@ def test_a_plan_launches_what_triton_would(recorded, kind, drafts, lazy):
     assert by_plan == call(other, "by Triton")
     for launch in recorded:
         for name in {"state_ptr", *WORKSPACE} & launch.dtypes.keys():
-            assert launch.dtypes[name] == (torch.int32 if name in INTEGERS else torch.float32), name
+            assert launch.dtypes[name] == (torch.int32 if name == "state_ptr" else torch.float32), name
 
 
 def test_the_parts_of_the_workspace_do_not_overlap(recorded):
@@ -542,9 +541,8 @@ def test_the_parts_of_the_workspace_do_not_overlap(recorded):
     lengths = {
         "state_ptr": requests * (4 + drafts + 1),
         "statistics_ptr": requests * (2 * drafts + 1) * 2 * blocks,
-        "scalars_ptr": requests * drafts * 8,
-        "sums_ptr": requests * 256,
-        "open_ptr": requests,
+        "scalars_ptr": requests * drafts * probabilistic_kernels.SCALARS.value,
+        "sums_ptr": requests * drafts * blocks,
     }
     parts = sorted((arguments[name], 4 * length) for name, length in lengths.items())
     assert all(start % 16 == 0 for start, _ in parts)
@@ -689,8 +687,9 @@ def search_and_sum(
     target_ptr,  # [batch, vocab_size] float32
     draft_ptr,  # [batch, vocab_size] float32
     fractions_ptr,  # [tests] float32
-    shared_sums_ptr,  # [batch, tests, MAX_BLOCKS] float32
-    counts_ptr,  # [batch, tests] int32
+    shared_sums_ptr,  # [batch, tests, num_blocks] float32
+    counts_ptr,  # [batch, tests, 2] int32: rounds that are claimed; that are summed, or programs that have finished
+    open_ptr,  # [batch, tests] int64
     tests,
     members,
     patience,
@@ -749,8 +748,9 @@ def search_and_sum(
         place = request * tests + test
         enough, knowing = block_kernels.excess_reaches(
             least, statistics, target_row, draft_row, scalars,
-            (shared_sums_ptr + place * MAX_BLOCKS, counts_ptr + place, member, members, patience), num_blocks, temperature,
-            1, 1, LEADERS, BLOCKS, 128, MAX_BLOCKS,
+            (shared_sums_ptr + place * num_blocks, counts_ptr + place * 2, counts_ptr + place * 2 + 1),
+            (member, members, patience, members == 1), (open_ptr + place, place + 1), num_blocks, temperature, 1, 1,
+            LEADERS, BLOCKS, 128, MAX_BLOCKS,
         )  # fmt: skip
         if knowing > 0:
             tl.store(found_ptr + 4 + 2 * test, enough.to(tl.int32))
@@ -761,17 +761,28 @@ def search_and_sum(
 FRACTIONS = [0.1, 0.9, 1 - 1e-4, 1 - 2**-23, 1.0, 1 + 2**-22, 1 + 1e-4, 1.2, 10]
 
 
-def assert_found_by_bounds(
-    batch, temperature: float, leaders: int, fractions: list[float], max_blocks: int = 256, members: int = 1
-) -> tuple[list[int], torch.Tensor]:
-    """Check the searches of first rows' residuals; return how many reach these fractions of their sums, and who shared."""
+def search_by_bounds(
+    batch,
+    temperature: float,
+    leaders: int,
+    fractions: list[float],
+    max_blocks: int = 256,
+    members: int = 1,
+    others=(math.nan, 0),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Search first rows' residuals; return what was found, what is to be, and the counts of claims and of what is done.
+
+    `others` say that they have summed each block to this, in so many rounds, if given.
+    """
     target, draft = (logits[:, 0].contiguous().to(DEVICE) for logits in (batch.target_logits, batch.draft_logits))
     requests, vocab = target.shape
     num_blocks, tests = -(-vocab // 1024), len(fractions)
     found = torch.full((requests, 2 + tests, 2), -2, dtype=torch.int32, device=DEVICE)
     work = torch.empty(2, 2 * requests * num_blocks * 2, device=DEVICE)
-    shared_sums = torch.full((requests, tests, max_blocks), torch.nan, device=DEVICE)
-    counts = torch.zeros(requests, tests, dtype=torch.int32, device=DEVICE)
+    shared_sums = torch.full((requests, tests, num_blocks), others[0], device=DEVICE)
+    counts = torch.zeros(requests, tests, 2, dtype=torch.int32, device=DEVICE)
+    counts[..., 1] = others[1]
+    is_open = torch.zeros(requests, tests, dtype=torch.int64, device=DEVICE)
     search_and_sum[(requests * members,)](
         found,
         *work,
@@ -780,9 +791,10 @@ def assert_found_by_bounds(
         torch.tensor(fractions).to(DEVICE),
         shared_sums,
         counts,
+        is_open,
         tests,
         members,
-        2 * num_blocks // 4 // members if members > 1 else num_blocks,
+        2 * num_blocks // 4 // members,
         vocab,
         num_blocks,
         temperature,
@@ -791,15 +803,25 @@ def assert_found_by_bounds(
         MAX_BLOCKS=max_blocks,
         num_warps=8,
     )
+    assert (is_open == 0).all()
+    return found.cpu(), counts.cpu()
+
+
+def assert_found_by_bounds(*case, **options) -> tuple[list[int], torch.Tensor]:
+    """Check such searches; return how many reach each fraction of their sums, and the counts."""
+    found, counts = search_by_bounds(*case, **options)
     assert torch.equal(found[..., 0], found[..., 1])
-    return found[:, 2:, 1].sum(0).tolist(), counts.cpu()
+    return found[:, 2:, 1].sum(0).tolist(), counts
 
 
 @pytest.mark.parametrize(("closeness", "leaders"), [(0.0, 8), (1e-4, 1), (0.01, 2), (0.3, 1), (3.0, 8), (math.inf, 1)])
 @pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
 def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, leaders):
     requests = 300 if ON_GPU else 2
-    reached, _ = assert_found_by_bounds(hopeless(requests, vocab, closeness), 0.7, leaders, FRACTIONS)
+    reached, counts = assert_found_by_bounds(hopeless(requests, vocab, closeness), 0.7, leaders, FRACTIONS)
+    claimed, summed = counts.unbind(2)
+    assert (summed == 0).all()  # for nobody helped
+    assert ((claimed == 0) | (claimed == -(-vocab // 1024 // 4))).all()  # nor could anybody afterwards
     if closeness > 0:
         assert reached == [requests] * 5 + [0] * 4
 
@@ -818,20 +840,23 @@ def test_a_team_finds_what_one_program_finds(members):
     requests, vocab = (40, 151_936) if ON_GPU else (1, 14_000)
     reached, counts = assert_found_by_bounds(hopeless(requests, vocab, 0.3), 0.7, 1, FRACTIONS, members=members)
     assert reached == [requests] * 5 + [0] * 4
-    assert ((counts == 0) | (counts == members)).all()
-    assert (counts[:, 3:5] == members).all()  # takes all blocks, so it is shared
-    assert (counts[:, 8] == 0).all()  # is out of reach at once
+    claimed, finished = counts.unbind(2)
+    assert (claimed == 0).all()
+    assert ((finished == 0) | (finished == members)).all()
+    assert (finished[:, 3:5] == members).all()  # takes all blocks, so it is shared
+    assert (finished[:, 8] == 0).all()  # is out of reach at once
 
 
 def in_question(requests: int, vocab: int):
-    """A batch of two drafts each, of which the first stands or not by the mass of its residual alone, the second cannot."""
-    batch = case(requests, 2, vocab, torch.float32, greedy=0)
+    """A batch of three drafts each: whether two stand, and else one, hangs on residuals; the third cannot."""
+    batch = case(requests, 3, vocab, torch.float32, greedy=0)
     generator = torch.Generator().manual_seed(2)
-    first, second = ids = torch.randint(vocab, (2, requests, 1), generator=generator)
+    first, second, third = ids = torch.randint(vocab, (3, requests, 1), generator=generator)
     target = batch.target_logits / 3
-    target[:, 1].scatter_(1, second, -torch.inf)
-    draft = torch.stack([target[:, 0], torch.randn(requests, vocab, generator=generator)], dim=1)
-    draft[:, 0].scatter_add_(1, first, torch.full((requests, 1), math.log(2)))  # so about half go on to the second row
+    target[:, 2].scatter_(1, third, -torch.inf)
+    draft = torch.cat([target[:, :1], torch.randn(requests, 2, vocab, generator=generator)], dim=1)
+    draft[:, 0].scatter_add_(1, first, torch.full((requests, 1), math.log(2)))  # so about half can stand
+    draft[:, 1].scatter_(1, second, target[:, 1].gather(1, second))
     return replace(
         batch,
         target_logits=target,
@@ -842,31 +867,156 @@ def in_question(requests: int, vocab: int):
 
 
 @pytest.mark.parametrize("lazy", small(False, True))
-def test_a_team_emits_what_one_program_emits(lazy, monkeypatch):
-    batch = in_question(*((200, 151_936) if ON_GPU else (6, 9_000))).to(DEVICE)
-    states, launch = [], launches.Plan.launch_by_triton
+def test_teams_and_helpers_emit_what_one_program_emits(lazy, monkeypatch):
+    """However many sum a search, from whatever the workspace holds; and who has summed what adds up."""
+    requests, vocab = (200, 151_936) if ON_GPU else (6, 9_000)
+    rounds, patience = -(-vocab // 1024 // kernels.SEARCH["block"]["BLOCKS"]), 10 if ON_GPU else 0
+    batch = in_question(requests, vocab).to(DEVICE)
+    expected = verify("block", batch, lazy=lazy)
+    memory, empty = torch.empty(10**6, dtype=torch.int32, device=DEVICE), torch.empty
+    parts, launch = {}, launches.Plan.launch_by_triton
 
-    def noting(plan, tensors, parts, numbers):
-        states.append(parts[0])
-        return launch(plan, tensors, parts, numbers)
+    def allocate(*size, **options):
+        is_workspace = len(size) == 1 and size[0] > 300
+        return memory[: size[0]] if is_workspace else empty(*size, **options)
+
+    def noting(plan, tensors, of_workspace, numbers):
+        parts.update(zip(plan.parts, of_workspace))
+        return launch(plan, tensors, of_workspace, numbers)
 
     monkeypatch.setattr(launches.Plan, "launch_by_triton", noting)
-    monkeypatch.setattr(kernels, "EMITTING", 256 if ON_GPU else 11)
-    outputs = []
-    for emission in ((1, 1000), (7, 10 if ON_GPU else 0), (1, 1)):
-        monkeypatch.setattr(kernels, "emission", lambda *sizes, emission=emission: emission)
+    shared = {}
+    for members in (7, 1):
+        monkeypatch.setattr(kernels, "emission", lambda *sizes, members=members: (members, patience))
         forget_plans()
-        outputs.append(verify("block", batch, lazy=lazy))
+        for poison in [0x7FC0_0000, 0x7F7F_7F7F] * (10 if ON_GPU else 1):  # NaN, and 3.4e38
+            memory.fill_(poison)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty", allocate)
+                output = verify("block", batch, lazy=lazy)
+            assert_same(output, expected)
+            scalars = parts["scalars_ptr"].view(torch.int32).view(requests, 3, -1)[:, 1:]  # of what can be searched
+            claimed, done = (
+                scalars[..., field.value] for field in (probabilistic_kernels.CLAIMED, probabilistic_kernels.SUMMED)
+            )
+            sums = parts["sums_ptr"].view(requests, 3, -1)[:, 1:]
+            if members == 7:
+                assert (claimed == 0).all()
+                assert set(done.unique().tolist()) == {0, 7}
+                shared = {"is": done == 7, "sums": sums.clone()}
+                continue
+            assert (claimed == 0).any()
+            assert (claimed > 0).all(1).any()  # one after the other
+            assert ((claimed == 0) | (claimed >= rounds + done)).all()
+            assert ((done >= 0) & (done <= rounds)).all()
+            assert (done[claimed == 0] == 0).all()
+            complete = done == rounds
+            assert complete.any() == ON_GPU  # in the interpreter nobody is done while others search
+            assert torch.equal(sums[complete & shared["is"]], shared["sums"][complete & shared["is"]])
     forget_plans()
-    requests, fields = len(batch.seeds), steps.FIELDS.value
-    alone, shared, left = (state[: requests * fields].view(-1, fields) for state in states)
-    assert_same(outputs[0], outputs[1])
-    assert_same(outputs[0], outputs[2])
-    assert len(set(outputs[0].num_accepted.tolist())) == 2
-    assert (alone[:, [steps.FINISHED.value, steps.OPEN.value]] == 0).all()
-    # Some were shared, and some were not; some were left open, and some were not.
-    assert set(shared[:, steps.FINISHED.value].tolist()) == {0, 7}
-    assert 0 < left[0, steps.OPEN.value] < requests
+    assert set(expected.num_accepted.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_others_have_summed_decides_if_it_is_all(missing):
+    requests, vocab = (300, 151_936) if ON_GPU else (2, 14_000)
+    rounds = -(-vocab // 1024 // 4)
+    batch = hopeless(requests, vocab, 0.3)
+    found, counts = search_by_bounds(batch, 0.7, 1, FRACTIONS, others=(0.0, rounds - missing))
+    decided, to_be = found[:, 2:].unbind(2)
+    takes_all, at_once = [3, 4], [8]
+    assert (to_be[:, takes_all] == 1).all()
+    assert (decided[:, takes_all] == missing).all()  # since nothing is what they are said to have found
+    assert (counts[:, takes_all, 0] == rounds).all()
+    assert (decided[:, at_once] == to_be[:, at_once]).all()
+    assert (counts[:, at_once, 0] == 0).all()  # never open
+
+
+@triton.jit
+def help_from(
+    state_ptr,  # [batch, FIELDS] int32
+    scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
+    sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32
+    target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] float32
+    target_index_ptr,  # [batch] int64
+    draft_ptr,  # [batch, num_draft_tokens, vocab_size] float32
+    draft_index_ptr,  # [batch] int64
+    temperature_ptr,  # [batch] float32
+    request,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+):
+    """Help others, as if done with a request."""
+    target_rows = (target_ptr, target_index_ptr, (num_draft_tokens + 1) * vocab_size, vocab_size, 1)
+    draft_rows = (draft_ptr, draft_index_ptr, num_draft_tokens * vocab_size, vocab_size, 1)
+    block_kernels.help_others(
+        state_ptr, scalars_ptr, sums_ptr, target_rows, draft_rows, temperature_ptr, None, request, batch, num_draft_tokens,
+        vocab_size, num_blocks, 1, 1, 4, 128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("requests", "done"), [(300, 0), (300, 299), (8, 4)])
+def test_who_is_done_sums_what_nobody_has_claimed(requests, done):
+    """Of a search that is open: all of it, or the rest of it, or nothing; of no other candidate, nor request."""
+    programs, vocab = (64, 151_936) if ON_GPU and requests < 300 else (3, 6160)
+    drafts, log_c, log_sum_ratio, ahead = 2, -0.3, 0.1, 0.2
+    num_blocks = -(-vocab // 1024)
+    rounds = -(-num_blocks // 4)
+    whole, rest, nothing, beyond = ((done + distance) % requests for distance in (1, 3, 6, 280))
+    batch = case(requests, drafts, vocab, torch.float32, greedy=0).to(DEVICE)
+    temperature = torch.linspace(0.5, 1.5, requests, device=DEVICE)
+    generator = torch.Generator().manual_seed(done)
+    target_index, draft_index = (torch.randperm(requests, generator=generator).to(DEVICE) for _ in range(2))
+    targets, caches = torch.empty_like(batch.target_logits), torch.empty_like(batch.draft_logits)
+    targets[target_index], caches[draft_index] = batch.target_logits, batch.draft_logits
+    peaks = batch.target_logits.max(2).values[:, :drafts]
+    scalars = torch.zeros(requests, drafts, probabilistic_kernels.SCALARS.value, device=DEVICE)
+    scalars[..., probabilistic_kernels.PEAK.value] = peaks
+    scalars[..., probabilistic_kernels.DRAFT_PEAK.value] = peaks + ahead
+    scalars[..., probabilistic_kernels.LOG_SUM_RATIO.value] = log_sum_ratio
+    counts = scalars.view(torch.int32)
+    claimed, summed = (
+        counts[..., field.value] for field in (probabilistic_kernels.CLAIMED, probabilistic_kernels.SUMMED)
+    )
+    claimed[rest, 1], claimed[nothing, 1] = 1, rounds
+    sums = torch.full((requests, drafts, num_blocks), torch.nan, device=DEVICE)
+    state = torch.zeros(requests, steps.FIELDS.value, dtype=torch.int32, device=DEVICE)
+    names = state.view(torch.int64)[:, steps.OPEN.value // 2]
+    names[[whole, rest, nothing]] = 1 << 32 | int(np.float32(log_c).view(np.uint32))
+    if requests == 300:  # too far away to look
+        names[beyond] = names[whole]
+    help_from[(programs,)](
+        state,
+        scalars,
+        sums,
+        targets,
+        target_index,
+        caches,
+        draft_index,
+        temperature,
+        done,
+        requests,
+        drafts,
+        vocab,
+        num_blocks,
+        num_warps=8,
+    )
+
+    p, q = (logits[:, 1].double() for logits in (batch.target_logits, batch.draft_logits))
+    t, peak = temperature[:, None].double(), peaks[:, 1:].double()
+    left = torch.exp((p - peak) / t) - torch.exp((q - peak - ahead) / t - log_sum_ratio - log_c)
+    expected = torch.nn.functional.pad(left.clamp(min=0), (0, num_blocks * 1024 - vocab))
+    expected = expected.view(requests, num_blocks, 1024).sum(2).float()
+    torch.testing.assert_close(sums[whole, 1], expected[whole], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sums[rest, 1, 4:], expected[rest, 4:], rtol=1e-5, atol=1e-7)
+    assert sums[rest, 1, :4].isnan().all()
+    assert sums.isnan().sum() == sums.numel() - num_blocks - (num_blocks - 4)
+    assert [summed[whole, 1], summed[rest, 1], summed.sum()] == [rounds, rounds - 1, 2 * rounds - 1]
+    # Each round once; and each program found once that there are no more.
+    assert (claimed[[whole, rest, nothing], 1] == rounds + programs).all()
+    assert claimed.sum() == 3 * (rounds + programs)
 
 
 @triton.jit(do_not_specialize=["step", "offset", "stops", "is_empty"])

@@ -2,8 +2,8 @@
 
 A step is two launches. The first reads the rows (`reading`), and in a large batch decides on the way. The second emits
 (`strict`, `probabilistic`, `block`); in a small batch it decides too, except in block verification, where a launch between
-them weighs the drafts, and where a last one may do the longest searches. No program waits for another: what must come after
-everything else is done by whoever comes last, or by the next launch. So nothing can hang. Nothing outlives a call but what
+them weighs the drafts. No program waits for another: what must come after everything else is done by whoever comes last, or
+by the next launch; and who is helped goes on alone until all is done. So nothing can hang. Nothing outlives a call but what
 never changes: compiled code, plans of what to launch, a schedule's rates. So calls on several streams, from several threads
 and in graphs do not meet.
 
@@ -43,7 +43,7 @@ class Judgement(NamedTuple):
 
 BY_SAMPLE = Judgement(decide_by_sample, 320)
 BY_RATIO = Judgement(probabilistic.decide_by_ratio, 192)
-IN_BLOCK = Judgement(block.note_ratio, 1024)
+IN_BLOCK = Judgement(block.note_ratio, 2048)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -75,9 +75,8 @@ WAVE = 1024
 EMITTING = 256
 """Programs that can emit at once."""
 
-PATIENCE, FEW_DRAFTS = 8, 576
-"""Rounds after which block verification leaves a search open, if there are no programs for a team; and of how many drafts at
-most, for of more too many would be left."""
+LARGEST_TEAM = 16
+"""Programs that one request may have in block verification: few blocks are left for each then."""
 
 REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
 """Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
@@ -262,8 +261,7 @@ def plan_verification(
             "state_ptr": (ints, state),
             "statistics_ptr": (floats, summarised * 2 * num_blocks),
             "scalars_ptr": (floats, num_drafts * probabilistic.SCALARS.value) if keeps_scalars else None,
-            "sums_ptr": (floats, requests * max_blocks) if in_block and draft is not None else None,
-            "open_ptr": (ints, requests) if in_block and draft is not None else None,
+            "sums_ptr": (floats, num_drafts * num_blocks) if in_block and draft is not None else None,
         },
         # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
         zeros=state if lazy else 0,
@@ -287,9 +285,11 @@ def plan_verification(
             "MAX_DRAFTS": at_least(MIN_DRAFTS, num_rows),
         },
     )
-    tiles = reading_tiles(requests, num_rows, num_blocks)
+    reads_draft_rows = draft is not None and logsumexp is None
+    # Where decisions seldom save a row, and no draft row is read beside, programs may be fewer.
+    tiles = reading_tiles(requests, num_rows, num_blocks, 32 if lazy and in_block and not reads_draft_rows else 64)
     programs = requests * num_rows * triton.cdiv(num_blocks, tiles * READ_BLOCKS)
-    registers = REGISTERS if draft is None or logsumexp is not None else REGISTERS_WITH_DRAFT_ROWS
+    registers = REGISTERS_WITH_DRAFT_ROWS if reads_draft_rows else REGISTERS
     usual = {
         "TARGET_ALIGNMENT": 16,
         "DRAFT_ALIGNMENT": 16,
@@ -310,10 +310,8 @@ def plan_verification(
     if in_block:
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=4)
-        members, patience = (1, num_blocks) if draft is None else emission(device, requests, num_drafts, num_blocks)
+        members, patience = (1, 0) if draft is None else emission(device, requests, num_blocks)
         plan.add(block.emit_kernel, requests * members, num_warps, members=members, patience=patience)
-        if members == 1 and patience < num_blocks:
-            plan.add(block.emit_kernel, max(EMITTING, requests), num_warps, members=0, patience=0)
     elif lazy:
         plan.add(probabilistic.emit_kernel, requests, num_warps)
     elif by_sample:
@@ -323,23 +321,23 @@ def plan_verification(
     return plan
 
 
-def reading_tiles(requests: int, num_rows: int, num_blocks: int) -> int:
+def reading_tiles(requests: int, num_rows: int, num_blocks: int, requests_per_tile: int = 64) -> int:
     """Return how many times `READ_BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
     if requests * num_rows * triton.cdiv(num_blocks, READ_BLOCKS) <= WAVE:
         return 1
-    return min(max(requests // 64, 2), 8)
+    return min(max(requests // requests_per_tile, 2), 8)
 
 
-def emission(device: torch.device, requests: int, num_drafts: int, num_blocks: int) -> tuple[int, int]:
+def emission(device: torch.device, requests: int, num_blocks: int) -> tuple[int, int]:
     """Return how many programs share a request's emission in block verification, and for how many rounds they do not.
 
-    As many as run at once. They work alike for twice as long as their shares would take: most searches have ended then.
-    Where there is one for each request, it leaves longer searches open, for teams in a launch of their own.
+    As many as run at once. They work alike for twice as long as their shares would take: most searches have ended then. One
+    alone shares nothing, so it has no use for patience.
     """
-    members = min(EMITTING // requests, block.LARGEST_TEAM.value)
+    members = min(EMITTING // requests, LARGEST_TEAM)
     if device.type == "cuda" and members > 2:  # two would come too late to share anything
         return members, 2 * triton.cdiv(num_blocks, SEARCH["block"]["BLOCKS"]) // members
-    return 1, PATIENCE if device.type == "cuda" and num_drafts <= FEW_DRAFTS else num_blocks
+    return 1, 0
 
 
 def at_least(least: int, size: int) -> int:

@@ -6,11 +6,12 @@ Each draft's ratio comes from its rows' statistics, as in `probabilistic`, but w
 impossible draft does. The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So of all i only those
 with eta_i <= c_i are candidates, which takes no reading to know; none below the largest with c_i = 1, which is sure to
 stand, is considered; and if all drafts stand nothing is read again. Of a candidate's rows a few blocks are read once more,
-those that hold most of p: as many as it takes to know whether A_i is large enough, which p bounds as it does residuals.
+those that hold most of p: as many as it takes to know whether A_i is large enough, which p bounds as it does residuals. Now
+and then that takes all of them. Then programs that are done with their own requests help.
 
-A program of `note_ratio_kernel` has one draft: it reads 16 bytes for each block of 1,024 and writes 32. One of `emit_kernel`
-has a request, or a share of it: it reads these 32 of every draft, of each candidate 8 bytes for each block, and 4 KB
-(bfloat16) for each block of both rows that it looks at; it writes the request's output.
+A program of `note_ratio_kernel` has one draft: it reads 16 bytes for each block of 1,024 and writes 36. One of `emit_kernel`
+has a request, or a share of it: it reads these of every draft, of each candidate 8 bytes for each block, and 4 KB (bfloat16)
+for each block of both rows that it looks at; it writes the request's output.
 """
 
 import triton
@@ -20,12 +21,14 @@ from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch,
 from specdecode.kernels.philox import load_key, uniform
 from specdecode.kernels.probabilistic import (
     ALL,
+    CLAIMED,
     KEPT,
     LOG_RATIO,
     LOG_SUM,
     NOTHING,
     PEAK,
     SCALARS,
+    SUMMED,
     TAKEN,
     emit,
     load_both,
@@ -48,7 +51,6 @@ from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_
 from specdecode.kernels.selection import sums_relative_to
 from specdecode.kernels.steps import (
     FIELDS,
-    FINISHED,
     OPEN,
     count_drafts,
     is_last,
@@ -59,11 +61,11 @@ from specdecode.kernels.steps import (
 )
 from specdecode.kernels.synthetic import ACCEPT
 
-LARGEST_TEAM = tl.constexpr(16)
-"""Programs that one request may have: few blocks are left for each then."""
-
 NOT_SUMMED = tl.constexpr(-1.0)
 """In place of a block's residual, which is not negative."""
+
+NEARBY = tl.constexpr(256)
+"""Requests among which a program that is done looks for open searches; as many as it has threads, or more."""
 
 
 @triton.jit
@@ -105,6 +107,8 @@ def note_ratio(
         scalars_ptr += (request * num_draft_tokens + offset) * SCALARS
         store_scalars(scalars_ptr, scalars)
         tl.store(scalars_ptr + LOG_RATIO, target - draft)
+        tl.store(scalars_ptr + CLAIMED, 0.0)  # which as an integer is 0 too
+        tl.store(scalars_ptr + SUMMED, 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -192,6 +196,7 @@ def survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_
     each number i, as [MAX_DRAFTS] tensors: whether it is a candidate, log c_i, what is taken from p at row i.
     """
     counts = tl.arange(0, MAX_DRAFTS)
+    scalars_ptr += request * num_draft_tokens * SCALARS
     last, is_impossible = load_stop(state_ptr, request, num_draft_tokens)
     log_ratios = tl.load(
         scalars_ptr + (counts - 1) * SCALARS + LOG_RATIO, mask=(counts > 0) & (counts <= last), other=0.0
@@ -216,13 +221,72 @@ def load_excess(scalars_ptr, log_c):
 
 
 @triton.jit
+def board_at(sums_ptr, scalars_ptr, draft, num_blocks):
+    """Return where programs share a search: sums of blocks, and counts of what is claimed and of what is done.
+
+    Each candidate has its own, at the place of its draft among all: a late helper is not to write to another's.
+    """
+    counts_ptr = (scalars_ptr + draft * SCALARS).to(tl.pointer_type(tl.int32), bitcast=True)
+    return sums_ptr + draft * num_blocks, counts_ptr + CLAIMED, counts_ptr + SUMMED
+
+
+@triton.jit
+def open_search_at(state_ptr, requests):
+    """Return where the searches that requests have open are named; 0 is none.
+
+    A name refers only to what was written before this launch, so nothing else has to be published with it.
+    """
+    return (state_ptr + requests * FIELDS + OPEN).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def name_of(count, log_c):
+    """Return all that says what is searched for, in one number: the candidate, and log c, which is not 0."""
+    return (count.to(tl.int64) << 32) | (log_c.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def help_search(
+    board,
+    target_row,
+    draft_row,
+    scalars,
+    num_blocks,
+    temperature,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Sum what nobody has claimed of another's search, `BLOCKS` blocks a round, until all rounds are claimed."""
+    sums_ptr, claimed_ptr, summed_ptr = board
+    blocks = tl.arange(0, BLOCKS)
+    scale = base_2_scale(temperature)
+    claimed = tl.atomic_add(claimed_ptr, 1, sem="relaxed") * BLOCKS
+    target, draft = load_both(target_row, draft_row, claimed + blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES)
+    while claimed < num_blocks:
+        # The next ones are claimed, and asked for, while these are awaited.
+        following = tl.atomic_add(claimed_ptr, 1, sem="relaxed") * BLOCKS
+        next_target, next_draft = load_both(
+            target_row, draft_row, following + blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LANES
+        )
+        sums = sum_residual(target, draft, scalars, scale)
+        tl.store(sums_ptr + claimed + blocks, sums, mask=claimed + blocks < num_blocks)
+        tl.debug_barrier()  # of that write, before one of the program's threads publishes it
+        tl.atomic_add(summed_ptr, 1, sem="release")
+        claimed, target, draft = following, next_target, next_draft
+
+
+@triton.jit
 def excess_reaches(
     least,
     statistics,
     target_row,
     draft_row,
     scalars,
+    board,
     team,
+    search,
     num_blocks,
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
@@ -237,12 +301,15 @@ def excess_reaches(
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
     would not be with all that is left. Near to `least` that takes all blocks: the answer is that of their sum.
 
-    `team` is (where to leave sums, where to count who has, this program's number, how many programs there are, their
-    patience). Each of them does the same, for as many rounds as that. If these do not tell, they share out the rest, and the
-    last to finish knows; one alone gives up. So it is returned too how many are left that know: all, 1, or 0 to those that
-    do not.
+    `team` is (this program's number, how many programs there are, their patience, whether there was one from the start).
+    Each of them does the same, for as many rounds as that. If these do not tell, they share out the rest, and the last to
+    finish knows. So it is returned too how many are left that know: all, 1, or 0 to those that do not. Who was alone from
+    the start goes on, and opens its search, (where, its name), to others: it comes to an end, or finds that they have summed
+    all, whichever is first.
     """
-    sums_ptr, count_ptr, member, members, patience = team
+    sums_ptr, claimed_ptr, summed_ptr = board
+    member, members, patience, alone = team
+    open_ptr, name = search
     scale = base_2_scale(temperature)
     blocks = tl.arange(0, MAX_BLOCKS)
     sums = sums_relative_to(scalars[PEAK], *statistics, temperature)
@@ -263,10 +330,12 @@ def excess_reaches(
     found = tl.sum(parts, 0)
     left -= tl.sum(least_of(leaders, MAX_BLOCKS), 0)
     enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-    rounds, shared = 0, False
-    while (tl.max(largest, 0) >= 0) & (
-        shared | ((enough == 0) & (too_little == 0) & ((members > 1) | (rounds < patience)))
-    ):
+    rounds, shared, summed = 0, False, False
+    all_rounds = tl.cdiv(num_blocks, BLOCKS)
+    is_open = alone & (enough == 0) & (too_little == 0)
+    if is_open:
+        tl.atomic_xchg(open_ptr, name, sem="relaxed")
+    while (tl.max(largest, 0) >= 0) & (shared | ((enough == 0) & (too_little == 0) & (summed == 0))):
         rounds += 1
         shared = (members > 1) & (rounds > patience)
         taken = (columns == largest[None, :]) & (columns >= 0)
@@ -280,24 +349,29 @@ def excess_reaches(
         left -= tl.sum(least_of(largest, MAX_BLOCKS), 0)
         enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
         largest, target, draft = next_largest, next_target, next_draft
+        if is_open & (rounds % 2 == 0):  # a look costs as much as a round
+            summed = tl.atomic_add(summed_ptr, 0, sem="acquire") == all_rounds
     sums = tl.reshape(excess, [MAX_BLOCKS])
     if shared:
         tl.store(sums_ptr + blocks, sums, mask=sums > NOT_SUMMED)
-        members = is_last(count_ptr, members).to(tl.int32)
-        if members == 1:
-            sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
-            enough = sum_in_order(sums) >= least
-    elif (enough == 0) & (too_little == 0):
+        members = is_last(summed_ptr, members).to(tl.int32)
+        summed = members == 1
+    elif is_open:
+        tl.atomic_xchg(open_ptr, 0, sem="relaxed")
+        tl.atomic_add(claimed_ptr, all_rounds, sem="relaxed")  # and no more are claimed
+    if summed:
+        sums = tl.load(sums_ptr + blocks, mask=blocks < num_blocks, other=0.0)
+    if summed | ((enough == 0) & (too_little == 0)):
         enough = sum_in_order(tl.maximum(sums, 0.0)) >= least
-        members = tl.where(tl.max(largest, 0) >= 0, 0, members)
     return enough, members
 
 
 @triton.jit
 def mass_suffices(
+    state_ptr,
     scalars_ptr,
+    sums_ptr,
     statistics_ptr,
-    index,
     target_row,
     draft_rows,
     taken,
@@ -306,6 +380,7 @@ def mass_suffices(
     team,
     request,
     count,
+    num_draft_tokens,
     num_blocks,
     temperature,
     TARGET_ALIGNMENT: tl.constexpr,
@@ -319,21 +394,78 @@ def mass_suffices(
 
     That is, whether A / c = sum max(0, p - q / c) is eta / c (1 - c) / (1 - eta) or more.
     """
-    sums_ptr, state_ptr, member, members, patience = team
-    kept = tl.load(scalars_ptr + KEPT)
+    _, knowing, _, _ = team
+    draft = request * num_draft_tokens + count
+    its_scalars_ptr = scalars_ptr + draft * SCALARS
+    kept = tl.load(its_scalars_ptr + KEPT)
     least = tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
     # One of them is a point mass, on a token of which the other has `kept`: p, of which nothing is taken, or q.
     enough = one_minus_exp2((kept - tl.where(taken == NOTHING, log_c, 0.0)) * LOG2_E) >= least
     if draft_rows[0] is not None:
         if taken == ALL:
-            enough, members = excess_reaches(
-                least * tl.exp(tl.load(scalars_ptr + LOG_SUM)),
+            index = request * (num_draft_tokens + 1) + count
+            enough, knowing = excess_reaches(
+                least * tl.exp(tl.load(its_scalars_ptr + LOG_SUM)),
                 load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS), target_row,
-                row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(scalars_ptr, log_c),
-                (sums_ptr + request * MAX_BLOCKS, state_ptr + request * FIELDS + FINISHED, member, members, patience),
-                num_blocks, temperature, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+                row_at(draft_rows, target_row[2], request, count, DRAFT_ALIGNMENT), load_excess(its_scalars_ptr, log_c),
+                board_at(sums_ptr, scalars_ptr, draft, num_blocks), team,
+                (open_search_at(state_ptr, request), name_of(count, log_c)), num_blocks, temperature,
+                TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
-    return enough, members
+    return enough, knowing
+
+
+@triton.jit
+def nearby(request, distance, batch):
+    """Return the request at a distance from another, after the last of which comes the first."""
+    return request + distance - tl.where(request + distance >= batch, batch, 0)
+
+
+@triton.jit
+def look_for_searches(state_ptr, request, beyond, batch):
+    """Return the names of searches that are open nearby, by their distance, and which is the next one beyond a distance.
+
+    Others may be writing them. But each is loaded by one thread, and reduced by all: so the program is of one mind.
+    """
+    distances = tl.arange(0, NEARBY)
+    wanted = (distances > beyond) & (distances < batch)
+    names = tl.load(open_search_at(state_ptr, nearby(request, distances, batch)), mask=wanted, other=0, volatile=True)
+    return names, tl.min(tl.where(names != 0, distances, NEARBY), 0)
+
+
+@triton.jit
+def help_others(
+    state_ptr,
+    scalars_ptr,
+    sums_ptr,
+    target_rows,
+    draft_rows,
+    temperature_ptr,
+    temperature,
+    request,
+    batch,
+    num_draft_tokens,
+    vocab_size,
+    num_blocks,
+    TARGET_ALIGNMENT: tl.constexpr,
+    DRAFT_ALIGNMENT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Help with the searches that are open nearby: each helper from its own request on, so that they spread."""
+    names, distance = look_for_searches(state_ptr, request, 0, batch)
+    while distance < NEARBY:
+        other, name = nearby(request, distance, batch), at(names, distance)
+        count, log_c = name >> 32, name.to(tl.int32).to(tl.float32, bitcast=True)
+        draft = other * num_draft_tokens + count
+        help_search(
+            board_at(sums_ptr, scalars_ptr, draft, num_blocks),
+            row_at(target_rows, vocab_size, other, count, TARGET_ALIGNMENT),
+            row_at(draft_rows, vocab_size, other, count, DRAFT_ALIGNMENT),
+            load_excess(scalars_ptr + draft * SCALARS, log_c), num_blocks,
+            load_temperature(temperature_ptr, temperature, other), TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS, LANES,
+        )  # fmt: skip
+        names, distance = look_for_searches(state_ptr, request, distance, batch)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -344,8 +476,7 @@ def emit_kernel(
     invalid_ptr,  # [batch] bool
     state_ptr,  # [batch, FIELDS] int32
     scalars_ptr,  # [batch, num_draft_tokens, SCALARS] float32
-    sums_ptr,  # [batch, MAX_BLOCKS] float32, or None
-    open_ptr,  # [batch] int32: the candidates left open, or None
+    sums_ptr,  # [batch, num_draft_tokens, num_blocks] float32, or None
     statistics_ptr,  # [batch * (num_draft_tokens + 1) + ..., num_blocks, 2] float32
     target_ptr,  # [batch, num_draft_tokens + 1, vocab_size] any float
     target_index_ptr,  # [batch] int32 or int64, or None
@@ -381,70 +512,53 @@ def emit_kernel(
 ):
     """Look from the largest candidate down for the first that stands, draw the token after it, write the output.
 
-    Several programs may do this for one request, of which the last, or else the first, draws and writes. One alone leaves a
-    candidate open when its patience ends. Then this is launched again, with 0 members: all programs go on with what is open.
+    Several programs may do this for one request, of which the last, or else the first, draws and writes. If each has a
+    request of its own, those that are done help the others.
     """
-    leaves_open = members == 1
-    is_mine = True
-    request = tl.program_id(0) // tl.maximum(members, 1)
-    largest = num_draft_tokens
-    if open_ptr is not None:
-        if members == 0:
-            await_launch(OVERLAPS)
-            left_open = tl.load(state_ptr + OPEN)
-            members = tl.minimum(tl.maximum(tl.num_programs(0) // tl.maximum(left_open, 1), 1), LARGEST_TEAM)
-            request = tl.program_id(0) // members
-            patience = tl.where(members == 1, num_blocks, patience)
-            is_mine = request < left_open
-            candidate = tl.load(open_ptr + request, mask=is_mine, other=0)
-            request, largest = candidate // (num_draft_tokens + 1), candidate % (num_draft_tokens + 1)
-    if is_mine == 0:
-        return
-    request = request.to(tl.int64)
+    request = (tl.program_id(0) // members).to(tl.int64)
     member = tl.program_id(0) % members
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-    scalars_ptr += request * num_draft_tokens * SCALARS
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     num_drafts = count_drafts(drafts, request, vocab_size)
     log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
     await_launch(OVERLAPS)
-    admit_next_launch(OVERLAPS)
-    accepted, lowest, highest, of_counts = survey(
-        state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS
-    )
+    surveyed = survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS)
+    accepted, lowest, highest, of_counts = surveyed
     is_candidate, log_c, taken = of_counts
     all_stand = accepted >= 0
 
     knowing = members
-    count = tl.minimum(highest, largest)
+    count = highest
     while (accepted < 0) & (count > lowest) & (knowing > 0):
         if at(is_candidate, count) == 1:
             enough, knowing = mass_suffices(
-                scalars_ptr + count * SCALARS, statistics_ptr, request * (num_draft_tokens + 1) + count,
+                state_ptr, scalars_ptr, sums_ptr, statistics_ptr,
                 row_at(target_rows, vocab_size, request, count, TARGET_ALIGNMENT), draft_rows, at(taken, count),
-                at(log_uniforms, count), at(log_c, count), (sums_ptr, state_ptr, member, knowing, patience), request, count,
-                num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
+                at(log_uniforms, count), at(log_c, count), (member, knowing, patience, members == 1), request, count,
+                num_draft_tokens, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
             )  # fmt: skip
             if enough:
                 accepted = count
-            if knowing != members:
-                patience = num_blocks
         count -= 1
     if (knowing == 1) | ((knowing > 1) & (member == 0)):
         accepted = tl.where(accepted < 0, lowest, accepted)
         scalars, takes = (0.0, 0.0, 0.0), tl.full([], NOTHING, tl.int32)
         if all_stand == 0:
-            scalars, takes = load_excess(scalars_ptr + accepted * SCALARS, at(log_c, accepted)), at(taken, accepted)
+            draft = request * num_draft_tokens + accepted
+            scalars, takes = load_excess(scalars_ptr + draft * SCALARS, at(log_c, accepted)), at(taken, accepted)
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
         emit(
             output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, takes, request, accepted,
             num_drafts, key, vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES,
             MAX_BLOCKS,
         )  # fmt: skip
-    elif leaves_open:
-        if open_ptr is not None:
-            candidate = request * (num_draft_tokens + 1) + count + 1
-            tl.store(open_ptr + tl.atomic_add(state_ptr + OPEN, 1, sem="relaxed"), candidate.to(tl.int32))
+    if draft_ptr is not None:
+        if members == 1:
+            help_others(
+                state_ptr, scalars_ptr, sums_ptr, target_rows, draft_rows, temperature_ptr, temperature, request,
+                tl.num_programs(0), num_draft_tokens, vocab_size, num_blocks, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, BLOCKS,
+                LANES,
+            )  # fmt: skip

@@ -48,7 +48,6 @@ SMALL_TENSORS = [
     "state_ptr",
     "scalars_ptr",
     "sums_ptr",
-    "open_ptr",
     "statistics_ptr",
     "logsumexp_ptr",
     "ids_ptr",

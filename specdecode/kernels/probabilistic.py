@@ -79,8 +79,8 @@ NOTHING, ALL = tl.constexpr(-1), tl.constexpr(-2)
 """What is taken from p before the emitted token is drawn, if not one token: nothing, or all of q."""
 
 PEAK, DRAFT_PEAK, LOG_SUM_RATIO, TAKEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-LOG_SUM, KEPT, LOG_RATIO, SCALARS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(8)
-"""Numbers that a judged draft leaves for its residual, see `weigh`; the last three for block verification."""
+LOG_SUM, KEPT, LOG_RATIO, CLAIMED, SUMMED, SCALARS = (tl.constexpr(field) for field in range(4, 10))
+"""Numbers that a judged draft leaves for its residual, see `weigh`; the last five for block verification."""
 
 
 @triton.jit

@@ -21,11 +21,17 @@ def bounds_of_residual(sums):
 
 
 @triton.jit
+def with_blocks(ranks):
+    """Return the ranks of all blocks with the block in place of their last bits."""
+    MAX_BLOCKS: tl.constexpr = ranks.shape[0]
+    return (ranks & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS)
+
+
+@triton.jit
 def keys_of(bounds, num_blocks):
     """Return the keys of blocks: in the order of their bounds, but for the last bits, which are the block; -1 beyond."""
-    MAX_BLOCKS: tl.constexpr = bounds.shape[0]
-    blocks = tl.arange(0, MAX_BLOCKS)
-    return tl.where(blocks < num_blocks, (bounds.to(tl.int32, bitcast=True) & -MAX_BLOCKS) | blocks, -1)
+    blocks = tl.arange(0, bounds.shape[0])
+    return tl.where(blocks < num_blocks, with_blocks(bounds.to(tl.int32, bitcast=True)), -1)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from specdecode.kernels.rows import (
     sum_in_order,
     tokens_of,
 )
+from specdecode.kernels.search import with_blocks
 
 
 @triton.jit
@@ -157,8 +158,8 @@ def likely_block(statistics, times, scale):
     """Return the block that very likely wins the race, found by logarithms, before the row's largest logit is known."""
     maxima, sums = statistics
     MAX_BLOCKS: tl.constexpr = maxima.shape[0]
-    scores = in_order(tl.fma(maxima, scale, tl.log2(sums) - tl.log2(times)).to(tl.int32, bitcast=True))
-    return tl.max((scores & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS), 0) & (MAX_BLOCKS - 1)
+    scores = tl.fma(maxima, scale, tl.log2(sums) - tl.log2(times))
+    return tl.max(with_blocks(in_order(scores.to(tl.int32, bitcast=True))), 0) & (MAX_BLOCKS - 1)
 
 
 @triton.jit

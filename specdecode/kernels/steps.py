@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, FINISHED, OPEN, FIELDS = (tl.constexpr(field) for field in range(5))
-"""A request's state: where it stops, what is empty, programs that have finished. In the first one: candidates left open."""
+STOP, EMPTY, OPEN, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""A request's state: where it stops, what is empty; and, 64 bits, a search that is open to the help of others."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
