@@ -139,6 +139,11 @@ def verification_table(
     return by_shape(results, "Requests, drafts", SHOWS[show])
 
 
+def served_table(record: str, temperature: str = "0.7") -> str:
+    """Show steps whose numbers are in tensors."""
+    return by_shape(cells(record, kind="served", temperature=float(temperature)), "Requests, drafts", device_time)
+
+
 def sampling_table(record: str) -> str:
     """Show drafting and plain sampling."""
     return by_shape(cells(record, kind="row"), "Rows", device_time)
@@ -278,6 +283,7 @@ SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
 TABLES: dict[str, Callable[..., str]] = {
     "environment": environment_table,
     "verification": verification_table,
+    "served": served_table,
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,

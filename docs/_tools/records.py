@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 RECORDS = Path(__file__).parent.parent.parent / "tests" / "benchmarks" / "records"
 
 GROUP = re.compile(
-    r"((?P<of>eager call|launch by launch|reading alone|eight seeds), )?"
+    r"((?P<of>eager call|launch by launch|reading alone|eight seeds|numbers in tensors), )?"
     r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
     r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
 )
 
-KINDS = {"eager call": "call", "launch by launch": "launches", "reading alone": "reading", "eight seeds": "seeds"}
+KINDS = {
+    "eager call": "call",
+    "launch by launch": "launches",
+    "reading alone": "reading",
+    "eight seeds": "seeds",
+    "numbers in tensors": "served",
+}
 """What a group is about, by the words that it starts with; most have none of these."""
 
 TITLES = {
@@ -35,7 +41,7 @@ TITLES = {
 class Cell(NamedTuple):
     """One result of a record and what it is of."""
 
-    kind: str  # "request", "row", "call" without a graph, "launches" one by one, "reading" alone, or "seeds"
+    kind: str  # "request", "row", "call" without a graph, "launches" one by one, "reading" alone, "seeds", or "served"
     count: int  # requests or rows
     drafts: int
     vocab: int

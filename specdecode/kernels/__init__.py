@@ -75,11 +75,13 @@ WAVE = 1024
 EMITTING = 256
 """Programs that can emit at once."""
 
-LARGEST_TEAM = 16
-"""Programs that one request may have in block verification: few blocks are left for each then."""
+SMALLEST_TEAM, LARGEST_TEAM = 8, 16
+"""Programs that one request may have in block verification, if not one: fewer would share the rest of a search later than
+others could help, and more would have few blocks left for each."""
 
-REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
-"""Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
+REGISTERS, REGISTERS_WITH_DRAFT_ROWS, REGISTERS_TO_EMIT = 48, 64, 128
+"""Registers for a thread that works on aligned rows of 16-bit logits: as few as will do, for more programs at once. The last
+is for block verification, of which a GPU's multiprocessor would have one program at a time, not two, with more."""
 
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
@@ -297,12 +299,13 @@ def plan_verification(
         "DRAFT_LANES": 256,
         "MAX_BLOCKS": MIN_BLOCKS,
     }
+    is_usual = usual.items() <= plan.constants.items()
     plan.add(
         read_kernel,
         programs,
         num_warps=READ_BLOCKS,
         follows=False,
-        max_registers=registers if usual.items() <= plan.constants.items() else None,
+        max_registers=registers if is_usual else None,
         tiles=tiles,
         BLOCKS=READ_BLOCKS,
     )
@@ -311,7 +314,14 @@ def plan_verification(
         if num_draft_tokens > 0 and not lazy:
             plan.add(block.note_ratio_kernel, num_drafts, num_warps=4)
         members, patience = (1, 0) if draft is None else emission(device, requests, num_blocks)
-        plan.add(block.emit_kernel, requests * members, num_warps, members=members, patience=patience)
+        plan.add(
+            block.emit_kernel,
+            requests * members,
+            num_warps,
+            max_registers=REGISTERS_TO_EMIT if is_usual else None,
+            members=members,
+            patience=patience,
+        )
     elif lazy:
         plan.add(probabilistic.emit_kernel, requests, num_warps)
     elif by_sample:
@@ -335,7 +345,7 @@ def emission(device: torch.device, requests: int, num_blocks: int) -> tuple[int,
     alone shares nothing, so it has no use for patience.
     """
     members = min(EMITTING // requests, LARGEST_TEAM)
-    if device.type == "cuda" and members > 2:  # two would come too late to share anything
+    if device.type == "cuda" and members >= SMALLEST_TEAM:
         return members, 2 * triton.cdiv(num_blocks, SEARCH["block"]["BLOCKS"]) // members
     return 1, 0
 

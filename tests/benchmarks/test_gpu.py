@@ -44,9 +44,9 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
 
-    def __call__(self, inputs: Inputs, seed: int = 0) -> Callable[[], SamplerOutput]:
+    def __call__(self, inputs: Inputs, seed: int = 0, **numbers: Tensor) -> Callable[[], SamplerOutput]:
         draft = inputs.drafts(self.method, seed)
-        options: dict[str, Any] = {"seeds": seed}
+        options: dict[str, Any] = {"seeds": seed, **numbers}
         if self.with_logsumexp:
             options["draft_logsumexp"] = draft.logsumexp
         return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
@@ -224,6 +224,23 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
         check(inputs, verifier, output)  # what was timed read the same inputs
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
         note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
+
+
+SERVED = [Shape(batch, 3, "bfloat16", temperature) for temperature in (0.7, 1.0) for batch in (1, 32, 256)]
+
+
+@pytest.mark.parametrize("inputs", SERVED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", FAST)
+def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
+    """Time steps as engines make them: each request's temperature, seed and position in a tensor."""
+    benchmark.group = f"numbers in tensors, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    requests = torch.arange(len(inputs.target_logits), device="cuda")
+    temperature = torch.full(requests.shape, inputs.temperature, device="cuda")
+    verifier = PROVIDERS[provider]
+    call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
+    assert all(map(torch.equal, call(), verifier(inputs)()))  # these numbers are those that it has without them
+    measure(benchmark, Recording(call))
 
 
 @pytest.mark.parametrize("provider", ["triton sample", "triton draft"])
