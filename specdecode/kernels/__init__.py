@@ -38,12 +38,12 @@ class Judgement(NamedTuple):
     """
 
     decide: Any
-    lazy_rows: int  # target rows that make a batch large
+    lazy_rows: int  # rows to read that make a batch large
 
 
 BY_SAMPLE = Judgement(decide_by_sample, 320)
-BY_RATIO = Judgement(probabilistic.decide_by_ratio, 192)
-IN_BLOCK = Judgement(block.note_ratio, 2048)
+BY_RATIO = Judgement(probabilistic.decide_by_ratio, 320)
+IN_BLOCK = Judgement(block.note_ratio, 1536)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -79,9 +79,11 @@ SMALLEST_TEAM, LARGEST_TEAM = 8, 16
 """Programs that one request may have in block verification, if not one: fewer would share the rest of a search later than
 others could help, and more would have few blocks left for each."""
 
-REGISTERS, REGISTERS_WITH_DRAFT_ROWS, REGISTERS_TO_EMIT = 48, 64, 128
-"""Registers for a thread that works on aligned rows of 16-bit logits: as few as will do, for more programs at once. The last
-is for block verification, of which a GPU's multiprocessor would have one program at a time, not two, with more."""
+REGISTERS, REGISTERS_WITH_DRAFT_ROWS = 48, 64
+"""Registers for a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
+
+REGISTERS_TO_EMIT = 128
+"""Likewise in block verification: with more, a GPU's multiprocessor would emit for one request at a time, not for two."""
 
 MIN_DRAFTS = 32
 """As many drafts of a request are handled at once at least, or the next power of two."""
@@ -176,7 +178,8 @@ def verify(
     draft = None if decide is decide_by_sample or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     if lazy is None:
-        lazy = requests * (num_draft_tokens + 1) >= lazy_rows
+        reads_draft_rows = draft is not None and draft_logsumexp is None
+        lazy = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_draft_rows) >= lazy_rows
     lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
     many = not lazy and (requests >= MANY if many is None else many)
     of_requests, numbers = per_request(batch)
@@ -299,13 +302,12 @@ def plan_verification(
         "DRAFT_LANES": 256,
         "MAX_BLOCKS": MIN_BLOCKS,
     }
-    is_usual = usual.items() <= plan.constants.items()
     plan.add(
         read_kernel,
         programs,
         num_warps=READ_BLOCKS,
         follows=False,
-        max_registers=registers if is_usual else None,
+        max_registers=registers if usual.items() <= plan.constants.items() else None,
         tiles=tiles,
         BLOCKS=READ_BLOCKS,
     )
@@ -318,7 +320,7 @@ def plan_verification(
             block.emit_kernel,
             requests * members,
             num_warps,
-            max_registers=REGISTERS_TO_EMIT if is_usual else None,
+            max_registers=REGISTERS_TO_EMIT,
             members=members,
             patience=patience,
         )
