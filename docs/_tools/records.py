@@ -9,12 +9,6 @@ from typing import Any, NamedTuple
 
 RECORDS = Path(__file__).parent.parent.parent / "tests" / "benchmarks" / "records"
 
-GROUP = re.compile(
-    r"((?P<of>eager call|launch by launch|reading alone|eight seeds|numbers in tensors), )?"
-    r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
-    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
-)
-
 KINDS = {
     "eager call": "call",
     "launch by launch": "launches",
@@ -23,6 +17,12 @@ KINDS = {
     "numbers in tensors": "served",
 }
 """What a group is about, by the words that it starts with; most have none of these."""
+
+GROUP = re.compile(
+    rf"((?P<of>{'|'.join(KINDS)}), )?"
+    r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
+    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
+)
 
 TITLES = {
     "triton": "`probabilistic`",
@@ -41,7 +41,7 @@ TITLES = {
 class Cell(NamedTuple):
     """One result of a record and what it is of."""
 
-    kind: str  # "request", "row", "call" without a graph, "launches" one by one, "reading" alone, "seeds", or "served"
+    kind: str  # "request", "row", or one of `KINDS`
     count: int  # requests or rows
     drafts: int
     vocab: int
