@@ -28,6 +28,7 @@ TITLES = {
     "triton": "`probabilistic`",
     "nothing": "nothing",
     "trips": "`probabilistic`, its trips to memory alone",
+    "trips and reductions": "the same, with its maxima and sums",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",

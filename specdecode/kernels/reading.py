@@ -66,7 +66,11 @@ def read_kernel(
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
     WITH_DRAFT: tl.constexpr = draft_ptr is not None and logsumexp_ptr is None
     AT_ONCE: tl.constexpr = not LAZY or draft_ptr is None  # else there are no registers left for it
-    admit_next_launch(OVERLAPS)
+    # Early, for it to be set up in time. But one that emits without draft rows is soon set up, and was slower for having
+    # waited long: it is admitted when a program's last logits have been asked for, or, if they are greedy, its first.
+    ADMITS_LATE: tl.constexpr = LAZY and draft_ptr is None
+    if not ADMITS_LATE:
+        admit_next_launch(OVERLAPS)
     chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
     chunk = tl.program_id(0) % chunks
     request = (tl.program_id(0) // chunks % batch).to(tl.int64)
@@ -103,6 +107,9 @@ def read_kernel(
             if WITH_DRAFT:
                 # Asked for before the target's logits are needed: both rows' loads are under way at once.
                 draft = load_row_blocks(draft_row, first, reads_draft, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
+            if ADMITS_LATE:
+                if tile == tl.where(t > 0, tiles - 1, 0):
+                    admit_next_launch(OVERLAPS)
             store_statistics(statistics_ptr, index, target, first, num_blocks, t, BLOCKS, AT_ONCE)
             if WITH_DRAFT:
                 if reads_draft:

@@ -221,7 +221,6 @@ def summarise_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Summarise `tiles` times `BLOCKS` blocks of one row."""
-    admit_next_launch(OVERLAPS)
     chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
     request = (tl.program_id(0) // chunks).to(tl.int64)
     t = load_temperature(temperature_ptr, temperature, request)
@@ -229,6 +228,8 @@ def summarise_kernel(
     for tile in range(tiles):
         first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
         parts = load_row_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
+        if tile == tiles - 1:  # as in `read_kernel`
+            admit_next_launch(OVERLAPS)
         # Not AT_ONCE: where nothing is done but this, it was slower.
         store_statistics(statistics_ptr, request, parts, first, num_blocks, t, BLOCKS, AT_ONCE=False)
 

@@ -95,6 +95,13 @@ if triton is not None:
         await_launch(OVERLAPS)
         admit_next_launch(OVERLAPS)
 
+    @triton.jit
+    def reduced(values, TIMES: tl.constexpr):
+        """Reduce a vector as often, each time to what hangs on the last time; return the result."""
+        for _ in tl.static_range(TIMES - 1):
+            values = values ^ tl.max(values, 0)
+        return tl.max(values, 0)
+
     @triton.jit(do_not_specialize=["first_seed", "num_draft_tokens", "vocab_size", "num_blocks"])
     def trips_kernel(
         token_ids_ptr,
@@ -107,13 +114,17 @@ if triton is not None:
         num_draft_tokens,
         vocab_size,
         num_blocks,
+        LEADERS: tl.constexpr,
         MAX_BLOCKS: tl.constexpr,
+        REDUCES: tl.constexpr,
         OVERLAPS: tl.constexpr,
     ):
         """Make the trips to memory of `finish_by_ratio_kernel`, each to an address that hangs on what the last one brought.
 
         Statistics, two blocks of both rows, one of them again, the verdicts, the output. Nothing is computed but the largest
-        of what came, which is then multiplied by a seed of 0.
+        of what came, which is then multiplied by a seed of 0. Or, if it `REDUCES`, as many maxima as that kernel makes
+        maxima and sums at least, each of which has its threads wait for each other: of the statistics the largest, the sum
+        and which blocks lead; of the blocks' logits the sums, and which is best; of the last block's the first largest.
         """
         num_rows = num_draft_tokens + 1
         request, offset = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
@@ -125,13 +136,13 @@ if triton is not None:
         statistics_ptr += (request * num_rows + offset) * num_blocks * 2
         found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < num_blocks, other=0.0)
         add_verdict(state_ptr, request, offset, offset == num_draft_tokens, offset < 0, "relaxed")
-        first = (tl.max(found, 0).to(tl.int32) * first_seed).to(tl.int32)
+        first = (reduced(found.to(tl.int32), 3 + LEADERS if REDUCES else 1) * first_seed).to(tl.int32)
         places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
         block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * first_seed).to(tl.int32)
         places = block * 1024 + tl.arange(0, 1024)
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        token = tl.max(found, 0).to(tl.int64) * first_seed
+        token = reduced(found.to(tl.int32), 2 if REDUCES else 1) * first_seed
         verdicts = load_verdicts(state_ptr, request)
         tl.store(token_ids_ptr + tl.program_id(0), token)
         if are_complete(verdicts, num_draft_tokens):

@@ -318,8 +318,12 @@ def test_eight_seeds(benchmark, request, inputs, provider, environment):
 
 
 @pytest.mark.parametrize("inputs", STAGED[:3], indirect=True, ids=str)
-def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environment):
-    """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing."""
+@pytest.mark.parametrize("provider", ["trips", "trips and reductions"])
+def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider, environment):
+    """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing.
+
+    Or nothing but the maxima between them, as many as the second launch makes maxima and sums at least.
+    """
     from tests.benchmarks.bandwidth import trips_kernel
 
     benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
@@ -327,13 +331,14 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, environm
     plan = plan_of(monkeypatch, call)
     launches, compiled = plan.launches, plan.compiled
     try:
-        plan.launches, plan.compiled = [launches[0], launches[1]._replace(kernel=trips_kernel)], []
+        constants = {**launches[1].constants, "REDUCES": provider == "trips and reductions"}
+        plan.launches, plan.compiled = [launches[0], launches[1]._replace(kernel=trips_kernel, constants=constants)], []
         call()
         after = until_each_launch(monkeypatch, call)
         benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     finally:
         plan.launches, plan.compiled = launches, compiled
-    benchmark.extra_info |= {"provider": "trips", "environment": environment, "after_us": after}
+    benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
 @pytest.mark.parametrize("rows", [1, 256])
