@@ -40,20 +40,22 @@ class Choice(NamedTuple):
 def log_softmax(logits, temperature: float = 1.0):
     """Return log p, where p(v) is proportional to exp(l_v / T).
 
-    NaN counts as -inf. A row whose largest logit is not finite is the point mass on its first largest entry: on the
-    first +inf, or on token 0 where everything is -inf.
+    T = 0 stands for the limit: the point mass on the first largest entry. So is, at any T, a row whose largest logit is not
+    finite: on the first +inf, or on token 0 where everything is -inf. NaN counts as -inf.
 
     >>> np.exp(log_softmax([0.0, np.log(3.0)])).round(6).tolist()
     [0.25, 0.75]
     >>> np.exp(log_softmax([0.0, np.log(3.0)], temperature=0.5)).round(6).tolist()
     [0.1, 0.9]
+    >>> np.exp(log_softmax([1.0, 4.0, 4.0], temperature=0)).tolist()
+    [0.0, 1.0, 0.0]
     >>> np.exp(log_softmax([np.nan, np.inf, 5.0, np.inf])).tolist()
     [0.0, 1.0, 0.0, 0.0]
     """
     logits = np.array(logits, dtype=np.float64)
     logits[np.isnan(logits)] = -np.inf
     peak = int(logits.argmax())
-    if not np.isfinite(logits[peak]):
+    if temperature == 0 or not np.isfinite(logits[peak]):
         return np.where(np.arange(len(logits)) == peak, 0.0, -np.inf)
     scaled = (logits - logits[peak]) / temperature
     return scaled - np.log(np.exp(scaled).sum())
@@ -120,5 +122,7 @@ def sample(logits, *, temperature: float = 1.0, seed: int = 0, position: int = 0
 
     >>> sample([0.0, 2.0, 1.0], seed=3, position=5).index
     1
+    >>> sample([0.0, 1.0, 2.0], temperature=0, seed=3, position=5).index
+    2
     """
     return select(log_softmax(logits, temperature), seed, position, domains)

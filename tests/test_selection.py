@@ -17,7 +17,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 1000, BLOCK_SIZE, BLOCK_SIZE + 1, 5003])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sample_equals_the_reference_token_for_token(place, vocab, dtype):
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_sample_equals_the_reference_token_for_token(place, vocab, dtype, temperature):
     backend, device = place
     generator = torch.Generator().manual_seed(vocab)
     logits = (3 * torch.randn(40, vocab, generator=generator)).to(dtype)
@@ -25,10 +26,10 @@ def test_sample_equals_the_reference_token_for_token(place, vocab, dtype):
     positions = torch.randint(0, 2**62, (40,), generator=generator)
     # The drafts of "strict" are what `sample` would draw, which takes no backend.
     draw = RejectionSampler("strict", backend=backend).draft
-    tokens = draw(logits.to(device), 0.7, seeds.to(device), positions.to(device)).token_ids.tolist()
+    tokens = draw(logits.to(device), temperature, seeds.to(device), positions.to(device)).token_ids.tolist()
     band = band_of(dtype, backend)
     for token, row, seed, position in zip(tokens, logits.double().numpy(), seeds.tolist(), positions.tolist()):
-        choice = selection.sample(row, temperature=0.7, seed=seed, position=position)
+        choice = selection.sample(row, temperature=temperature, seed=seed, position=position)
         assert token == choice.index or choice.margin <= band
 
 
