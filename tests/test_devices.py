@@ -1,16 +1,23 @@
-"""On a device: no call waits for it, captured calls replay with fresh inputs in place, and the tokens are the host's."""
+"""On a device: no call waits for it, captured calls replay with fresh inputs in place, and the tokens are the host's.
 
+And the kernels compile for devices that are not here.
+"""
+
+import subprocess
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, sample
-from tests.conftest import BACKENDS
+from tests.conftest import BACKENDS, HAS_TRITON
 from tests.differential import case, like_a_device
 
+ROOT = Path(__file__).parents[1]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA_BACKENDS = [backend for backend, device in BACKENDS if device == "cuda"]
@@ -108,3 +115,23 @@ def test_the_gpu_says_what_the_host_says():
         sampler = RejectionSampler(**options, backend="eager")
         for got, want in zip(call(sampler, batch.to("cuda")), call(sampler, batch)):
             assert torch.equal(got.cpu(), want)
+
+
+KERNELS = {
+    "strict": {"read_kernel", "finish_by_sample_kernel", "emit_kernel"},
+    "probabilistic": {"read_kernel", "finish_by_ratio_kernel", "emit_kernel"},
+    "block": {"read_kernel", "note_ratio_kernel", "emit_kernel"},
+}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("capability", "method"), [(80, "strict"), (80, "probabilistic"), (80, "block"), (90, "block"), (120, "strict")]
+)
+def test_kernels_compile_for_gpus_that_are_not_here(capability, method):
+    script = [sys.executable, "tests/portability.py", str(capability), method]
+    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    count, *names = result.stdout.split()
+    assert set(names) == KERNELS[method] | {"summarise_kernel", "sample_kernel"}  # for drafts too
+    assert int(count) >= len(names)

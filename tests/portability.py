@@ -1,0 +1,83 @@
+"""Compile the kernels for a GPU that is not here: `python tests/portability.py 80`, by its compute capability times ten.
+
+Where there is no GPU, tests run in Triton's interpreter, which takes code that no compiler would; and what runs on one kind of
+GPU may not compile for another. A stand-in for Triton's driver names a GPU and launches nothing: what is compiled goes as far
+as machine code. Names of methods may follow.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # before the kernels are imported
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # for what was compiled before shows nothing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from specdecode import AcceptanceSchedule, RejectionSampler, backends
+from specdecode.kernels import launches
+
+VOCAB, DRAFTS = 33_024, 3
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
+
+
+class Launcher:
+    """Launches nothing."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __call__(self, *_: object) -> None: ...
+
+
+class Driver:
+    """Says which GPU there is, and takes what is compiled for it."""
+
+    launcher_cls = Launcher
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.compiled: list[str] = []
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 99 << 10}  # the least that such GPUs have, those of 8.6, 8.9 and 12.0
+
+    def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
+        """Note a kernel; return a module, a function, its registers, its spills and the threads that it may have."""
+        self.compiled.append(name)
+        return 0, 0, 0, 0, 1024
+
+
+def compile_all(methods: list[str]) -> None:
+    """Compile what calls of some methods take."""
+    target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
+    ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
+    schedule = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
+    for method in methods:
+        sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
+        for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None)):
+            sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
+
+
+if __name__ == "__main__":
+    capability, *methods = sys.argv[1:]
+    driver = Driver(int(capability))
+    triton.runtime.driver.set_active(driver)
+    backends.obstacle = lambda device: None
+    launches.can_overlap = lambda device: driver.target.arch >= 90
+    compile_all(methods or METHODS)
+    print(len(driver.compiled), *sorted(set(driver.compiled)))
