@@ -1,8 +1,8 @@
 """Compile the kernels for a GPU that is not here: `python tests/portability.py 80`, by its compute capability times ten.
 
-Where there is no GPU, tests run in Triton's interpreter, which takes code that no compiler would; and what runs on one kind of
-GPU may not compile for another. A stand-in for Triton's driver names a GPU and launches nothing: what is compiled goes as far
-as machine code. Names of methods may follow.
+Where there is no GPU, tests run in Triton's interpreter, which takes code that no compiler would; and what runs on
+one kind of GPU may not compile for another. A stand-in for Triton's driver names a GPU and launches nothing: what is
+compiled goes as far as machine code. Names of methods may follow.
 """
 
 import os
