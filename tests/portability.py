@@ -2,17 +2,13 @@
 
 Where there is no GPU, tests run in Triton's interpreter, which takes code that no compiler would; and what runs on
 one kind of GPU may not compile for another. A stand-in for Triton's driver names a GPU and launches nothing: what is
-compiled goes as far as machine code. Names of methods may follow.
+compiled goes as far as machine code. Names of methods may follow. What Triton's cache holds is not compiled again.
 """
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # before the kernels are imported
-os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # for what was compiled before shows nothing
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
