@@ -66,8 +66,8 @@ def read_kernel(
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
     WITH_DRAFT: tl.constexpr = draft_ptr is not None and logsumexp_ptr is None
     AT_ONCE: tl.constexpr = not LAZY or draft_ptr is None  # else there are no registers left for it
-    # Early, for it to be set up in time. But one that emits without draft rows is soon set up, and was slower for having
-    # waited long: it is admitted when a program's last logits have been asked for, or, if they are greedy, its first.
+    # The next launch is admitted early, to be set up in time. But one that emits without draft rows is soon set up, and was
+    # slower for having waited long: it is admitted when a program's last logits are asked for, if they are greedy its first.
     ADMITS_LATE: tl.constexpr = LAZY and draft_ptr is None
     if not ADMITS_LATE:
         admit_next_launch(OVERLAPS)
