@@ -228,7 +228,7 @@ def summarise_kernel(
     for tile in range(tiles):
         first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
         parts = load_row_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
-        if tile == tiles - 1:  # as in `read_kernel`
+        if tile == tiles - 1:  # for it is soon set up, see `read_kernel`
             admit_next_launch(OVERLAPS)
         # Not AT_ONCE: where nothing is done but this, it was slower.
         store_statistics(statistics_ptr, request, parts, first, num_blocks, t, BLOCKS, AT_ONCE=False)
