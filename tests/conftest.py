@@ -22,6 +22,9 @@ def pytest_configure(config):
     # Tests work on small tensors, where a second thread costs more than it gives; benchmarks are to use all.
     if not config.getoption("benchmark_only"):
         torch.set_num_threads(1)
+    # Where there is no Triton, as on macOS, modules that import it have no doctests. Elsewhere a failed import is an error.
+    if not HAS_TRITON:
+        config.option.doctest_ignore_import_errors = True
 
 
 @pytest.fixture(params=BACKENDS, ids="-".join)

@@ -134,6 +134,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, method, tmp_path
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     result = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
-    count, *names = result.stdout.split()
-    assert set(names) == KERNELS[method] | {"summarise_kernel", "sample_kernel"}  # for drafts too
-    assert int(count) >= len(names)
+    assert set(result.stdout.split()) == KERNELS[method] | {"summarise_kernel", "sample_kernel"}  # for drafts too
