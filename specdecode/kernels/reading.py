@@ -76,8 +76,12 @@ def read_kernel(
     request = (tl.program_id(0) // chunks % batch).to(tl.int64)
     offset = tl.program_id(0) // chunks // batch
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    if WITH_DRAFT:  # asked for before it is known whether the row matters
+    logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
+    # Asked for before it is known whether the row matters.
+    if WITH_DRAFT:
         reads_draft = load_drafts(drafts, request, offset, vocab_size) >= 0
+    elif draft_ptr is not None:
+        logsumexp = load_logsumexp(logsumexps, request, offset, offset < num_draft_tokens)
     matters = True
     if offset > 0:
         matters = load_drafts(drafts, request, offset - 1, vocab_size) >= 0  # to count them all was slower
@@ -91,14 +95,10 @@ def read_kernel(
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
-        logsumexps = (logsumexp_ptr, logsumexp_stride_request, logsumexp_stride_offset)
         if draft_ptr is not None:
             draft_row = row_at(draft_rows, vocab_size, request, offset, DRAFT_ALIGNMENT)
             if WITH_DRAFT:
                 reads_draft &= t > 0
-            else:
-                untrusted = (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0)
-                untrusted &= is_trusted(load_logsumexp(logsumexps, request, offset, untrusted)) == 0
         index = request * (num_draft_tokens + 1) + offset
         draft_index = batch.to(tl.int64) * (num_draft_tokens + 1) + request * num_draft_tokens + offset
         for tile in range(tiles):
@@ -115,11 +115,14 @@ def read_kernel(
                 if reads_draft:
                     store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE)
         if logsumexp_ptr is not None:
-            if untrusted:  # seldom, so it may come afterwards, where it takes no registers from what is always done
-                for tile in range(tiles):
-                    first = (chunk * tiles + tile) * BLOCKS
-                    draft = load_row_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
-                    store_statistics(statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE=False)
+            if is_trusted(logsumexp) == 0:  # seldom, so all that hangs on it may come afterwards
+                if (load_drafts(drafts, request, offset, vocab_size) >= 0) & (t > 0):
+                    for tile in range(tiles):
+                        first = (chunk * tiles + tile) * BLOCKS
+                        draft = load_row_blocks(draft_row, first, True, DRAFT_ALIGNMENT, BLOCKS, DRAFT_LANES)
+                        store_statistics(
+                            statistics_ptr, draft_index, draft, first, num_blocks, t, BLOCKS, AT_ONCE=False
+                        )
         if LAZY:
             if offset < num_draft_tokens:
                 if is_last(state_ptr + batch * FIELDS + index, chunks):

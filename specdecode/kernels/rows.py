@@ -14,6 +14,7 @@ import triton.language as tl
 from specdecode import noise
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
+WARP = tl.constexpr(32)
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
@@ -223,10 +224,13 @@ def store_statistics(
 ):
     """Leave the statistics of a few blocks of the row that has this index."""
     maxima, sums = summarise(parts, temperature, AT_ONCE)
-    blocks = first + tl.arange(0, BLOCKS)[:, None]
-    places = statistics_ptr + (index * num_blocks + blocks) * 2 + tl.arange(0, 2)[None, :]
-    # Together, for a store from several warps costs them a barrier.
-    tl.store(places, tl.join(maxima, sums), mask=blocks < num_blocks)
+    # Each warp has a block and stores for it, by its first lane. As a vector of blocks the numbers would first change warps,
+    # for which all of them would have to wait for each other.
+    blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
+    places = statistics_ptr + (index * num_blocks + blocks) * 2 + lanes
+    wanted = (blocks < num_blocks) & (lanes == 0)
+    tl.store(places, tl.broadcast_to(maxima[:, None], [BLOCKS, WARP]), mask=wanted)
+    tl.store(places + 1, tl.broadcast_to(sums[:, None], [BLOCKS, WARP]), mask=wanted)
 
 
 @triton.jit
