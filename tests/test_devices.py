@@ -135,3 +135,9 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, method, tmp_path
     result = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(result.stdout.split()) == KERNELS[method] | {"summarise_kernel", "sample_kernel"}  # for drafts too
+    barriers = {
+        name: [path.read_text().count("bar.sync") for path in tmp_path.rglob(f"{name}.ptx")]
+        for name in ("summarise_kernel", "read_kernel")
+    }
+    assert max(barriers["summarise_kernel"]) == 0  # warps that read do not wait for each other
+    assert min(barriers["read_kernel"]) == 0  # nor here, where nothing is decided
