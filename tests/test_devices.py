@@ -141,3 +141,27 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, method, tmp_path
     }
     assert max(barriers["summarise_kernel"]) == 0  # warps that read do not wait for each other
     assert min(barriers["read_kernel"]) == 0  # nor here, where nothing is decided
+
+
+HASH_ALL = """
+import sys
+import triton
+from specdecode import kernels
+modules = [module for name, module in sys.modules.items() if name.startswith("specdecode.kernels")]
+functions = {f"{value.__module__}.{name}": value for module in modules for name, value in vars(module).items()
+             if isinstance(value, triton.JITFunction)}
+for name in sorted(functions, reverse=sys.argv[1] == "backwards"):
+    kernels.hash_callees_first(functions[name])
+print(*sorted(f"{name} {function.cache_key}" for name, function in functions.items()))
+"""
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_compiled_code_is_found_on_disk_in_whatever_order_kernels_are_called():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    forwards, backwards = (
+        subprocess.check_output([sys.executable, "-c", HASH_ALL, way], cwd=ROOT, env=environment, text=True).split()
+        for way in ("forwards", "backwards")
+    )
+    assert "specdecode.kernels.reading.read_kernel" in forwards
+    assert forwards == backwards

@@ -31,8 +31,9 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 block_kernels, probabilistic_kernels = kernels.block, kernels.probabilistic
-launches, rows, search, selection, steps = (
-    pytest.importorskip(f"specdecode.kernels.{name}") for name in ("launches", "rows", "search", "selection", "steps")
+launches, reading, rows, search, selection, steps = (
+    pytest.importorskip(f"specdecode.kernels.{name}")
+    for name in ("launches", "reading", "rows", "search", "selection", "steps")
 )
 
 # The interpreter computes with NumPy, which warns of what the kernels deal with: infinities, NaN, overflow.
@@ -164,6 +165,41 @@ def test_how_much_a_program_reads_does_not_matter(kind, vocab, monkeypatch):
                 forget_plans()
                 assert_same(verify(kind, batch, lazy=lazy), usual)
     forget_plans()
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_a_grid_of_one_dimension_does_as_well(kind, monkeypatch):
+    batch = case(70 if ON_GPU else 2, 2, 9232, torch.bfloat16, seed=5).to(DEVICE)
+    drawn = sample(batch.target_logits[:, 0], batch.temperature, batch.seeds)
+    usual = [verify(kind, batch, lazy=lazy) for lazy in (False, True)]
+    monkeypatch.setattr(launches, "MOST_PROGRAMS", 1)  # as if there were more requests than a second dimension takes
+    forget_plans()
+    for lazy, output in zip((False, True), usual):
+        assert_same(verify(kind, batch, lazy=lazy), output)
+    assert torch.equal(sample(batch.target_logits[:, 0], batch.temperature, batch.seeds), drawn)
+    forget_plans()
+
+
+@triton.jit
+def peek_nothing(state_ptr, request, num_draft_tokens):
+    """Answer as `peek_stop` does before any verdict is known."""
+    return num_draft_tokens
+
+
+@pytest.mark.skipif(ON_GPU, reason="needs the interpreter, which looks up what a kernel calls at each call")
+@pytest.mark.parametrize("kind", ["strict", "probabilistic", "given logsumexp", "block"])
+def test_a_row_that_ceases_to_matter_while_it_is_read_changes_nothing(kind, monkeypatch):
+    batch = case(3, 3, 9232, torch.bfloat16, seed=7)
+    usual, unread = verify(kind, batch, lazy=True), []
+    monkeypatch.setattr(kernels, "reading_tiles", lambda *sizes: 3)
+    monkeypatch.setattr(reading, "peek_stop", peek_nothing)  # so that it is left to the second look
+    load = reading.load_row_blocks
+    seen = lambda row, first, wanted, *rest: unread.append(not wanted) or load(row, first, wanted, *rest)  # noqa: E731
+    monkeypatch.setattr(reading, "load_row_blocks", seen)
+    forget_plans()
+    assert_same(verify(kind, batch, lazy=True), usual)
+    forget_plans()
+    assert any(unread) == ("logsumexp" not in kind)
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
@@ -1048,7 +1084,8 @@ def take_step(
         finishes = steps.is_to_finish(state_ptr, 0, offset, verdicts, num_draft_tokens)
         if finishes:
             output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-            steps.finish(output, drafts, verdicts, 0, num_draft_tokens, 1000)
+            counted = steps.count_drafts(drafts, 0, 1000)
+            steps.finish(output, drafts, counted, verdicts, 0, 1000)
 
 
 def orders(counts: list[int]):

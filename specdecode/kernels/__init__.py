@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, layout
+from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, hash_callees_first, lanes, layout
 from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
@@ -52,6 +52,9 @@ METHODS = {
     "synthetic": (BY_RATIO, BY_SAMPLE),
 }
 """Each method's judgement with draft logits, and without."""
+
+for judgement in (BY_SAMPLE, BY_RATIO, IN_BLOCK):
+    hash_callees_first(judgement.decide)  # which plans are found by
 
 READ_BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
@@ -127,6 +130,7 @@ def plan_sampling(
         constants={
             "stride_row": stride_row,
             "stride_token": stride_token,
+            "batch": requests,
             "vocab_size": vocab_size,
             "num_blocks": num_blocks,
             "ALIGNMENT": alignment(logits, vocab_size),
@@ -135,8 +139,17 @@ def plan_sampling(
         },
     )
     tiles = reading_tiles(requests, 1, num_blocks)
-    programs = requests * triton.cdiv(num_blocks, tiles * READ_BLOCKS)
-    plan.add(summarise_kernel, programs, num_warps=READ_BLOCKS, follows=False, tiles=tiles, BLOCKS=READ_BLOCKS)
+    chunks = triton.cdiv(num_blocks, tiles * READ_BLOCKS)
+    plan.add(
+        summarise_kernel,
+        chunks,
+        requests,
+        num_warps=READ_BLOCKS,
+        follows=False,
+        tiles=tiles,
+        chunks=chunks,
+        BLOCKS=READ_BLOCKS,
+    )
     plan.add(sample_kernel, requests, num_warps=8)
     return plan
 
@@ -293,7 +306,7 @@ def plan_verification(
     reads_draft_rows = draft is not None and logsumexp is None
     # Where decisions seldom save a row, and no draft row is read beside, programs may be fewer.
     tiles = reading_tiles(requests, num_rows, num_blocks, 32 if lazy and in_block and not reads_draft_rows else 64)
-    programs = requests * num_rows * triton.cdiv(num_blocks, tiles * READ_BLOCKS)
+    chunks = triton.cdiv(num_blocks, tiles * READ_BLOCKS)
     registers = REGISTERS_WITH_DRAFT_ROWS if reads_draft_rows else REGISTERS
     usual = {
         "TARGET_ALIGNMENT": 16,
@@ -304,11 +317,14 @@ def plan_verification(
     }
     plan.add(
         read_kernel,
-        programs,
+        chunks,
+        requests,
+        num_rows,
         num_warps=READ_BLOCKS,
         follows=False,
         max_registers=registers if usual.items() <= plan.constants.items() else None,
         tiles=tiles,
+        chunks=chunks,
         BLOCKS=READ_BLOCKS,
     )
     num_warps = 4 if draft is None else 8
@@ -319,17 +335,17 @@ def plan_verification(
         plan.add(
             block.emit_kernel,
             requests * members,
-            num_warps,
+            num_warps=num_warps,
             max_registers=REGISTERS_TO_EMIT,
             members=members,
             patience=patience,
         )
     elif lazy:
-        plan.add(probabilistic.emit_kernel, requests, num_warps)
+        plan.add(probabilistic.emit_kernel, requests, num_warps=num_warps)
     elif by_sample:
         plan.add(finish_by_sample_kernel, requests * num_rows, num_warps=8)
     else:
-        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps)
+        plan.add(probabilistic.finish_by_ratio_kernel, requests * num_rows, num_warps=num_warps)
     return plan
 
 

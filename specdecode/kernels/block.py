@@ -148,7 +148,7 @@ def note_ratio_kernel(
     offset = tl.program_id(0) % num_draft_tokens
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
     draft_token = load_drafts(drafts, request, offset, vocab_size)
-    matters = offset <= count_drafts(drafts, request, vocab_size)
+    matters = offset <= count_drafts(drafts, request, vocab_size)[0]
     t = load_temperature(temperature_ptr, temperature, request)
     await_launch(OVERLAPS)
     admit_next_launch(OVERLAPS)
@@ -522,7 +522,7 @@ def emit_kernel(
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
     draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    num_drafts = count_drafts(drafts, request, vocab_size)
+    counted = count_drafts(drafts, request, vocab_size)
     log_uniforms = log_uniforms_of(key, MAX_DRAFTS)
     await_launch(OVERLAPS)
     surveyed = survey(state_ptr, scalars_ptr, request, log_uniforms, num_draft_tokens, MAX_DRAFTS)
@@ -552,7 +552,7 @@ def emit_kernel(
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
         emit(
             output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, takes, request, accepted,
-            num_drafts, key, vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES,
+            counted, key, vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES,
             MAX_BLOCKS,
         )  # fmt: skip
     if draft_ptr is not None:

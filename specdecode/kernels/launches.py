@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ SIZES = [
     "vocab_size",
     "num_blocks",
     "tiles",
+    "chunks",
     "members",
     "patience",
 ]
@@ -60,6 +62,9 @@ SMALL_TENSORS = [
 ]
 """Tensors whose address is of no consequence, likewise. That of logits says whether 16 bytes can be read at once."""
 
+MOST_PROGRAMS = 65_535
+"""Programs along a grid's second dimension, and its third."""
+
 
 @triton.jit
 def admit_next_launch(OVERLAPS: tl.constexpr):
@@ -73,6 +78,18 @@ def await_launch(OVERLAPS: tl.constexpr):
     """Wait until the launch before has ended and all it wrote can be seen."""
     if OVERLAPS:
         gdc_wait()
+
+
+@triton.jit
+def place_in_grid(chunks, batch, FLAT: tl.constexpr):
+    """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
+    if FLAT:
+        chunk = tl.program_id(0) % chunks
+        request = tl.program_id(0) // chunks % batch
+        offset = tl.program_id(0) // chunks // batch
+    else:  # so nothing is divided before the first load
+        chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    return chunk, request.to(tl.int64), offset
 
 
 @functools.cache
@@ -142,7 +159,7 @@ class Launch(NamedTuple):
     """One launch of a plan."""
 
     kernel: Any
-    programs: int
+    grid: tuple[int, ...]
     options: dict[str, Any]
     constants: dict[str, Any]
 
@@ -151,7 +168,7 @@ class Compiled(NamedTuple):
     """A launch when Triton has compiled its kernel."""
 
     variant: Any
-    programs: int
+    grid: tuple[int, ...]
     arguments_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     constants: tuple[Any, ...]
 
@@ -165,6 +182,18 @@ def kind(parameter: Any, argument: object) -> object:
     if isinstance(argument, Tensor):
         return argument.dtype, parameter.do_not_specialize_on_alignment or argument.data_ptr() % 16 == 0
     return argument if parameter.is_constexpr or argument is None else type(argument)
+
+
+def hash_callees_first(function: object) -> None:
+    """Have Triton hash a kernel after all that it calls, by which it finds compiled code on disk.
+
+    Left to itself, Triton takes into a kernel's hash the constants of those callees alone that are hashed already: what one
+    process has compiled, another that calls kernels in a different order compiles again.
+    """
+    if isinstance(function, triton.JITFunction) and function.hash is None:
+        for name in function.fn.__code__.co_names:
+            hash_callees_first(function.fn.__globals__.get(name))
+        function.cache_key  # noqa: B018 (a property that keeps what it finds)
 
 
 class Plan:
@@ -202,16 +231,22 @@ class Plan:
     def add(
         self,
         kernel: Any,
-        programs: int,
+        *programs: int,
         num_warps: int,
         follows: bool = True,
         max_registers: int | None = None,
         **others: int,
     ) -> None:
-        """Add a launch with arguments of its own; one that `follows` another may be set up while that runs."""
+        """Add a launch with arguments of its own; one that `follows` another may be set up while that runs.
+
+        Programs are counted along up to three dimensions, the first fastest. Where the others take no such numbers the grid
+        is `FLAT`: all are along the first.
+        """
+        flat = max(programs[1:], default=1) > MOST_PROGRAMS
+        grid = (math.prod(programs), 1, 1) if flat else (*programs, 1, 1)[:3]
         overlaps = follows and self.constants["OVERLAPS"]
         options = {"num_warps": num_warps, "launch_pdl": overlaps, "maxnreg": max_registers}
-        self.launches.append(Launch(kernel, programs, options, {**self.constants, **others}))
+        self.launches.append(Launch(kernel, grid, options, {**self.constants, "FLAT": flat, **others}))
 
     def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
         """Make the launches, given what differs from call to call: the same names each time, in the same order."""
@@ -230,13 +265,13 @@ class Plan:
             )
             stream = triton.runtime.driver.active.get_current_stream(self.device.index)
             directly = can_launch_directly()
-            for variant, programs, arguments_of, constants in self.compiled:
+            for variant, grid, arguments_of, constants in self.compiled:
                 arguments = arguments_of(values + constants)
                 if directly:  # which leaves out what Triton prepares for hooks even where there are none
                     function, metadata = variant.function, variant.packed_metadata
-                    variant.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+                    variant.run(*grid, stream, function, metadata, None, None, None, *arguments)
                 else:
-                    variant[programs, 1, 1](*arguments, stream=stream)
+                    variant[grid](*arguments, stream=stream)
 
     def views(self, workspace: Tensor) -> list[Tensor]:
         """Return the parts of a workspace."""
@@ -256,6 +291,7 @@ class Plan:
             arguments = arguments_of((*values, *constants.values()))
             key: tuple[object, ...] = ()
             if isinstance(kernel, triton.JITFunction):  # not in the interpreter
+                hash_callees_first(kernel)
                 key = (self.device, kernel, *options.values(), *map(kind, kernel.params, arguments))
             calls.append((arguments_of, arguments, key))
         self.compile_at_once(
@@ -266,15 +302,15 @@ class Plan:
             }
         )
         compiled = []
-        for (kernel, programs, options, constants), (arguments_of, arguments, key) in zip(self.launches, calls):
+        for (kernel, grid, options, constants), (arguments_of, arguments, key) in zip(self.launches, calls):
             variant = _variants.get(key)
             if variant is None:
-                variant = kernel[programs, 1, 1](*arguments, **options)
+                variant = kernel[grid](*arguments, **options)
             else:
-                variant[programs, 1, 1](*arguments)
+                variant[grid](*arguments)
             if key:
                 _variants[key] = variant
-            compiled.append(Compiled(variant, programs, arguments_of, tuple(constants.values())))
+            compiled.append(Compiled(variant, grid, arguments_of, tuple(constants.values())))
         return [] if any(launch.variant is None for launch in compiled) else compiled
 
     def compile_at_once(self, variants: dict[tuple[object, ...], Callable[[], object]]) -> None:

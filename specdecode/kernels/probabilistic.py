@@ -431,7 +431,7 @@ def emit(
     taken,
     request,
     stop,
-    num_drafts,
+    counted,
     key,
     vocab_size,
     num_blocks,
@@ -448,6 +448,7 @@ def emit(
     index = request * (num_draft_tokens + 1) + stop
     target_row = row_at(target_rows, vocab_size, request, stop, TARGET_ALIGNMENT)
     statistics = load_statistics(statistics_ptr, index, True, num_blocks, MAX_BLOCKS)
+    empty = load_empty(state_ptr, request, num_draft_tokens)
     times = times_of_blocks(key, stop, SELECT_BLOCK, MAX_BLOCKS)
     merged = merge(statistics, target_row, num_blocks, temperature, TARGET_ALIGNMENT, MAX_BLOCKS)
     token = draw_residual(
@@ -455,8 +456,8 @@ def emit(
         TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
     )  # fmt: skip
     tl.store(output[0] + index, token)
-    invalid = (load_empty(state_ptr, request, num_draft_tokens) <= stop) | (merged[0] == -INFINITY).to(tl.int1)
-    store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size)
+    invalid = (empty <= stop) | (merged[0] == -INFINITY).to(tl.int1)
+    store_output(output, drafts, counted, request, stop, invalid, vocab_size)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS)
@@ -502,7 +503,7 @@ def emit_kernel(
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     drafts = (ids_ptr, ids_stride_request, ids_stride_offset, num_draft_tokens)
-    num_drafts = count_drafts(drafts, request, vocab_size)
+    counted = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     stop, takes = load_stop(state_ptr, request, num_draft_tokens)
     target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
@@ -515,7 +516,7 @@ def emit_kernel(
 
     output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
     emit(
-        output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, taken, request, stop, num_drafts, key,
+        output, drafts, state_ptr, statistics_ptr, target_rows, draft_rows, scalars, taken, request, stop, counted, key,
         vocab_size, num_blocks, t, TARGET_ALIGNMENT, DRAFT_ALIGNMENT, LEADERS, BLOCKS, LANES, MAX_BLOCKS,
     )  # fmt: skip
 
@@ -571,11 +572,11 @@ def finish_by_ratio_kernel(
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
     uniform = accept_uniform(key, offset)
-    num_drafts = count_drafts(drafts, request, vocab_size)
+    counted = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     verdicts = tl.full([], 0, tl.int64)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    if offset <= num_drafts:
+    if offset <= counted[0]:
         target_rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         target_row = row_at(target_rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         draft_rows = (draft_ptr, draft_index_ptr, draft_stride_request, draft_stride_offset, draft_stride_token)
@@ -600,4 +601,4 @@ def finish_by_ratio_kernel(
         verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "relaxed")
     if is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        finish(output, drafts, verdicts, request, num_drafts, vocab_size)
+        finish(output, drafts, counted, verdicts, request, vocab_size)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.greedy import point_mass
-from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch
+from specdecode.kernels.launches import SIZES, SMALL_TENSORS, admit_next_launch, await_launch, place_in_grid
 from specdecode.kernels.philox import exponential, load_key
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -212,21 +212,23 @@ def summarise_kernel(
     temperature,
     stride_row: tl.int64,
     stride_token: tl.int64,
+    batch,
     vocab_size,
     num_blocks,
     tiles,
+    chunks,
     ALIGNMENT: tl.constexpr,
     BLOCKS: tl.constexpr,
     LANES: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """Summarise `tiles` times `BLOCKS` blocks of one row."""
-    chunks = tl.cdiv(num_blocks, tiles * BLOCKS)
-    request = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk, request, _ = place_in_grid(chunks, batch, FLAT)
     t = load_temperature(temperature_ptr, temperature, request)
     row = row_at((logits_ptr, None, stride_row, 0, stride_token), vocab_size, request, 0, ALIGNMENT)
     for tile in range(tiles):
-        first = (tl.program_id(0) % chunks * tiles + tile) * BLOCKS
+        first = (chunk * tiles + tile) * BLOCKS
         parts = load_row_blocks(row, first, True, ALIGNMENT, BLOCKS, LANES)
         if tile == tiles - 1:  # for it is soon set up, see `read_kernel`
             admit_next_launch(OVERLAPS)

@@ -50,6 +50,12 @@ def peek_stop(state_ptr, request, num_draft_tokens):
 
 
 @triton.jit
+def peek_stop_again(state_ptr, request, num_draft_tokens):
+    """Return the same by a plain load, so perhaps not the same to each warp: for masks alone, and no warp waits for it."""
+    return num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP, volatile=True) // 2
+
+
+@triton.jit
 def load_stop(state_ptr, request, num_draft_tokens):
     """Return the offset that a request stops at, and whether its token is drawn from less than p, once all is posted."""
     posted = tl.load(state_ptr + request * FIELDS + STOP)
@@ -83,27 +89,31 @@ def load_drafts(drafts, request, offsets, vocab_size):
 
 @triton.jit
 def count_drafts(drafts, request, vocab_size):
-    """Return how many drafts a request has."""
+    """Return how many drafts a request has, and the first `TILE` ids, for `store_output`."""
     num_draft_tokens = drafts[3]
-    num_drafts = num_draft_tokens
+    offsets = tl.arange(0, TILE)
+    first_drafts = load_drafts(drafts, request, offsets, vocab_size)
+    ids, num_drafts = first_drafts, num_draft_tokens
     for start in range(0, num_draft_tokens, TILE):
-        offsets = start + tl.arange(0, TILE)
-        ids = load_drafts(drafts, request, offsets, vocab_size)
-        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, offsets, num_draft_tokens), 0))
-    return num_drafts
+        if start > 0:
+            ids = load_drafts(drafts, request, start + offsets, vocab_size)
+        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, start + offsets, num_draft_tokens), 0))
+    return num_drafts, first_drafts
 
 
 @triton.jit
-def store_output(output, drafts, request, num_drafts, stop, invalid, vocab_size):
+def store_output(output, drafts, counted, request, stop, invalid, vocab_size):
     """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is another's to write.
 
-    `output` is (token_ids, num_accepted, num_draft_tokens, invalid), as pointers.
+    `output` is (token_ids, num_accepted, num_draft_tokens, invalid), as pointers; `counted` is from `count_drafts`.
     """
     token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr = output
     num_draft_tokens = drafts[3]
+    num_drafts, ids = counted
     for start in range(0, num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
-        ids = load_drafts(drafts, request, offsets, vocab_size)
+        if start > 0:  # the first were asked for in time: now it would be one more trip to memory, at the very end
+            ids = load_drafts(drafts, request, offsets, vocab_size)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         theirs = (offsets <= num_draft_tokens) & (offsets != stop)
         tl.store(token_ids_ptr + request * (num_draft_tokens + 1) + offsets, tokens, mask=theirs)
@@ -176,7 +186,7 @@ def is_to_finish(state_ptr, request, offset, verdicts, num_draft_tokens):
 
 
 @triton.jit
-def finish(output, drafts, verdicts, request, num_drafts, vocab_size):
+def finish(output, drafts, counted, verdicts, request, vocab_size):
     """Write a request's output, but for its last token, given the verdicts on all its rows."""
     stop = first_row(verdicts, STOPS)
-    store_output(output, drafts, request, num_drafts, stop, first_row(verdicts, EMPTIES) <= stop, vocab_size)
+    store_output(output, drafts, counted, request, stop, first_row(verdicts, EMPTIES) <= stop, vocab_size)

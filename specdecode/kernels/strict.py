@@ -113,10 +113,10 @@ def finish_by_sample_kernel(
     t = load_temperature(temperature_ptr, temperature, request)
     key = load_key(seeds_ptr, first_seed, positions_ptr, request)
     times = times_of_blocks(key, offset, SELECT_BLOCK, MAX_BLOCKS)
-    num_drafts = count_drafts(drafts, request, vocab_size)
+    counted = count_drafts(drafts, request, vocab_size)
     await_launch(OVERLAPS)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    if offset <= num_drafts:
+    if offset <= counted[0]:
         rows = (target_ptr, target_index_ptr, target_stride_request, target_stride_offset, target_stride_token)
         row = row_at(rows, vocab_size, request, offset, TARGET_ALIGNMENT)
         index = request * (num_draft_tokens + 1) + offset
@@ -135,4 +135,4 @@ def finish_by_sample_kernel(
     verdicts = add_verdict(state_ptr, request, offset, stops, is_empty, "acq_rel")
     if are_complete(verdicts, num_draft_tokens):
         output = (token_ids_ptr, num_accepted_ptr, num_drafts_ptr, invalid_ptr)
-        finish(output, drafts, verdicts, request, num_drafts, vocab_size)
+        finish(output, drafts, counted, verdicts, request, vocab_size)
