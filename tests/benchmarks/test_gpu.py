@@ -359,7 +359,8 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_per_second, environment):
     """Time the launch that reads: as it is, when told in advance which rows matter, and when it reads all of them.
 
-    It is told by drafts that end where they stopped, and takes them for a small batch, so decides nothing either.
+    It is told by drafts that end where they stopped, and takes them for a small batch, so decides nothing either. Beside it
+    the best time of plain kernels that read as many bytes, in one piece, and do nothing else.
     """
     from specdecode import kernels
 
@@ -379,9 +380,9 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
         "every row": lambda: kernels.verify(verifier.method, batch, lazy=False),
     }
     reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
-    device_us = measure(benchmark, Recording(call))
-    rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
-    note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
+    elements = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1]) * VOCAB
+    reading["plain"] = 1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16)
+    note_bytes(benchmark, 2 * elements, measure(benchmark, Recording(call)), bytes_per_second)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "reading_us": reading}
 
 
