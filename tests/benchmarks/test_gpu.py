@@ -381,7 +381,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     }
     reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
     elements = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1]) * VOCAB
-    reading["plain"] = 1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16)
+    reading["plain"] = round(1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16), 3)
     note_bytes(benchmark, 2 * elements, measure(benchmark, Recording(call)), bytes_per_second)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "reading_us": reading}
 
