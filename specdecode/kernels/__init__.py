@@ -41,7 +41,7 @@ class Judgement(NamedTuple):
     lazy_rows: int  # rows to read that make a batch large
 
 
-BY_SAMPLE = Judgement(decide_by_sample, 320)
+BY_SAMPLE = Judgement(decide_by_sample, 384)
 BY_RATIO = Judgement(probabilistic.decide_by_ratio, 320)
 IN_BLOCK = Judgement(block.note_ratio, 1536)
 
@@ -72,8 +72,8 @@ verification has many."""
 MANY = 12
 """Requests of which one is likely to need a long search, for which the others wait."""
 
-WAVE = 1024
-"""Programs that a large GPU runs at once, or somewhat fewer."""
+SMALL_GRID = 2048
+"""Programs of a launch in which each had best read as little as it can: one and a half times those that run at once."""
 
 EMITTING = 256
 """Programs that can emit at once."""
@@ -304,8 +304,11 @@ def plan_verification(
         },
     )
     reads_draft_rows = draft is not None and logsumexp is None
-    # Where decisions seldom save a row, and no draft row is read beside, programs may be fewer.
-    tiles = reading_tiles(requests, num_rows, num_blocks, 32 if lazy and in_block and not reads_draft_rows else 64)
+    # Programs that read both rows at once, and are not started in vain, are best small in larger launches too. Where
+    # decisions seldom save a row, and no draft row is read beside, they may be fewer.
+    small_grid = 4 * SMALL_GRID if reads_draft_rows and not lazy else SMALL_GRID
+    requests_per_tile = 32 if lazy and in_block and not reads_draft_rows else 64
+    tiles = reading_tiles(requests, num_rows, num_blocks, small_grid, requests_per_tile)
     chunks = triton.cdiv(num_blocks, tiles * READ_BLOCKS)
     registers = REGISTERS_WITH_DRAFT_ROWS if reads_draft_rows else REGISTERS
     usual = {
@@ -349,9 +352,11 @@ def plan_verification(
     return plan
 
 
-def reading_tiles(requests: int, num_rows: int, num_blocks: int, requests_per_tile: int = 64) -> int:
+def reading_tiles(
+    requests: int, num_rows: int, num_blocks: int, small_grid: int = SMALL_GRID, requests_per_tile: int = 64
+) -> int:
     """Return how many times `READ_BLOCKS` blocks a program reads: fewer programs to start, against later decisions."""
-    if requests * num_rows * triton.cdiv(num_blocks, READ_BLOCKS) <= WAVE:
+    if requests * num_rows * triton.cdiv(num_blocks, READ_BLOCKS) <= small_grid:
         return 1
     return min(max(requests // requests_per_tile, 2), 8)
 

@@ -148,6 +148,12 @@ if triton is not None:
         if are_complete(verdicts, num_draft_tokens):
             tl.store(num_accepted_ptr + request, first_row(verdicts, STOPS))
 
+    @triton.jit
+    def is_last_unpublished(count_ptr, programs):
+        """Count a program in as `steps.is_last` does, but do not wait until what it wrote can be seen."""
+        tl.debug_barrier()
+        return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
+
 
 def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
     """Return a function that allocates what a verification step of one request does, and launches kernels without work."""

@@ -354,13 +354,49 @@ def test_sampling_launch_by_launch(benchmark, monkeypatch, rows, environment):
 LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (256, 3), (256, 7))]
 
 
+def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
+    """Time a large batch's launch that reads, given where requests stop, and counts that nobody completes.
+
+    As it is but for that, and where programs do not wait, before they count themselves in, until their writes can be seen.
+    """
+    import triton
+
+    from specdecode.kernels import reading
+    from specdecode.kernels.launches import SIZES, SMALL_TENSORS
+    from specdecode.kernels.steps import FIELDS, STOP
+    from tests.benchmarks.bandwidth import is_last_unpublished
+
+    plan, empty = plan_of(monkeypatch, call), torch.empty
+    requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
+    workspace = torch.full((plan.length,), -(2**30), dtype=torch.int32, device="cuda")
+    state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
+    state[:, STOP.value] = 2 * (most - output.num_accepted)
+    launches, compiled = plan.launches, plan.compiled
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch, "empty", lambda *size, **like: workspace if size == (plan.length,) else empty(*size, **like)
+        )
+        patch.setattr(plan, "zeros", 0)
+        patch.setattr(plan, "launches", launches[:1])
+        patch.setattr(plan, "compiled", compiled[:1])
+        times = {"decides nothing": median_us(call)}
+        patch.setattr(reading, "is_last", is_last_unpublished)
+        kernel = triton.jit(
+            reading.read_kernel.fn, do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS
+        )
+        plan.launches, plan.compiled = [launches[0]._replace(kernel=kernel)], []
+        call()
+        return {**times, "publishes nothing": median_us(call)}
+
+
 @pytest.mark.parametrize("inputs", LARGE, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", ["triton strict", "triton with draft_logsumexp"])
 def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_per_second, environment):
-    """Time the launch that reads: as it is, when told in advance which rows matter, and when it reads all of them.
+    """Time the launch that reads: as it is, without this and that, and when it reads every row.
 
-    It is told by drafts that end where they stopped, and takes them for a small batch, so decides nothing either. Beside it
-    the best time of plain kernels that read as many bytes, in one piece, and do nothing else.
+    What tells it in advance which rows matter are drafts that end where they stopped; it takes them for a small batch, so
+    nothing is counted or decided. Beside it the best time of plain kernels that read as many bytes, in one piece, and do
+    nothing else.
     """
     from specdecode import kernels
 
@@ -380,6 +416,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
         "every row": lambda: kernels.verify(verifier.method, batch, lazy=False),
     }
     reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
+    reading |= reading_that_decides_nothing(monkeypatch, call, output)
     elements = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1]) * VOCAB
     reading["plain"] = round(1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16), 3)
     note_bytes(benchmark, 2 * elements, measure(benchmark, Recording(call)), bytes_per_second)
