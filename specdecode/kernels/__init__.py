@@ -195,13 +195,8 @@ def verify(
         lazy = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_draft_rows) >= lazy_rows
     lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
     many = not lazy and (requests >= MANY if many is None else many)
+    rates = None if schedule is None else conditional_rates(schedule, device)
     of_requests, numbers = per_request(batch)
-    others = {
-        "rates_ptr": None if schedule is None else conditional_rates(schedule, device),
-        "target_index_ptr": target_index,
-        "draft_index_ptr": draft_index,
-        **of_requests,
-    }
     plan = plan_verification(
         decide,
         lazy,
@@ -214,7 +209,7 @@ def verify(
         None if draft is None else layout(draft),
         layout(draft_token_ids),
         None if draft_logsumexp is None else layout(draft_logsumexp),
-        dtypes(others.values()),
+        dtypes((rates, target_index, draft_index, *of_requests.values())),
     )
     tensors = {
         "token_ids_ptr": token_ids,
@@ -225,7 +220,10 @@ def verify(
         "draft_ptr": draft,
         "ids_ptr": draft_token_ids,
         "logsumexp_ptr": draft_logsumexp,
-        **others,
+        "rates_ptr": rates,
+        "target_index_ptr": target_index,
+        "draft_index_ptr": draft_index,
+        **of_requests,
     }
     plan.run(tensors, numbers)
     return output
@@ -388,13 +386,17 @@ def per_request(batch: RowBatch | VerificationBatch) -> tuple[dict[str, Tensor |
     """Return the arguments that hold one number for each request, and those that hold one for all."""
     temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
     tensors = {
-        "temperature_ptr": temperature.contiguous() if isinstance(temperature, Tensor) else None,
-        "seeds_ptr": seeds.contiguous() if isinstance(seeds, Tensor) else None,
+        "temperature_ptr": None,
+        "seeds_ptr": None,
         "positions_ptr": None if positions is None else positions.contiguous(),
     }
-    if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
-        temperature = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
-    return tensors, {
-        "temperature": 0.0 if isinstance(temperature, Tensor) else float(temperature),
-        "first_seed": 0 if isinstance(seeds, Tensor) else seeds,
-    }
+    numbers: dict[str, float] = {"temperature": 0.0, "first_seed": 0}
+    if isinstance(temperature, Tensor):
+        tensors["temperature_ptr"] = temperature.contiguous()
+    elif temperature > 0:  # only 0 is greedy, in float32 too
+        numbers["temperature"] = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
+    if isinstance(seeds, Tensor):
+        tensors["seeds_ptr"] = seeds.contiguous()
+    else:
+        numbers["first_seed"] = seeds
+    return tensors, numbers
