@@ -151,7 +151,7 @@ modules = [module for name, module in sys.modules.items() if name.startswith("sp
 functions = {f"{value.__module__}.{name}": value for module in modules for name, value in vars(module).items()
              if isinstance(value, triton.JITFunction)}
 for name in sorted(functions, reverse=sys.argv[1] == "backwards"):
-    kernels.hash_callees_first(functions[name])
+    kernels.launches.hash_callees_first(functions[name])
 print(*sorted(f"{name} {function.cache_key}" for name, function in functions.items()))
 """
 

@@ -11,7 +11,8 @@ Arithmetic is in float32 whatever the logits are. A request's result does not de
 """
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, hash_callees_first, lanes, layout
+from specdecode.kernels.launches import Layout, Plan, alignment, dtypes, lanes, layout
 from specdecode.kernels.reading import read_kernel
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.selection import sample_kernel, summarise_kernel
@@ -30,7 +31,8 @@ from specdecode.noise import BLOCK_SIZE
 from specdecode.synthetic import AcceptanceSchedule
 
 
-class Judgement(NamedTuple):
+@dataclass(frozen=True, eq=False)  # plans are found by it: not by its fields, for to hash a kernel takes long
+class Judgement:
     """How a draft is judged when the statistics of its rows are there.
 
     In a large batch that is done while reading, so as to read no row after a rejection (in block verification, where these
@@ -52,9 +54,6 @@ METHODS = {
     "synthetic": (BY_RATIO, BY_SAMPLE),
 }
 """Each method's judgement with draft logits, and without."""
-
-for judgement in (BY_SAMPLE, BY_RATIO, IN_BLOCK):
-    hash_callees_first(judgement.decide)  # which plans are found by
 
 READ_BLOCKS = 4
 """Blocks that a program reads at once, each by one warp."""
@@ -187,18 +186,18 @@ def verify(
     output = SamplerOutput(token_ids, num_accepted, num_drafts, invalid)
     if requests == 0:
         return output
-    decide, lazy_rows = METHODS[method][batch.draft_logits is None]
-    draft = None if decide is decide_by_sample or num_draft_tokens == 0 else batch.draft_logits
+    judgement = METHODS[method][batch.draft_logits is None]
+    draft = None if judgement is BY_SAMPLE or num_draft_tokens == 0 else batch.draft_logits
     draft_logsumexp = batch.draft_logsumexp if draft is not None else None
     if lazy is None:
         reads_draft_rows = draft is not None and draft_logsumexp is None
-        lazy = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_draft_rows) >= lazy_rows
+        lazy = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_draft_rows) >= judgement.lazy_rows
     lazy = (lazy or num_draft_tokens >= MOST_ROWS) and num_draft_tokens > 0
     many = not lazy and (requests >= MANY if many is None else many)
     rates = None if schedule is None else conditional_rates(schedule, device)
     of_requests, numbers = per_request(batch)
     plan = plan_verification(
-        decide,
+        judgement,
         lazy,
         many,
         device,
@@ -246,7 +245,7 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
 
 @functools.lru_cache(maxsize=PLANS)
 def plan_verification(
-    decide: Any,
+    judgement: Judgement,
     lazy: bool,
     many: bool,
     device: torch.device,
@@ -260,7 +259,7 @@ def plan_verification(
     others: tuple[torch.dtype | None, ...],
 ) -> Plan:
     """Plan a verification step; `others` are the dtypes of all other tensors, which compiled code hangs on."""
-    by_sample, in_block = decide is decide_by_sample, decide is block.note_ratio
+    by_sample, in_block = judgement is BY_SAMPLE, judgement is IN_BLOCK
     num_rows, num_blocks = num_draft_tokens + 1, triton.cdiv(vocab_size, BLOCK_SIZE)
     num_drafts = requests * num_draft_tokens
     keeps_scalars = in_block or (lazy and not by_sample)
@@ -290,7 +289,7 @@ def plan_verification(
             **strides("draft", draft, 3),
             **strides("ids", ids, 2),
             **strides("logsumexp", logsumexp, 2),
-            "DECIDE": decide,
+            "DECIDE": judgement.decide,
             "LAZY": lazy,
             "TARGET_ALIGNMENT": alignment(target, vocab_size),
             "DRAFT_ALIGNMENT": 16 if draft is None else alignment(draft, vocab_size),

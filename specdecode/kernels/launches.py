@@ -291,7 +291,8 @@ class Plan:
             arguments = arguments_of((*values, *constants.values()))
             key: tuple[object, ...] = ()
             if isinstance(kernel, triton.JITFunction):  # not in the interpreter
-                hash_callees_first(kernel)
+                for function in (kernel, *arguments):  # a kernel may be told by an argument what to call
+                    hash_callees_first(function)
                 key = (self.device, kernel, *options.values(), *map(kind, kernel.params, arguments))
             calls.append((arguments_of, arguments, key))
         self.compile_at_once(
