@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, kernels
-from specdecode.kernels import launches
+from specdecode.kernels import launch, plan
 
 VOCAB, DRAFTS = 33_024, 3
 
@@ -73,6 +73,6 @@ if __name__ == "__main__":
     driver = Driver(int(capability))
     triton.runtime.driver.set_active(driver)
     backends.obstacle = lambda device: None
-    launches.can_overlap = lambda device: driver.target.arch >= 90
+    launch.can_overlap = plan.can_overlap = lambda device: driver.target.arch >= 90
     compile_all(methods or list(kernels.METHODS))
     print(*sorted(set(driver.compiled)))

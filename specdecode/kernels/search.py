@@ -1,8 +1,10 @@
-"""Searching a row's blocks by bounds: in their order, a few at a time, until those that are left cannot matter.
+"""Searching a row's blocks in the order of their bounds, until those that are left cannot matter.
 
-Each block has a score that costs two reads to know, and a bound on it that costs nothing. A bound goes with its block into
-one int32, a key, so that the next blocks are found by integer maxima. A search begins with the `LEADERS` largest of all,
-which are soon known and often all that it takes. Then come the largest of each of `BLOCKS` columns, for more at once.
+Each block has a score that costs two reads to know, and a bound on it that costs nothing. The bound and the number of the
+block are packed into one int32, a key: the block takes the place of the lowest bits of the bound, and the result counts as
+if these bits were all ones, so it is an upper bound still. So the blocks that come next are found by integer maxima. A
+search begins with the `TOP` largest keys of all, which is often all that it takes. Then it continues with the largest key of
+each of `BLOCKS` columns.
 """
 
 import triton
@@ -15,53 +17,53 @@ SLACK = tl.constexpr(2.0**-12)
 
 
 @triton.jit
-def bounds_of_residual(sums):
+def residual_bounds(block_sums):
     """Return what the block sums of max(0, p - q) are at most, however they are rounded, given those of p."""
-    return sums * (1 + SLACK) + 2.0**-110
+    return block_sums * (1 + SLACK) + 2.0**-110
 
 
 @triton.jit
-def with_blocks(ranks):
-    """Return the ranks of all blocks with the block in place of their last bits."""
-    MAX_BLOCKS: tl.constexpr = ranks.shape[0]
-    return (ranks & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS)
+def with_blocks(bits):
+    """Return the bits of all blocks' numbers with the block in place of the lowest."""
+    MAX_BLOCKS: tl.constexpr = bits.shape[0]
+    return (bits & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS)
 
 
 @triton.jit
-def keys_of(bounds, num_blocks):
-    """Return the keys of blocks: in the order of their bounds, but for the last bits, which are the block; -1 beyond."""
-    blocks = tl.arange(0, bounds.shape[0])
-    return tl.where(blocks < num_blocks, with_blocks(bounds.to(tl.int32, bitcast=True)), -1)
+def keys_of(bounds, sizes):
+    """Return the keys of blocks, given bounds >= 0; -1 beyond the last block."""
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    return tl.where(blocks < sizes.num_blocks, with_blocks(bounds.to(tl.int32, bitcast=True)), -1)
 
 
 @triton.jit
-def blocks_of(keys, num_blocks, MAX_BLOCKS: tl.constexpr):
-    """Return the blocks of some keys, one beyond the last for no block."""
-    return tl.where(keys >= 0, keys & (MAX_BLOCKS - 1), num_blocks)
+def blocks_of(keys, sizes):
+    """Return the blocks of some keys, one beyond the last for the key -1."""
+    return tl.where(keys >= 0, keys & (sizes.MAX_BLOCKS - 1), sizes.num_blocks)
 
 
 @triton.jit
-def most_of(keys, MAX_BLOCKS: tl.constexpr):
-    """Return what a bound is at most, as the bits of a float32; -1 for no block."""
-    return keys | (MAX_BLOCKS - 1)
+def most_of(keys, sizes):
+    """Return what a bound is at most, as the bits of a float32; -1 for the key -1."""
+    return keys | (sizes.MAX_BLOCKS - 1)
 
 
 @triton.jit
-def least_of(keys, MAX_BLOCKS: tl.constexpr):
-    """Return what a bound is at least; 0 for no block."""
-    return tl.maximum(keys & -MAX_BLOCKS, 0).to(tl.float32, bitcast=True)
+def least_of(keys, sizes):
+    """Return what a bound is at least; 0 for the key -1."""
+    return tl.maximum(keys & -sizes.MAX_BLOCKS, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def take_leaders(keys, LEADERS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the `LEADERS` largest keys, and the others in `BLOCKS` columns, with -1 in place of those."""
-    slots = tl.arange(0, LEADERS)
-    leaders = tl.full([LEADERS], -1, tl.int32)
-    for slot in tl.static_range(LEADERS):
+def take_top(keys, tuning):
+    """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 in place of those."""
+    slots = tl.arange(0, tuning.TOP)
+    top = tl.full([tuning.TOP], -1, tl.int32)
+    for slot in tl.static_range(tuning.TOP):
         largest = tl.max(keys, 0)
-        leaders = tl.where(slots == slot, largest, leaders)
+        top = tl.where(slots == slot, largest, top)
         keys = tl.where(keys == largest, -1, keys)
-    return leaders, tl.reshape(keys, [keys.shape[0] // BLOCKS, BLOCKS])
+    return top, tl.reshape(keys, [keys.shape[0] // tuning.BLOCKS, tuning.BLOCKS])
 
 
 @triton.jit

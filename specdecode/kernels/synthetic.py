@@ -1,27 +1,17 @@
-"""Synthetic acceptance in Triton: a real method's work, its verdicts replaced by scheduled ones."""
+"""Synthetic acceptance in Triton: a real method's work, its decisions replaced by scheduled ones."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdecode.kernels.philox import uniform
-from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
-ACCEPT = tl.constexpr(int(Domain.ACCEPT))
-
 
 @triton.jit
-def accept_uniform(key, offset):
-    """Return the uniform number of the accept decision at an offset."""
-    return tl.max(uniform(key, offset, tl.zeros([1], tl.int32), ACCEPT), 0)
-
-
-@triton.jit
-def is_scheduled(rates_ptr, offset, uniform):
-    """Return whether the schedule says that the draft at an offset stands."""
-    return uniform <= tl.load(rates_ptr + offset)
+def is_scheduled(drafts, offset, uniform):
+    """Return whether the schedule accepts the draft at an offset."""
+    return uniform <= tl.load(drafts.rates_ptr + offset)
 
 
 _rates: dict[tuple[object, ...], Tensor] = {}
@@ -31,8 +21,8 @@ def conditional_rates(schedule: AcceptanceSchedule, device: torch.device) -> Ten
     """Return a schedule's conditional rates on a device, [num_draft_tokens] float32.
 
     The first call of a schedule waits until they are there: then any stream may use them. They are kept for good, for
-    graphs may hold them. While a graph is captured nothing can be waited for, so there kernels fill them at each replay,
-    if no call or warm-up came before.
+    graphs may hold them. While a graph is captured nothing can be waited for, so kernels fill them at each replay, unless a
+    call or a warm-up came before.
     """
     key = schedule.conditional_rates, device
     if key not in _rates:

@@ -1,0 +1,187 @@
+"""What kernels and their functions receive: named bundles, the shape and the type of each field said once.
+
+A field in capitals is a constant: kernels are compiled for its value. A pointer may be absent (None), which is a constant
+too. `launch` derives each kernel's signature from the annotations here.
+"""
+
+from typing import Annotated, Any, NamedTuple
+
+Pointer = Annotated[Any, "pointer"]  # to the dtype of the tensor that is passed
+Int32 = Annotated[Any, "i32"]
+Int64 = Annotated[Any, "i64"]
+Float32 = Annotated[Any, "fp32"]
+Constant = Annotated[Any, "constexpr"]
+Stride = Annotated[Any, "stride"]  # int64, where 1 is a constant
+
+AlignedPointer = Annotated[Any, "pointer", "aligned"]
+AlignedInt32 = Annotated[Any, "i32", "aligned"]
+AlignedInt64 = Annotated[Any, "i64", "aligned"]
+"""A multiple of 16 wherever the bundle's ALIGNED holds: the compiler is told, so that a thread can load 16 bytes at once."""
+
+
+# ---- what the host passes to a kernel
+
+
+class Rows(NamedTuple):
+    """Logits rows: row `offset` of request `r` starts at `r * stride_request + offset * stride_offset`."""
+
+    ptr: AlignedPointer  # [batch, rows, vocab_size] any float, or None: there are none
+    index_ptr: Pointer  # [batch] int32 or int64: a request's place in a larger cache; None: the request itself
+    stride_request: AlignedInt64
+    stride_offset: AlignedInt64
+    stride_token: Stride  # 1 where rows are dense
+    ALIGNED: Constant  # rows are dense, and start and end at multiples of 16 logits
+
+
+class Drafts(NamedTuple):
+    """The draft tokens, and what is known of them besides their logits."""
+
+    ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft; None: no request has any
+    stride_request: Int64
+    stride_offset: Int64
+    logsumexp_ptr: Pointer  # [batch, num_draft_tokens] float32 logsumexp(draft logits / temperature), or None
+    logsumexp_stride_request: Int64
+    logsumexp_stride_offset: Int64
+    rates_ptr: Pointer  # [num_draft_tokens] float32 conditional rates of synthetic acceptance, or None
+
+
+class Requests(NamedTuple):
+    """One number for each request, or one for all."""
+
+    temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
+    temperature: Float32  # 0 is greedy
+    seeds_ptr: Pointer  # [batch] int64, or None: first_seed, first_seed + 1, ...
+    first_seed: Int64
+    positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0
+    block_domain: Int32  # domains of the noise by which emitted tokens are drawn
+    token_domain: Int32
+
+
+class Inputs(NamedTuple):
+    """All that a step is given."""
+
+    target: Rows
+    draft: Rows
+    drafts: Drafts
+    requests: Requests
+
+
+class Outputs(NamedTuple):
+    """What a step returns."""
+
+    token_ids_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
+    num_accepted_ptr: Pointer  # [batch] int32, or None, as the two after it: a token is only sampled
+    num_drafts_ptr: Pointer  # [batch] int32
+    invalid_ptr: Pointer  # [batch] bool
+    logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature) of a sampled row, or None
+
+
+class Workspace(NamedTuple):
+    """Memory that lives as long as a call: what one launch leaves for the next."""
+
+    state_ptr: Pointer  # int32, see `state`; or None
+    statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
+    candidates_ptr: Pointer  # [batch, num_draft_tokens, FIELDS] float32, see `block`; or None
+    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `block`; or None
+
+
+class Sizes(NamedTuple):
+    """How much there is of everything."""
+
+    batch: Int32
+    num_draft_tokens: Int32
+    vocab_size: AlignedInt32
+    num_blocks: Int32
+    MAX_BLOCKS: Constant  # num_blocks or more, a power of two
+    MAX_DRAFTS: Constant  # num_draft_tokens + 1 or more, a power of two
+    ALIGNED: Constant  # vocab_size is a multiple of 16
+
+
+class Reading(NamedTuple):
+    """How the launch that reads goes about it."""
+
+    tiles: Int32  # a program reads BLOCKS blocks so many times
+    chunks: Int32  # programs for each row
+    BLOCKS: Constant
+    DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
+    INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
+    FLAT: Constant  # all programs lie along the grid's first dimension
+    OVERLAPS: Constant  # the next launch may be set up while this one runs
+
+
+class Searching(NamedTuple):
+    """How blocks are searched in the order of their bounds, and how a request's token is emitted."""
+
+    programs: Int32  # programs for each request
+    rounds: Int32  # a search that only decides ends after so many rounds, see `block`
+    TOP: Constant  # so many blocks are looked at first
+    BLOCKS: Constant  # then so many at once
+    LANES: Constant  # logits of each that are loaded at once
+    EMIT: Constant  # how the method decides about a row and draws its token
+    PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
+    SETTLES: Constant  # or, in block verification, that is settled first
+    OVERLAPS: Constant
+
+
+# ---- values inside kernels
+
+
+class Row(NamedTuple):
+    """One logits row."""
+
+    ptr: Any
+    stride_token: Any
+    vocab_size: Any
+
+
+class Place(NamedTuple):
+    """One offset of one request."""
+
+    request: Any  # int64
+    offset: Any
+    token: Any  # the draft there, -1 for none
+    key: Any  # (seed, position of offset 0), see `philox`
+    temperature: Any
+
+
+class Noise(NamedTuple):
+    """Random numbers of a place that do not depend on logits: computed while their loads are in flight."""
+
+    uniform: Any  # of the accept decision
+    exponentials: Any  # [MAX_BLOCKS] one for each block
+
+
+class Distribution(NamedTuple):
+    """softmax(logits / T) of a row."""
+
+    row_max: Any  # largest logit
+    sumexp: Any  # sum of exp((l - row_max) / T)
+    one_hot: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
+    block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
+
+
+class Normalizer(NamedTuple):
+    """What the log-probability of a token takes beside its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
+
+    row_max: Any
+    log_sum: Any
+    one_hot: Any
+
+
+class Residual(NamedTuple):
+    """What max(0, c p - q) takes beside the logits of both rows, see `probabilistic`."""
+
+    row_max: Any  # of p
+    draft_max: Any  # of q
+    log_sum_ratio: Any  # log(sumexp of q / sumexp of p) + log c... of max(0, p - q / c)
+    subtracted: Any  # NONE, ROW (all of q), or the only token of q
+
+
+class Terms(NamedTuple):
+    """What decides about a draft x, and what is drawn from if it is rejected."""
+
+    log_p: Any  # of x
+    log_q: Any
+    p: Distribution
+    q: Normalizer
+    residual: Residual

@@ -1,0 +1,144 @@
+"""From the statistics of a row's blocks to the distribution softmax(logits / T) of the row.
+
+    M = max m_b        W_b = s_b exp((m_b - M) / T)        sumexp = sum W_b        log p(x) = (l_x - M) / T - log sumexp
+
+A greedy row, or one with an infinite logit, is a point mass on the first largest logit. Statistics that a NaN or an infinity
+made non-finite are computed again here, from the logits: the only place where that is dealt with.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.arguments import Distribution
+from specdecode.kernels.greedy import argmax
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    INFINITY,
+    base_2_scale,
+    load_logits,
+    part_of_blocks,
+    scaled,
+    sum_blocks,
+    sum_in_order,
+)
+
+
+@triton.jit
+def relative_sums(row_max, statistics, temperature):
+    """Return block sums relative to the row's maximum, given those relative to the blocks' own."""
+    block_max, sumexp = statistics
+    return tl.where(sumexp != 0, sumexp * tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+
+
+@triton.jit
+def combine(statistics, row, temperature, sizes):
+    """Return the distribution of a row, given the statistics of its blocks."""
+    row_max = tl.max(statistics[0], 0)
+    block_sums = relative_sums(row_max, statistics, temperature)
+    p = Distribution(row_max, sum_in_order(block_sums), tl.full([], -1, tl.int32), block_sums)
+    if is_finite(p) == 0:
+        p = combine_again(statistics, row, temperature, sizes)
+    return p
+
+
+@triton.jit
+def combine_both(statistics, draft_statistics, row, draft_row, has_draft, temperature, sizes):
+    """Return the distributions of two rows in the time of one; without a draft the second is of no use."""
+    row_max, draft_max = tl.reduce((statistics[0], draft_statistics[0]), 0, larger_of_both)
+    block_sums = relative_sums(row_max, statistics, temperature)
+    draft_sums = relative_sums(draft_max, draft_statistics, temperature)
+    sumexp, draft_sumexp = sum_both_in_order(block_sums, draft_sums)
+    p = Distribution(row_max, sumexp, tl.full([], -1, tl.int32), block_sums)
+    q = Distribution(draft_max, draft_sumexp, tl.full([], -1, tl.int32), draft_sums)
+    if is_finite(p) == 0:
+        p = combine_again(statistics, row, temperature, sizes)
+    if has_draft & (is_finite(q) == 0):
+        q = combine_again(draft_statistics, draft_row, temperature, sizes)
+    return p, q
+
+
+@triton.jit
+def larger_of_both(a, b, c, d):
+    """Return the larger of two numbers, twice."""
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def add_both(a, b, c, d):
+    """Return two sums."""
+    return a + c, b + d
+
+
+@triton.jit
+def sum_both_in_order(weights, others):
+    """Return the sums of two vectors of a size, each in the order of `sum_in_order`, in the time of one."""
+    SIZE: tl.constexpr = weights.shape[0]
+    for level in tl.static_range(20):
+        if SIZE >> level > 1:
+            pairs = tl.reshape(weights, [SIZE >> (level + 1), 2]), tl.reshape(others, [SIZE >> (level + 1), 2])
+            weights, others = tl.reduce(pairs, 1, add_both)
+    return tl.sum(weights, 0), tl.sum(others, 0)
+
+
+@triton.jit
+def is_finite(p):
+    """Return whether the statistics said all of a row: not if it is greedy, or has a NaN or an infinity that matters."""
+    return (p.sumexp > 0.5) & (p.sumexp < INFINITY)
+
+
+@triton.jit
+def combine_again(statistics, row, temperature, sizes):
+    """Return the distribution of a row that is greedy or whose statistics are not all finite."""
+    statistics = recompute_nonfinite(statistics, row, temperature, sizes)
+    row_max = tl.max(statistics[0], 0)
+    if (temperature > 0) & (tl.abs(row_max) < INFINITY):
+        block_sums = relative_sums(row_max, statistics, temperature)
+        sumexp = sum_in_order(block_sums)
+        one_hot = tl.full([], -1, tl.int32)
+    else:
+        block_sums = tl.zeros([sizes.MAX_BLOCKS], tl.float32)
+        sumexp = 1.0
+        one_hot = argmax(row, statistics[0], row_max)
+    return Distribution(row_max, sumexp, one_hot, block_sums)
+
+
+@triton.jit
+def recompute_nonfinite(statistics, row, temperature, sizes):
+    """Compute again the statistics of blocks that a NaN or an infinity made non-finite; NaN logits count as -inf."""
+    block_max, sumexp = statistics
+    nonfinite = block_max != block_max
+    if temperature > 0:  # a block's maximum adds 1 to its sum; what NaN or an infinity makes of that is out of range
+        in_range = (sumexp > 0.5) & (sumexp < 2 * BLOCK_SIZE)
+        nonfinite = tl.where(block_max == -INFINITY, sumexp != 0, in_range == 0)
+    nonfinite = nonfinite.to(tl.int32)
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    if tl.max(nonfinite, 0) == 1:
+        # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this seldom runs, and
+        # code that does not run should at least be short.
+        LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth
+        scale = base_2_scale(temperature)
+        for block in range(sizes.num_blocks):
+            if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:
+                this = block + tl.arange(0, 1)
+                maxima = tl.full([1, LANES], -INFINITY, tl.float32)
+                for part in range(BLOCK_SIZE // LANES):
+                    maxima = tl.maximum(
+                        maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
+                    )
+                maximum = tl.max(tl.max(maxima, 1), 0)
+                finite = tl.where(tl.abs(maximum) < INFINITY, maximum, 0.0)
+                weights = tl.zeros([1, LANES], tl.float32)
+                for part in range(BLOCK_SIZE // LANES):
+                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
+                    weights += tl.exp2((logits - finite) * scale)
+                block_max = tl.where(blocks == block, maximum, block_max)
+                sumexp = tl.where(blocks == block, tl.sum(sum_blocks((weights,)), 0), sumexp)
+    return block_max, sumexp
+
+
+@triton.jit
+def logprob(logit, token, normalizer, temperature):
+    """Return the log-probability of a token, given its logit."""
+    row_max, log_sum, one_hot = normalizer
+    if_one_hot = tl.where(token == one_hot, 0.0, -INFINITY)
+    return tl.where(one_hot < 0, scaled(logit, tl.where(one_hot < 0, row_max, 0.0), temperature) - log_sum, if_one_hot)

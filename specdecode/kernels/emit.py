@@ -1,0 +1,109 @@
+"""The launch that emits: from the statistics of all rows to tokens.
+
+In a small batch a program has one row: it decides about its draft, draws the token that is emitted if the request stops
+there, and adds its stop bit; the last program to finish a request writes its output. In a large batch, where it was decided
+while reading where requests stop, and in block verification, a program has one request.
+
+A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again; it
+writes 8 bytes of token.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.arguments import Place
+from specdecode.kernels.block import log_uniforms, settle
+from specdecode.kernels.launch import await_launch
+from specdecode.kernels.philox import load_key
+from specdecode.kernels.rows import INFINITY, load_temperature
+from specdecode.kernels.selection import noise_at, sample
+from specdecode.kernels.state import (
+    EMPTY_BITS,
+    STOP_BITS,
+    add_stop_bits,
+    are_complete,
+    count_drafts,
+    draft_at,
+    first_row,
+    load_draft_ids,
+    load_empty,
+    load_stop,
+    store_counts,
+    store_output,
+)
+
+
+@triton.jit
+def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
+    """Draw the token of a request without drafts."""
+    place = Place(request, 0, -1, key, temperature)
+    noise = noise_at(place, inputs.requests, sizes)
+    await_launch(tuning.OVERLAPS)
+    token, row_max, sumexp = sample(place, noise, inputs, workspace, sizes)
+    tl.store(outputs.token_ids_ptr + request, token.to(tl.int64))
+    if outputs.logsumexp_ptr is not None:
+        logsumexp = 0.0
+        if temperature > 0:
+            logsumexp = row_max / temperature + tl.log(sumexp)
+        tl.store(outputs.logsumexp_ptr + request, logsumexp)
+    if outputs.num_accepted_ptr is not None:
+        store_counts(outputs, request, 0, 0, row_max == -INFINITY)
+
+
+@triton.jit
+def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
+    """Decide about one row; draw the token that is emitted if the request stops there."""
+    token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    place = Place(request, offset, token, key, temperature)
+    noise = noise_at(place, inputs.requests, sizes)
+    counted = count_drafts(inputs.drafts, request, sizes)
+    await_launch(tuning.OVERLAPS)
+    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
+    if offset <= counted[0]:
+        accepted, emitted, row_max = tuning.EMIT(place, noise, 0.0, inputs, workspace, sizes, tuning)
+        stops, is_empty = accepted == 0, row_max == -INFINITY
+        if stops:
+            tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offset, emitted)
+    bits = add_stop_bits(workspace.state_ptr, request, offset, stops, is_empty)
+    if are_complete(bits, sizes):
+        stop = first_row(bits, STOP_BITS)
+        store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
+
+
+@triton.jit
+def emit_request(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning):
+    """Draw the token where a request stops, and write its output."""
+    counted = count_drafts(inputs.drafts, request, sizes)
+    log_ratio, emits = 0.0, True
+    if tuning.SETTLES:
+        log_uniform = log_uniforms(key, sizes)
+        await_launch(tuning.OVERLAPS)
+        stop, log_ratio, emits = settle(
+            request, program, counted[0], log_uniform, temperature, inputs, workspace, sizes, tuning
+        )
+    else:
+        await_launch(tuning.OVERLAPS)
+        stop = load_stop(workspace.state_ptr, request, sizes)
+    if emits:
+        place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
+        empty = load_empty(workspace.state_ptr, request, sizes)
+        noise = noise_at(place, inputs.requests, sizes)
+        _, emitted, row_max = tuning.EMIT(place, noise, log_ratio, inputs, workspace, sizes, tuning)
+        tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + stop, emitted)
+        invalid = (empty <= stop) | (row_max == -INFINITY)
+        store_output(outputs, inputs.drafts, counted, request, stop, invalid, sizes)
+
+
+@triton.jit
+def emit_kernel(inputs, outputs, workspace, sizes, tuning):
+    """Emit one request, or one row of it, or a share of it."""
+    request = (tl.program_id(0) // tuning.programs).to(tl.int64)
+    program = tl.program_id(0) % tuning.programs
+    temperature = load_temperature(inputs.requests, request)
+    key = load_key(inputs.requests, request)
+    if inputs.drafts.ids_ptr is None:
+        emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
+    elif tuning.PER_ROW:
+        emit_row(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning)
+    else:
+        emit_request(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning)

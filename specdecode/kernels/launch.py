@@ -1,0 +1,312 @@
+"""Launching: signature, compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
+
+Triton finds out at each launch which compiled variant of a kernel is meant, and looks at every pointer for that, which takes
+longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles of `arguments`, and compiled
+for exactly that; a call only fills in addresses and numbers.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import ASTSource
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MOST_PROGRAMS = 65_535
+"""Programs along a grid's second dimension, and its third."""
+
+CACHE_LINE = 32
+"""Numbers of 32 bits in a cache line of a GPU."""
+
+
+@triton.jit
+def admit_next_launch(OVERLAPS: tl.constexpr):
+    """Let the next launch be set up once all programs have come here; it waits by `await_launch` before it reads anything."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_launch(OVERLAPS: tl.constexpr):
+    """Wait until the launch before has ended and all that it wrote can be seen."""
+    if OVERLAPS:
+        gdc_wait()
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Return whether launches on a device may overlap: that takes compute capability 9.0."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+HERE = contextlib.nullcontext()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a tensor's device the current one, which is where kernels are launched."""
+    if device.index is None or device.index == torch.cuda.current_device():  # a host has no index
+        return HERE
+    return torch.cuda.device(device)
+
+
+class Argument(NamedTuple):
+    """A kernel's argument that differs from call to call, by its name; and its dtype, if it is a tensor."""
+
+    name: str
+    dtype: torch.dtype | None = None
+
+
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*u1",
+}
+
+
+@functools.cache
+def kinds(bundle: type) -> tuple[tuple[str, bool], ...]:
+    """Return what the annotations of a bundle say of each field: its type, and whether it may be aligned."""
+    annotations = get_type_hints(bundle, include_extras=True).values()
+    metadata = [getattr(annotation, "__metadata__", ("bundle",)) for annotation in annotations]
+    return tuple((kind, "aligned" in more) for kind, *more in metadata)
+
+
+def is_constant(kind: str, value: object) -> bool:
+    """Return whether a kernel is compiled for the value of a field."""
+    return kind == "constexpr" or value is None or (kind == "stride" and value == 1)
+
+
+class Signature:
+    """What a kernel is compiled for, given the bundles that it receives.
+
+    Attributes:
+        types: each parameter's type, bundles nested as the kernel has them.
+        constants: the values of constants and of absent pointers, by their path.
+        attributes: what the compiler may rely on, by path: multiples of 16.
+    """
+
+    def __init__(self, names: list[str], bundles: tuple[Any, ...]) -> None:
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attributes: dict[tuple[int, ...], list[list[object]]] = {}
+        self.types = {name: self.types_of(bundle, (i,)) for i, (name, bundle) in enumerate(zip(names, bundles))}
+
+    def types_of(self, bundle: Any, path: tuple[int, ...]) -> Any:
+        """Return the types of a bundle's fields; note its constants and attributes."""
+        is_aligned = getattr(bundle, "ALIGNED", False)
+        types: list[Any] = []
+        for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(type(bundle)))):
+            here = (*path, i)
+            if kind == "bundle":
+                types.append(self.types_of(value, here))
+            elif is_constant(kind, value):
+                self.constants[here] = value
+                types.append("constexpr")
+            else:
+                types.append(TYPES[value.dtype] if kind == "pointer" else "i64" if kind == "stride" else kind)
+                if is_aligned and may_be_aligned:
+                    self.attributes[here] = [["tt.divisibility", 16]]
+        return type(bundle)(*types)
+
+    def key(self) -> tuple[object, ...]:
+        """Return the specialisation key: all that compiled code depends on."""
+        return str(self.types), tuple(self.constants.items()), tuple(self.attributes)
+
+
+def hash_callees_first(function: object) -> None:
+    """Have Triton hash a kernel after all that it calls, by which it finds compiled code on disk.
+
+    Left to itself, Triton takes into a kernel's hash the constants of those callees alone that are hashed already: what one
+    process has compiled, another that calls kernels in a different order compiles again.
+    """
+    if isinstance(function, triton.JITFunction) and function.hash is None:
+        for name in function.fn.__code__.co_names:
+            hash_callees_first(function.fn.__globals__.get(name))
+        function.cache_key  # noqa: B018 (a property that keeps what it finds)
+
+
+class Launch(NamedTuple):
+    """One launch of a plan."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    bundles: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def signature(self) -> Signature:
+        """Return what its kernel is compiled for."""
+        return Signature(self.kernel.arg_names, self.bundles)
+
+    def compile(self) -> Any:
+        """Compile its kernel."""
+        signature = self.signature()
+        for function in (self.kernel, *signature.constants.values()):  # a kernel may be told by a constant what to call
+            hash_callees_first(function)
+        source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
+        return triton.compile(source, options={name: value for name, value in self.options.items() if value is not None})
+
+
+class Ready(NamedTuple):
+    """A launch whose kernel is compiled."""
+
+    variant: Any
+    grid: tuple[int, ...]
+    arguments_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+_variants: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels by all that they depend on: no sizes, so plans of new sizes need not compile."""
+
+IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
+"""Whether compiled kernels of this Triton can be launched directly; those of others are launched as Triton's users do."""
+
+
+def can_launch_directly() -> bool:
+    """Return whether Triton need not be asked to launch: not if a profiler wants to hear of launches from it."""
+    if not IS_KNOWN:
+        return False
+    runtime = triton.knobs.runtime
+    return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def filled(bundle: Any, values: dict[str, Any]) -> Any:
+    """Return a bundle as the interpreter takes it: values in place of arguments, constants marked as such."""
+    fields = []
+    for field, (kind, _) in zip(bundle, kinds(type(bundle))):
+        if isinstance(field, Argument):
+            fields.append(values[field.name])
+        elif isinstance(field, tuple):
+            fields.append(filled(field, values))
+        else:
+            fields.append(tl.constexpr(field) if field is not None and is_constant(kind, field) else field)
+    return type(bundle)(*fields)
+
+
+def expression(value: Any, names: list[str]) -> str:
+    """Return the Python expression of a bundle as plain tuples, `v` being all values in the order of their names."""
+    if isinstance(value, Argument):
+        return f"v[{names.index(value.name)}]"
+    if isinstance(value, tuple):
+        return "(" + "".join(f"{expression(field, names)}, " for field in value) + ")"
+    return repr(value) if isinstance(value, int) else "None"  # other constants are compiled in
+
+
+class Plan:
+    """The launches of all calls that differ in addresses and numbers alone.
+
+    A plan holds no tensor. A call's workspace is one piece of memory, in parts, because each allocation takes its time.
+
+    Args:
+        device: where all of it happens.
+        workspace: dtype (of 32 bits) and length of each part, None for one that is not needed.
+        zeros: how many numbers of the workspace, from the first on, start as zeros.
+    """
+
+    def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
+        self.device = device
+        self.parts = {name: part for name, part in workspace.items() if part is not None}
+        lengths = [triton.cdiv(length, CACHE_LINE) * CACHE_LINE for _, length in self.parts.values()]
+        *self.starts, self.length = itertools.accumulate(lengths, initial=0)
+        self.zeros = zeros
+        self.launches: list[Launch] = []
+        self.ready: list[Ready] = []
+
+    def part(self, name: str) -> Argument | None:
+        """Return the argument that is a part of the workspace, if there is one of that name."""
+        return Argument(name, self.parts[name][0]) if name in self.parts else None
+
+    def add(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        bundles: tuple[Any, ...],
+        *,
+        num_warps: int,
+        follows: bool = True,
+        max_registers: int | None = None,
+    ) -> None:
+        """Add a launch; one that `follows` another may be set up while that runs."""
+        options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device), "maxnreg": max_registers}
+        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], bundles, options))
+
+    def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
+        """Make the launches, given what differs from call to call: the same names each time, in the same order."""
+        workspace = torch.empty(self.length, dtype=torch.int32, device=self.device)
+        if self.zeros:
+            workspace[: self.zeros].zero_()
+        with on_device(self.device):
+            if not isinstance(self.launches[0].kernel, triton.JITFunction):  # the interpreter
+                parts = dict(zip(self.parts, self.views(workspace)))
+                return self.interpret({**tensors, **parts, **numbers})
+            if not self.ready:
+                self.prepare([*tensors, *self.parts, *numbers])
+            first = workspace.data_ptr()
+            values = (
+                *[None if tensor is None else tensor.data_ptr() for tensor in tensors.values()],
+                *[first + 4 * start for start in self.starts],
+                *numbers.values(),
+            )
+            self.launch(values)
+
+    def launch(self, values: tuple[Any, ...]) -> None:
+        """Launch compiled kernels, given addresses and numbers."""
+        stream = triton.runtime.driver.active.get_current_stream(self.device.index)
+        directly = can_launch_directly()
+        for variant, grid, arguments_of in self.ready:
+            if directly:  # which leaves out what Triton prepares for hooks even where there are none
+                function, metadata = variant.function, variant.packed_metadata
+                variant.run(*grid, stream, function, metadata, None, None, None, *arguments_of(values))
+            else:
+                variant[grid](*arguments_of(values), stream=stream)
+
+    def views(self, workspace: Tensor) -> list[Tensor]:
+        """Return the parts of a workspace."""
+        return [
+            workspace[start : start + length].view(dtype)
+            for start, (dtype, length) in zip(self.starts, self.parts.values())
+        ]
+
+    def interpret(self, values: dict[str, Any]) -> None:
+        """Make the launches in Triton's interpreter."""
+        for kernel, grid, bundles, _ in self.launches:
+            kernel[grid](*[filled(bundle, values) for bundle in bundles])
+
+    def prepare(self, names: list[str]) -> None:
+        """Compile what is not compiled yet, each kernel by a thread: the first call takes as long as the slowest."""
+        keys = [
+            (self.device, launch.kernel, *launch.options.values(), *launch.signature().key()) for launch in self.launches
+        ]
+        missing = {key: launch for key, launch in zip(keys, self.launches) if key not in _variants}
+
+        def compile_one(launch: Launch) -> Any:
+            with on_device(self.device):  # which is a thread's own
+                variant = launch.compile()
+                variant.run  # noqa: B018 (loads it)
+                return variant
+
+        if missing:
+            with concurrent.futures.ThreadPoolExecutor(len(missing)) as threads:
+                _variants.update(zip(missing, threads.map(compile_one, missing.values())))
+        self.ready = [
+            # As an expression: a function that walks the bundles would take longer than the launch itself.
+            Ready(_variants[key], launch.grid, eval(f"lambda v: {expression(launch.bundles, names)}"))
+            for key, launch in zip(keys, self.launches)
+        ]
+
+
+def grid_of_rows(chunks: int, requests: int, rows: int) -> tuple[tuple[int, ...], bool]:
+    """Return a grid with a program for each chunk of each row, and whether it has one dimension for want of room."""
+    if max(requests, rows) > MOST_PROGRAMS:
+        return (math.prod((chunks, requests, rows)),), True
+    return (chunks, requests, rows), False

@@ -1,0 +1,136 @@
+"""The launch that reads: every logits row that matters, once, each block leaving its statistics.
+
+A program reads a few blocks of the target row at one offset of one request, and the same blocks of the draft row there: 2
+bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
+
+Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
+the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
+offset exits, or reads no further. No program waits for another: a stop that is known late only costs the reading of a row.
+A small batch is read whole, because all its rows are in flight before the first decision could be known.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.arguments import Place
+from specdecode.kernels.launch import admit_next_launch
+from specdecode.kernels.philox import load_key
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
+from specdecode.kernels.rows import (
+    INFINITY,
+    draft_index,
+    load_blocks,
+    load_temperature,
+    row_at,
+    store_statistics,
+    target_index,
+)
+from specdecode.kernels.state import (
+    clear_state,
+    is_last,
+    load_draft_ids,
+    peek_stop,
+    peek_stop_again,
+    post_empty,
+    post_stop,
+    row_finished_ptr,
+)
+
+
+@triton.jit
+def place_in_grid(sizes, tuning):
+    """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
+    if tuning.FLAT:
+        chunk = tl.program_id(0) % tuning.chunks
+        request = tl.program_id(0) // tuning.chunks % sizes.batch
+        offset = tl.program_id(0) // tuning.chunks // sizes.batch
+    else:  # so nothing is divided before the first load
+        chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    return chunk, request.to(tl.int64), offset
+
+
+@triton.jit
+def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
+    """Return the raw logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
+    PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
+    LANES: tl.constexpr = 4096 // rows.ptr.dtype.element_ty.primitive_bitwidth
+    return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
+
+
+@triton.jit
+def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning):
+    """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
+    accepted = tl.full([], False, tl.int1)
+    if token >= 0:
+        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
+        accepted, row_max = tuning.DECIDE(place, inputs, workspace, sizes)
+        if row_max == -INFINITY:
+            post_empty(workspace.state_ptr, request, offset, sizes)
+    if accepted == 0:
+        post_stop(workspace.state_ptr, request, offset, sizes)
+
+
+@triton.jit
+def read_kernel(inputs, workspace, sizes, tuning):
+    """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
+    HAS_DRAFTS: tl.constexpr = inputs.drafts.ids_ptr is not None
+    DECIDES: tl.constexpr = tuning.DECIDE is not None
+    HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
+    READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
+    admit_next_launch(tuning.OVERLAPS)
+    chunk, request, offset = place_in_grid(sizes, tuning)
+    # Loaded before it is known whether the row matters.
+    if READS_DRAFT:
+        has_draft = load_draft_ids(inputs.drafts, request, offset, sizes) >= 0
+    if HAS_LOGSUMEXP:
+        logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < sizes.num_draft_tokens)
+    temperature = load_temperature(inputs.requests, request)
+    matters = True
+    if HAS_DRAFTS:
+        if offset > 0:
+            matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all drafts was slower
+            if DECIDES:
+                matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
+        elif not DECIDES:
+            if chunk == 0:
+                clear_state(workspace.state_ptr, request)
+    if matters:
+        row = row_at(inputs.target, request, offset, sizes)
+        index = target_index(request, offset, sizes)
+        if inputs.draft.ptr is not None:
+            draft_row = row_at(inputs.draft, request, offset, sizes)
+            its_draft_index = draft_index(request, offset, sizes)
+        if READS_DRAFT:
+            reads_draft = has_draft & (temperature > 0)
+        for tile in range(tuning.tiles):
+            first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+            target = load_row_blocks(inputs.target, row, first, matters, tuning.BLOCKS)
+            if READS_DRAFT:  # both rows' loads are in flight at once
+                draft = load_row_blocks(inputs.draft, draft_row, first, matters & reads_draft, tuning.BLOCKS)
+            if DECIDES and not HAS_LOGSUMEXP:  # while logits are in flight; the rest of the row may not be needed
+                matters = offset <= peek_stop_again(workspace.state_ptr, request, sizes)
+            store_statistics(
+                workspace.statistics_ptr, index, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+            )
+            if READS_DRAFT:
+                if reads_draft:
+                    store_statistics(
+                        workspace.statistics_ptr, its_draft_index, draft, first, temperature, sizes, tuning.BLOCKS,
+                        tuning.INTEGER_MAX,
+                    )  # fmt: skip
+        if HAS_LOGSUMEXP:
+            if is_trusted(logsumexp) == 0:  # seldom
+                if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
+                    for tile in range(tuning.tiles):
+                        first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+                        draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
+                        store_statistics(
+                            workspace.statistics_ptr, its_draft_index, draft, first, temperature, sizes, tuning.BLOCKS,
+                            False,
+                        )  # fmt: skip
+        if DECIDES:
+            if offset < sizes.num_draft_tokens:
+                # Loaded again, not kept in a register while rows are read; but before programs are counted.
+                token = load_draft_ids(inputs.drafts, request, offset, sizes)
+                if is_last(row_finished_ptr(workspace.state_ptr, index, sizes), tuning.chunks):
+                    decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)

@@ -1,0 +1,164 @@
+"""At which row a request stops, and its output, which follows from that.
+
+A request stops at its first row whose draft is not accepted, or at the row after its last draft. Programs find out in any
+order, and share what they find in one of two ways.
+
+*Stops*, where one launch decides and a later one emits: a program posts its offset by an atomic maximum of
+`num_draft_tokens - offset` on memory that starts as zeros, so the first stop remains. Likewise for the first target row
+without a finite logit, which makes the result `invalid` if the request came that far.
+
+*Stop bits*, where one launch decides and emits: a program adds 1, its row's stop bit and its row's empty bit to one 64-bit
+number, and so learns what all programs before it added. The last program to finish writes the output.
+"""
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(32)
+STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+"""A request's state: its stop, its first empty row, how many programs have finished with it. Behind the states of all
+requests lie the numbers of programs that have finished each row."""
+
+MOST_ROWS = 28
+COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
+STOP_BITS, EMPTY_BITS = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS)
+"""Stop bits lie in the place of the first two fields: 6 bits count rows, then come a stop bit and an empty bit of each of up
+to 28 rows."""
+
+
+@triton.jit
+def clear_state(state_ptr, request):
+    """Set a request's state to zeros."""
+    tl.store(state_ptr + request * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
+
+
+@triton.jit
+def post_stop(state_ptr, request, offset, sizes):
+    """Note that a request goes no further than an offset."""
+    tl.atomic_max(state_ptr + request * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
+
+
+@triton.jit
+def post_empty(state_ptr, request, offset, sizes):
+    """Note that a request's target row has no finite logit."""
+    tl.atomic_max(state_ptr + request * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
+
+
+@triton.jit
+def peek_stop(state_ptr, request, sizes):
+    """Return the first stop posted so far, while other programs may be posting: never less than the final one."""
+    # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
+    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request * FIELDS + STOP, 0, sem="relaxed")
+
+
+@triton.jit
+def peek_stop_again(state_ptr, request, sizes):
+    """Return the same by a plain load, for masks only: warps may get different answers, but need not wait for each other."""
+    return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP, volatile=True)
+
+
+@triton.jit
+def load_stop(state_ptr, request, sizes):
+    """Return the offset that a request stops at, when all stops are posted."""
+    return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP)
+
+
+@triton.jit
+def load_empty(state_ptr, request, sizes):
+    """Return the offset of a request's first target row without a finite logit, likewise."""
+    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request * FIELDS + EMPTY)
+
+
+@triton.jit
+def is_last(count_ptr, programs):
+    """Count this program in; return whether it is the last one, which sees what all others have written."""
+    tl.debug_barrier()  # all threads have written, before one of them counts the program in
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
+def finished_ptr(state_ptr, request):
+    """Return where programs that finish with a request are counted."""
+    return state_ptr + request * FIELDS + FINISHED
+
+
+@triton.jit
+def row_finished_ptr(state_ptr, index, sizes):
+    """Return where programs that finish with a target row are counted."""
+    return state_ptr + sizes.batch * FIELDS + index
+
+
+@triton.jit
+def add_stop_bits(state_ptr, request, offset, stops, is_empty):
+    """Add what is known of one row: whether the request can stop there, and whether it has no finite logit. Return all bits."""
+    bits = 1 + (stops.to(tl.int64) << (STOP_BITS + offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + offset))
+    bits_ptr = (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.debug_barrier()  # all threads have written the row's token, before one of them publishes it
+    return bits + tl.atomic_add(bits_ptr, bits, sem="acq_rel")
+
+
+@triton.jit
+def are_complete(bits, sizes):
+    """Return whether stop bits tell of every row."""
+    return (bits & COUNT) == sizes.num_draft_tokens + 1
+
+
+@triton.jit
+def first_row(bits, FIRST_BIT: tl.constexpr):
+    """Return the first row whose bit is set, 32 if there is none."""
+    rows = ((bits >> FIRST_BIT) & ROWS).to(tl.int32)
+    offsets = tl.arange(0, 32)
+    return tl.min(tl.where(((rows >> offsets) & 1) == 1, offsets, 32), 0)
+
+
+@triton.jit
+def load_draft_ids(drafts, request, offsets, sizes):
+    """Return draft ids as int32, -1 for what is no token."""
+    inside = (offsets >= 0) & (offsets < sizes.num_draft_tokens)
+    ids = tl.load(drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset, mask=inside, other=-1)
+    return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
+
+
+@triton.jit
+def count_drafts(drafts, request, sizes):
+    """Return how many drafts a request has, and the first `TILE` ids."""
+    offsets = tl.arange(0, TILE)
+    first_ids = load_draft_ids(drafts, request, offsets, sizes)
+    ids, num_drafts = first_ids, sizes.num_draft_tokens
+    for start in range(0, sizes.num_draft_tokens, TILE):
+        if start > 0:
+            ids = load_draft_ids(drafts, request, start + offsets, sizes)
+        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, start + offsets, sizes.num_draft_tokens), 0))
+    return num_drafts, first_ids
+
+
+@triton.jit
+def draft_at(counted, drafts, request, offset, sizes):
+    """Return the draft id at an offset, given `count_drafts`, which has most of them; -1 for none."""
+    num_drafts, first_ids = counted
+    token = tl.max(tl.where(tl.arange(0, TILE) == offset, first_ids, -1), 0)
+    if offset >= TILE:
+        token = load_draft_ids(drafts, request, offset, sizes)
+    return tl.where(offset < num_drafts, token, -1)
+
+
+@triton.jit
+def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
+    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written where it is drawn."""
+    num_drafts, ids = counted
+    for start in range(0, sizes.num_draft_tokens + 1, TILE):
+        offsets = start + tl.arange(0, TILE)
+        if start > 0:  # the first ids were loaded early: loading them here would be one more trip to memory, at the very end
+            ids = load_draft_ids(drafts, request, offsets, sizes)
+        tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
+        others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
+        tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
+    store_counts(outputs, request, stop, num_drafts, invalid)
+
+
+@triton.jit
+def store_counts(outputs, request, num_accepted, num_drafts, invalid):
+    """Write all of a request's output but its tokens."""
+    tl.store(outputs.num_accepted_ptr + request, num_accepted)
+    tl.store(outputs.num_drafts_ptr + request, num_drafts)
+    tl.store(outputs.invalid_ptr + request, invalid)
