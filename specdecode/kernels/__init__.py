@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.kernels import probabilistic, strict
+from specdecode.kernels import block, probabilistic, strict
 from specdecode.kernels.plan import (
     BOUND_ROWS,
     MANY_REQUESTS,
@@ -41,9 +41,9 @@ from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE = AcceptRule(strict.accepts, strict.emit, large_rows=384)
-BY_RATIO = AcceptRule(probabilistic.accepts, probabilistic.emit, large_rows=320)
-IN_BLOCK = AcceptRule(None, probabilistic.emit, large_rows=BOUND_ROWS)
+BY_SAMPLE = AcceptRule(strict.accepts, strict.decide, strict.draw, large_rows=384)
+BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, large_rows=320)
+IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, large_rows=BOUND_ROWS)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -77,7 +77,7 @@ def run_sampling(
     index_dtype = None if index is None else index.dtype
     verifies = "logsumexp" not in outputs
     plan = plan_sampling(
-        strict.emit, logits.device, requests, vocab_size, layout(logits), index_dtype, dtypes, verifies
+        BY_SAMPLE, logits.device, requests, vocab_size, layout(logits), index_dtype, dtypes, verifies
     )
     plan.run({**outputs, "target": logits, "target_index": index, **of_requests}, numbers)
 

@@ -107,6 +107,7 @@ class Reading(NamedTuple):
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
+    ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
 
 
 class Searching(NamedTuple):
@@ -117,9 +118,11 @@ class Searching(NamedTuple):
     TOP: Constant  # so many blocks are looked at first
     BLOCKS: Constant  # then so many at once
     LANES: Constant  # logits of each that are loaded at once
-    EMIT: Constant  # how the method decides about a row and draws its token
+    DECIDE: Constant  # how the method decides about a row
+    DRAW: Constant  # and how it draws its token
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     SETTLES: Constant  # or, in block verification, that is settled first
+    SUMMED: Constant  # and the block sums of every candidate's residual are in the workspace
     OVERLAPS: Constant
 
 
@@ -142,6 +145,7 @@ class Place(NamedTuple):
     token: Any  # the draft there, -1 for none
     key: Any  # (seed, position of offset 0), see `philox`
     temperature: Any
+    log_ratio: Any  # in block verification log c, the running ratio before this offset; else 0
 
 
 class Noise(NamedTuple):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Place, Residual
-from specdecode.kernels.distribution import logprob, relative_sums
+from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
@@ -26,8 +26,10 @@ from specdecode.kernels.probabilistic import (
     acceptance_terms,
     is_possible,
     load_both,
+    load_residual_sums,
     one_minus_exp2,
     residual_sums,
+    residual_sums_at,
 )
 from specdecode.kernels.rows import (
     INFINITY,
@@ -99,7 +101,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     if offset < num_drafts:
-        place = Place(request, offset, token, (request, request), temperature)
+        place = Place(request, offset, token, (request, request), temperature, 0.0)
         terms = acceptance_terms(place, inputs, workspace, sizes)
         if terms.p.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
@@ -163,7 +165,7 @@ def candidates_of(request, num_drafts, log_uniform, workspace, sizes):
     log_c = running_ratio(log_ratios, last, sizes)
     all_accepted = (is_impossible == 0) & (at(log_uniform, last) <= at(log_c, last))
     lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
-    is_candidate = (log_uniform <= log_c) & (counts > lowest) & (counts <= highest) & (all_accepted == 0)
+    is_candidate = (log_uniform <= log_c) & (counts >= lowest) & (counts <= highest) & (all_accepted == 0)
     subtracted = tl.where(is_candidate, subtracted.to(tl.int32, bitcast=True), NONE)
     return tl.where(all_accepted, last, -1), lowest, log_c, subtracted, is_candidate, decision
 
@@ -172,7 +174,8 @@ def candidates_of(request, num_drafts, log_uniform, workspace, sizes):
 def load_residual(numbers_ptr, log_c):
     """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
     row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
-    return Residual(row_max, draft_max, tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c, ROW)
+    subtracted = tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True)
+    return Residual(row_max, draft_max, tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c, subtracted)
 
 
 @triton.jit
@@ -230,8 +233,8 @@ def bound_kernel(inputs, workspace, sizes, tuning):
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     known = candidates_of(request, num_drafts, log_uniform, workspace, sizes)
-    _, _, log_c, subtracted, _, _ = known
-    if at(subtracted, count) == ROW:
+    _, lowest, log_c, subtracted, _, _ = known
+    if (at(subtracted, count) == ROW) & (count > lowest):
         numbers_ptr = numbers_at(workspace, request, count, sizes)
         log_c_here = at(log_c, count)
         statistics = load_statistics(workspace.statistics_ptr, target_index(request, count, sizes), True, sizes)
@@ -249,7 +252,7 @@ def sum_share(request, count, program, log_c, temperature, inputs, workspace, si
     row = row_at(inputs.target, request, count, sizes)
     draft_row = row_at(inputs.draft, request, count, sizes)
     residual = load_residual(numbers_at(workspace, request, count, sizes), log_c)
-    sums_ptr = workspace.residual_sums_ptr + (request * sizes.num_draft_tokens + count) * sizes.num_blocks
+    sums_ptr = residual_sums_at(workspace, request, count, sizes)
     for first in range(program * tuning.BLOCKS, sizes.num_blocks, tuning.programs * tuning.BLOCKS):
         blocks = first + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
@@ -269,9 +272,7 @@ def residual_mass_suffices(request, count, log_uniform, log_c, subtracted, decis
         if subtracted == ROW:
             enough = decision == ACCEPTED
             if decision == OPEN:
-                blocks = tl.arange(0, sizes.MAX_BLOCKS)
-                sums_ptr = workspace.residual_sums_ptr + (request * sizes.num_draft_tokens + count) * sizes.num_blocks
-                sums = tl.load(sums_ptr + blocks, mask=blocks < sizes.num_blocks, other=0.0)
+                sums = load_residual_sums(workspace, request, count, sizes)
                 enough = sum_in_order(sums) >= least * tl.exp(tl.load(numbers_ptr + LOG_SUM))
     return enough
 
@@ -287,8 +288,12 @@ def settle(request, program, num_drafts, log_uniform, temperature, inputs, works
     if inputs.draft.ptr is not None:
         largest_accepted = tl.max(tl.where(is_candidate & (decision == ACCEPTED), counts, 0), 0)
         is_open = (subtracted == ROW) & (decision == OPEN) & (counts > largest_accepted)
+        if tuning.SUMMED:  # the token is drawn from these sums
+            is_open |= (subtracted == ROW) & (counts == lowest)
+        else:
+            is_open &= counts > lowest
         if tl.max(is_open.to(tl.int32), 0) == 1:
-            for count in range(1, num_drafts):
+            for count in range(lowest, num_drafts):
                 if at(is_open.to(tl.int32), count) == 1:
                     sum_share(
                         request, count, program, at(log_c, count), temperature, inputs, workspace, sizes, tuning
@@ -305,3 +310,16 @@ def settle(request, program, num_drafts, log_uniform, temperature, inputs, works
         count -= 1
     accepted = tl.where(accepted < 0, lowest, accepted)
     return accepted, tl.where(accepted < num_drafts, at(log_c, accepted), 0.0), emits
+
+
+@triton.jit
+def decide(place, noise, inputs, workspace, sizes):
+    """Return (False, for it is decided), the row's maximum, and what is drawn from where a request stops."""
+    row = row_at(inputs.target, place.request, place.offset, sizes)
+    index = target_index(place.request, place.offset, sizes)
+    statistics = load_statistics(workspace.statistics_ptr, index, True, sizes)
+    residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
+    if place.token >= 0:
+        residual = load_residual(numbers_at(workspace, place.request, place.offset, sizes), place.log_ratio)
+    p = combine(statistics, row, place.temperature, sizes)
+    return False, p.row_max, (p, residual)

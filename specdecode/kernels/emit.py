@@ -21,10 +21,11 @@ from specdecode.kernels.state import (
     EMPTY_BITS,
     STOP_BITS,
     add_stop_bits,
-    are_complete,
     count_drafts,
     draft_at,
     first_row,
+    hand_in,
+    is_to_finish,
     load_draft_ids,
     load_empty,
     load_stop,
@@ -36,7 +37,7 @@ from specdecode.kernels.state import (
 @triton.jit
 def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
-    place = Place(request, 0, -1, key, temperature)
+    place = Place(request, 0, -1, key, temperature, 0.0)
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
     token, row_max, sumexp = sample(place, noise, inputs, workspace, sizes)
@@ -54,18 +55,20 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
 def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
-    place = Place(request, offset, token, key, temperature)
+    place = Place(request, offset, token, key, temperature, 0.0)
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
-    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     if offset <= counted[0]:
-        accepted, emitted, row_max = tuning.EMIT(place, noise, 0.0, inputs, workspace, sizes, tuning)
-        stops, is_empty = accepted == 0, row_max == -INFINITY
-        if stops:
-            tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offset, emitted)
-    bits = add_stop_bits(workspace.state_ptr, request, offset, stops, is_empty)
-    if are_complete(bits, sizes):
+        accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY)
+        if accepted == 0:
+            emitted = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+            bits = hand_in(outputs, workspace.state_ptr, place, emitted, sizes)
+    else:
+        no = tl.full([], False, tl.int1)
+        bits = add_stop_bits(workspace.state_ptr, place, no, no)
+    if is_to_finish(workspace.state_ptr, place, bits, sizes):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
 
@@ -85,10 +88,12 @@ def emit_request(request, program, key, temperature, inputs, outputs, workspace,
         await_launch(tuning.OVERLAPS)
         stop = load_stop(workspace.state_ptr, request, sizes)
     if emits:
-        place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
+        token = draft_at(counted, inputs.drafts, request, stop, sizes)
+        place = Place(request, stop, token, key, temperature, log_ratio)
         empty = load_empty(workspace.state_ptr, request, sizes)
         noise = noise_at(place, inputs.requests, sizes)
-        _, emitted, row_max = tuning.EMIT(place, noise, log_ratio, inputs, workspace, sizes, tuning)
+        _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        emitted = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
         tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + stop, emitted)
         invalid = (empty <= stop) | (row_max == -INFINITY)
         store_output(outputs, inputs.drafts, counted, request, stop, invalid, sizes)

@@ -35,7 +35,8 @@ class AcceptRule:
     """How a method decides about drafts and draws the token after them, and when it does so while rows are read."""
 
     accepts: Any  # while reading, given the statistics of a row; None: not then
-    emit: Any
+    decide: Any
+    draw: Any
     large_rows: int  # from so many rows to read on a batch is large
 
 
@@ -151,7 +152,8 @@ class Step:
         logits = [rows for rows in (target, draft) if rows.ptr is not None]
         is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS == MIN_BLOCKS
         integer_max = drafts.ids_ptr is not None and (accepts is None or draft.ptr is None)
-        tuning = Reading(tiles, chunks, READ_BLOCKS, accepts, integer_max, flat, self.overlaps)
+        admits_late = draft.ptr is None and (accepts is not None or drafts.ids_ptr is None)
+        tuning = Reading(tiles, chunks, READ_BLOCKS, accepts, integer_max, flat, self.overlaps, admits_late)
         self.plan.add(
             read_kernel,
             grid,
@@ -161,9 +163,10 @@ class Step:
             max_registers=registers if is_usual and drafts.ids_ptr is not None else None,
         )
 
-    def searching(self, search: str, emit: Any, programs: int, per_row: bool = False, settles: bool = False) -> Searching:
+    def searching(self, search: str, rule: AcceptRule, programs: int, **options: bool) -> Searching:
         """Return how blocks are searched."""
-        return Searching(programs, BOUND_ROUNDS, *SEARCH[search], emit, per_row, settles, self.overlaps)
+        flags = [options.get(name, False) for name in ("per_row", "settles", "summed")]
+        return Searching(programs, BOUND_ROUNDS, *SEARCH[search], rule.decide, rule.draw, *flags, self.overlaps)
 
     def search(self, kernel: Any, tuning: Searching, num_warps: int) -> None:
         """Add a launch between reading and emitting, with a program for each draft."""
@@ -191,7 +194,7 @@ NO_DRAFTS = Drafts(None, 0, 0, None, 0, 0, None)
 
 @functools.lru_cache(maxsize=PLANS)
 def plan_sampling(
-    emit: Any,
+    rule: AcceptRule,
     device: torch.device,
     requests: int,
     vocab_size: int,
@@ -214,7 +217,7 @@ def plan_sampling(
         *verification_outputs() if verifies else (None, None, None),
         None if verifies else Argument("logsumexp", torch.float32),
     )
-    return step.emit(outputs, step.searching("few", emit, programs=1), num_warps=8)
+    return step.emit(outputs, step.searching("few", rule, programs=1), num_warps=8)
 
 
 def verification_outputs() -> tuple[Argument, ...]:
@@ -278,15 +281,15 @@ def plan_verification(
     num_warps = 4 if draft is None else 8
     if in_block:
         programs = 1 if draft is None else settling_programs(requests, sizes.num_blocks)
-        tuning = step.searching("block", rule.emit, programs, settles=True)
+        tuning = step.searching("block", rule, programs, settles=True, summed=not large and draft is not None)
         step.search(ratio_kernel, tuning, num_warps=4)
         if draft is not None and large:
             step.search(bound_kernel, tuning, num_warps=8)
         return step.emit(outputs, tuning, num_warps, EMIT_REGISTERS_BLOCK)
     if large:
-        return step.emit(outputs, step.searching("early exit", rule.emit, programs=1), num_warps)
+        return step.emit(outputs, step.searching("early exit", rule, programs=1), num_warps)
     search = "many" if many and draft is not None else "few"
-    tuning = step.searching(search, rule.emit, programs=num_draft_tokens + 1, per_row=True)
+    tuning = step.searching(search, rule, programs=num_draft_tokens + 1, per_row=True)
     return step.emit(outputs, tuning, num_warps=8 if rule.large_rows == 384 else num_warps)
 
 

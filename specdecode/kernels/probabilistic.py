@@ -7,7 +7,7 @@ rows. But to know which block is selected takes only a few of them, because p bo
 4 KB (bfloat16) for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite
 logit) there is nothing to search: p without one token differs from p in one block.
 
-Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): here `log_ratio` is log c, else 0.
+Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a place's `log_ratio` is log c, else 0.
 """
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Normalizer, Residual, Terms
 from specdecode.kernels.distribution import combine, combine_both, logprob
-from specdecode.kernels.philox import accept_uniform, exponential
+from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -83,7 +83,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
 
     Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
     """
-    request, offset, token, _, temperature = place
+    request, offset, token, _, temperature, log_ratio = place
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
     row = row_at(inputs.target, request, offset, sizes)
@@ -122,7 +122,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
     subtracted = tl.where(p.one_hot >= 0, NONE, subtracted)
-    residual = Residual(p.row_max, draft_max, log_sum_ratio, subtracted)
+    residual = Residual(p.row_max, draft_max, log_sum_ratio + log_ratio, subtracted)
     return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_one_hot), residual)
 
 
@@ -133,12 +133,12 @@ def is_possible(terms):
 
 
 @triton.jit
-def accepts_terms(terms, place, uniform, drafts):
-    """Return whether the draft at a place is accepted, given what decides: u <= p(x) / q(x), or a schedule."""
+def accepts(terms, place, uniform, drafts):
+    """Return whether the draft at a place is accepted: u <= p(x) / q(x), or by a schedule."""
     if drafts.rates_ptr is None:
-        return is_possible(terms) & (tl.log(uniform) <= terms.log_p - terms.log_q)
+        return (place.token >= 0) & is_possible(terms) & (tl.log(uniform) <= terms.log_p - terms.log_q)
     else:
-        return is_scheduled(drafts, place.offset, uniform)
+        return is_scheduled(place, uniform, drafts)
 
 
 @triton.jit
@@ -191,6 +191,20 @@ def residual_sums(target, draft, residual, temperature):
 
 
 @triton.jit
+def residual_sums_at(workspace, request, offset, sizes):
+    """Return where the block sums of a draft's residual are, if they are kept."""
+    return workspace.residual_sums_ptr + (request * sizes.num_draft_tokens + offset) * sizes.num_blocks
+
+
+@triton.jit
+def load_residual_sums(workspace, request, offset, sizes):
+    """Return the block sums of a draft's residual, [MAX_BLOCKS], 0 beyond the last."""
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    sums_ptr = residual_sums_at(workspace, request, offset, sizes)
+    return tl.load(sums_ptr + blocks, mask=blocks < sizes.num_blocks, other=0.0)
+
+
+@triton.jit
 def best_of(target, draft, blocks, place, residual, block_domain):
     """Return the largest score of some [BLOCKS] blocks, `ranked`, given their raw logits; 0 if none has a residual."""
     exponentials = exponential(place.key, place.offset, blocks, block_domain)
@@ -235,7 +249,7 @@ def sums_without(token, p, row, temperature, sizes):
 
 
 @triton.jit
-def recover(place, exponentials, p, residual, inputs, sizes, tuning):
+def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     """Draw the token at a place from p less what is subtracted, or from p if nothing is left."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
     block = tl.full([], -1, tl.int32)
@@ -243,7 +257,12 @@ def recover(place, exponentials, p, residual, inputs, sizes, tuning):
     if inputs.draft.ptr is not None:
         draft_row = row_at(inputs.draft, place.request, place.offset, sizes)
         if subtracted == ROW:
-            block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
+            if tuning.SUMMED:
+                sums = load_residual_sums(workspace, place.request, place.offset, sizes)
+                if tl.max(sums, 0) > 0:
+                    block = select_block(sums, exponentials)
+            else:
+                block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
@@ -270,27 +289,14 @@ def recover(place, exponentials, p, residual, inputs, sizes, tuning):
 
 
 @triton.jit
-def accepts(place, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, and the maximum of its target row."""
+def decide(place, noise, inputs, workspace, sizes):
+    """Return whether the draft at a place is accepted, the row's maximum, and what is drawn from if it is not."""
     terms = acceptance_terms(place, inputs, workspace, sizes)
-    uniform = accept_uniform(place.key, place.offset)
-    return accepts_terms(terms, place, uniform, inputs.drafts), terms.p.row_max
+    return accepts(terms, place, noise.uniform, inputs.drafts), terms.p.row_max, (terms.p, terms.residual)
 
 
 @triton.jit
-def emit(place, noise, log_ratio, inputs, workspace, sizes, tuning):
-    """Return whether the draft at a place is accepted, the token that is drawn if not, and the row's maximum.
-
-    Where it is known that the request stops at this place, the token is drawn.
-    """
-    terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted = tl.full([], False, tl.int1)
-    if tuning.PER_ROW:
-        if place.token >= 0:
-            accepted = accepts_terms(terms, place, noise.uniform, inputs.drafts)
-    token = tl.full([], -1, tl.int64)
-    if accepted == 0:
-        row_max, draft_max, log_sum_ratio, subtracted = terms.residual
-        residual = Residual(row_max, draft_max, log_sum_ratio + log_ratio, subtracted)
-        token = recover(place, noise.exponentials, terms.p, residual, inputs, sizes, tuning)
-    return accepted, token, terms.p.row_max
+def draw(place, noise, source, inputs, workspace, sizes, tuning):
+    """Draw the token of a place whose draft is not accepted."""
+    p, residual = source
+    return recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)

@@ -25,6 +25,7 @@ from specdecode.kernels.rows import (
     store_statistics,
     target_index,
 )
+from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
     clear_state,
     is_last,
@@ -62,8 +63,9 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
-        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
-        accepted, row_max = tuning.DECIDE(place, inputs, workspace, sizes)
+        place = Place(request, offset, token, load_key(inputs.requests, request), temperature, 0.0)
+        noise = noise_at(place, inputs.requests, sizes)
+        accepted, row_max, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         if row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
     if accepted == 0:
@@ -77,7 +79,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
     DECIDES: tl.constexpr = tuning.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
-    admit_next_launch(tuning.OVERLAPS)
+    if not tuning.ADMITS_LATE:
+        admit_next_launch(tuning.OVERLAPS)
     chunk, request, offset = place_in_grid(sizes, tuning)
     # Loaded before it is known whether the row matters.
     if READS_DRAFT:
@@ -107,6 +110,9 @@ def read_kernel(inputs, workspace, sizes, tuning):
             target = load_row_blocks(inputs.target, row, first, matters, tuning.BLOCKS)
             if READS_DRAFT:  # both rows' loads are in flight at once
                 draft = load_row_blocks(inputs.draft, draft_row, first, matters & reads_draft, tuning.BLOCKS)
+            if tuning.ADMITS_LATE:
+                if tile == tuning.tiles - 1:
+                    admit_next_launch(tuning.OVERLAPS)
             if DECIDES and not HAS_LOGSUMEXP:  # while logits are in flight; the rest of the row may not be needed
                 matters = offset <= peek_stop_again(workspace.state_ptr, request, sizes)
             store_statistics(

@@ -8,7 +8,10 @@ order, and share what they find in one of two ways.
 without a finite logit, which makes the result `invalid` if the request came that far.
 
 *Stop bits*, where one launch decides and emits: a program adds 1, its row's stop bit and its row's empty bit to one 64-bit
-number, and so learns what all programs before it added. The last program to finish writes the output.
+number; then it draws its row's token, if the request can stop there. By then the bits of all rows are usually complete, and
+the program at whose row the request stops writes token and output: nothing but the bits was passed on, so no program waits
+for the writes of another to be seen. If they are not complete, the program writes its token early, sets the EARLY bit and
+exits, and the programs that complete the bits write the rest.
 """
 
 import triton
@@ -21,7 +24,7 @@ requests lie the numbers of programs that have finished each row."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
-STOP_BITS, EMPTY_BITS = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS)
+STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
 """Stop bits lie in the place of the first two fields: 6 bits count rows, then come a stop bit and an empty bit of each of up
 to 28 rows."""
 
@@ -89,12 +92,16 @@ def row_finished_ptr(state_ptr, index, sizes):
 
 
 @triton.jit
-def add_stop_bits(state_ptr, request, offset, stops, is_empty):
+def bits_at(state_ptr, request):
+    """Return where a request's stop bits are."""
+    return (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def add_stop_bits(state_ptr, place, stops, is_empty):
     """Add what is known of one row: whether the request can stop there, and whether it has no finite logit. Return all bits."""
-    bits = 1 + (stops.to(tl.int64) << (STOP_BITS + offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + offset))
-    bits_ptr = (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.debug_barrier()  # all threads have written the row's token, before one of them publishes it
-    return bits + tl.atomic_add(bits_ptr, bits, sem="acq_rel")
+    bits = 1 + (stops.to(tl.int64) << (STOP_BITS + place.offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + place.offset))
+    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="relaxed")
 
 
 @triton.jit
@@ -109,6 +116,37 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
     rows = ((bits >> FIRST_BIT) & ROWS).to(tl.int32)
     offsets = tl.arange(0, 32)
     return tl.min(tl.where(((rows >> offsets) & 1) == 1, offsets, 32), 0)
+
+
+@triton.jit
+def hand_in(outputs, state_ptr, place, token, sizes):
+    """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
+
+    Before all bits are there that is not known: the token is written early, and the EARLY bit set.
+    """
+    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="relaxed")
+    complete = are_complete(bits, sizes)
+    if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
+        tl.store(outputs.token_ids_ptr + place.request * (sizes.num_draft_tokens + 1) + place.offset, token)
+    if complete == 0:
+        tl.debug_barrier()  # all threads have written, before one of them publishes the token
+        bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
+    return bits
+
+
+@triton.jit
+def is_to_finish(state_ptr, place, bits, sizes):
+    """Return whether a program is to write the output, given the stop bits that it saw last.
+
+    It is the program at whose row the request stops. If a token was written early, every program that saw all bits is to
+    write: they write the same, over tokens that turned out to be of no use.
+    """
+    finishes = False
+    if are_complete(bits, sizes):
+        finishes = first_row(bits, STOP_BITS) == place.offset
+        if bits >= EARLY:
+            finishes = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire") > 0
+    return finishes
 
 
 @triton.jit

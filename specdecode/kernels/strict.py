@@ -10,20 +10,19 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, row_at, target_index
-from specdecode.kernels.selection import draw_from_block, load_block, noise_at, sample, select_block
+from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
 from specdecode.kernels.synthetic import is_scheduled
 
 
 @triton.jit
-def accepts(place, inputs, workspace, sizes):
-    """Return whether the draft at a place is y, and the row's maximum, without drawing more of y than that takes."""
+def accepts(place, noise, inputs, workspace, sizes):
+    """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
     index = target_index(place.request, place.offset, sizes)
     statistics = load_statistics(workspace.statistics_ptr, index, True, sizes)
-    noise = noise_at(place, inputs.requests, sizes)
     row_max, _, one_hot, block_sums = combine(statistics, row, place.temperature, sizes)
     if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(inputs.drafts, place.offset, noise.uniform)
+        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
     elif one_hot >= 0:
         accepted = place.token == one_hot
     else:
@@ -32,16 +31,20 @@ def accepts(place, inputs, workspace, sizes):
         if accepted:
             loaded = load_block(row, place, block, inputs.requests.token_domain)
             accepted = place.token == draw_from_block(loaded, block, row_max, place.temperature)
-    return accepted, row_max
+    return accepted, row_max, place.token
 
 
 @triton.jit
-def emit(place, noise, log_ratio, inputs, workspace, sizes, tuning):
-    """Draw y at a place; return whether the draft is accepted, y and the row's maximum."""
+def decide(place, noise, inputs, workspace, sizes):
+    """Return whether the draft at a place is accepted, the row's maximum, and y."""
     token, row_max, _ = sample(place, noise, inputs, workspace, sizes)
     accepted = place.token == token
     if inputs.drafts.rates_ptr is not None:
-        accepted = place.token >= 0
-        if accepted:
-            accepted = is_scheduled(inputs.drafts, place.offset, noise.uniform)
-    return accepted, token.to(tl.int64), row_max
+        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+    return accepted, row_max, token.to(tl.int64)
+
+
+@triton.jit
+def draw(place, noise, token, inputs, workspace, sizes, tuning):
+    """Return y, which is drawn already."""
+    return token

@@ -9,9 +9,9 @@ from specdecode.synthetic import AcceptanceSchedule
 
 
 @triton.jit
-def is_scheduled(drafts, offset, uniform):
-    """Return whether the schedule accepts the draft at an offset."""
-    return uniform <= tl.load(drafts.rates_ptr + offset)
+def is_scheduled(place, uniform, drafts):
+    """Return whether the schedule accepts the draft at a place."""
+    return uniform <= tl.load(drafts.rates_ptr + place.offset, mask=place.token >= 0, other=-1.0)
 
 
 _rates: dict[tuple[object, ...], Tensor] = {}
