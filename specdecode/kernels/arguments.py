@@ -81,7 +81,7 @@ class Workspace(NamedTuple):
 
     state_ptr: Pointer  # int32, see `state`; or None
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
-    candidates_ptr: Pointer  # [batch, num_draft_tokens, FIELDS] float32, see `block`; or None
+    candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`; or None
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `block`; or None
 
 
@@ -145,7 +145,6 @@ class Place(NamedTuple):
     token: Any  # the draft there, -1 for none
     key: Any  # (seed, position of offset 0), see `philox`
     temperature: Any
-    log_ratio: Any  # in block verification log c, the running ratio before this offset; else 0
 
 
 class Noise(NamedTuple):
@@ -173,11 +172,11 @@ class Normalizer(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What max(0, c p - q) takes beside the logits of both rows, see `probabilistic`."""
+    """What max(0, p - q) takes beside the logits of both rows; in block verification max(0, p - q / c)."""
 
     row_max: Any  # of p
     draft_max: Any  # of q
-    log_sum_ratio: Any  # log(sumexp of q / sumexp of p) + log c... of max(0, p - q / c)
+    log_sum_ratio: Any  # log(sumexp of q / sumexp of p), plus log c
     subtracted: Any  # NONE, ROW (all of q), or the only token of q
 
 

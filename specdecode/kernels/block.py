@@ -2,15 +2,16 @@
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So only those i with eta_i <= c_i are *candidates*,
-which takes no reading to know; the largest with c_i = 1 is accepted for certain, so none below it matters; and if all drafts
-are accepted nothing is read again.
+The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So what is decided about most i takes no reading:
+i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if i is the last draft and eta_i <= c_i, and if p or q is a point
+mass, A_i is known. An i that is left *open* matters only above the largest accepted one.
 
-1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what its residual takes.
-2. `bound_kernel`, in a large batch, a program for each draft: a candidate's A_i is bounded from both sides by the few blocks
-   that hold most of p, which decides about most of them.
-3. `settle`, at the start of the launch that emits: the programs of a request sum all blocks of the candidates that are still
-   open, 4 KB (bfloat16) a block for both rows, and the last of them decides, draws and writes.
+1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what the residual of its row
+   takes. The last program of a request to finish makes these decisions.
+2. `bound_kernel`, in a large batch, a program for each draft: the few blocks that hold most of p bound A_i from both sides,
+   which decides about most that are open.
+3. `settle`, at the start of the launch that emits: the programs of a request sum all blocks of the residuals that are still
+   open, 4 KB (bfloat16) a block for both rows, and the last of them to finish decides, draws and writes.
 """
 
 import triton
@@ -42,34 +43,27 @@ from specdecode.kernels.rows import (
     target_index,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
-from specdecode.kernels.state import (
-    count_drafts,
-    finished_ptr,
-    is_last,
-    load_draft_ids,
-    load_stop,
-    post_empty,
-    post_stop,
-)
+from specdecode.kernels.state import FIELDS, RATIOS, SHARES, count_drafts, is_last, load_draft_ids
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, DECISION, NUMBERS = (
-    tl.constexpr(number) for number in range(9)
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
+    tl.constexpr(number) for number in range(11)
 )
-"""What is kept of each draft: log p(x) / q(x), the four fields of its row's `Residual`, log(sum of p), `shared_logprob`, and
-what is decided about accepting the drafts before it."""
+"""What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
+`Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
+at least, and the decision."""
 
-OPEN, ACCEPTED, REJECTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
+REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
 
 @triton.jit
 def numbers_at(workspace, request, offset, sizes):
-    """Return where the numbers of a draft are kept."""
-    return workspace.candidates_ptr + (request * sizes.num_draft_tokens + offset) * NUMBERS
+    """Return where the numbers of an offset are kept."""
+    return workspace.candidates_ptr + (request * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
 
 
 @triton.jit
 def shared_logprob(place, terms, inputs, sizes):
-    """Where one of p and q is a point mass, return the log-probability of its token under the other: all that they share."""
+    """Return log sum min(p, q) where p or q is a point mass: the log-probability of its token under the other."""
     shared = 0.0
     _, _, p, q, residual = terms
     if p.one_hot >= 0:
@@ -80,43 +74,23 @@ def shared_logprob(place, terms, inputs, sizes):
         shared = logprob(logit, p.one_hot, q, place.temperature)
     elif residual.subtracted >= 0:
         row = row_at(inputs.target, place.request, place.offset, sizes)
-        shared = scaled_logprob(load_logit(row, residual.subtracted, True), p, place.temperature)
+        logit = load_logit(row, residual.subtracted, True)
+        shared = logprob(logit, residual.subtracted, (p.row_max, tl.log(p.sumexp), p.one_hot), place.temperature)
     return shared
 
 
 @triton.jit
-def scaled_logprob(logit, p, temperature):
-    """Return the log-probability of a token under p, which is no point mass, given its logit."""
-    return logprob(logit, 0, (p.row_max, tl.log(p.sumexp), -1), temperature)
-
-
-@triton.jit
-def ratio_kernel(inputs, workspace, sizes, tuning):
-    """Keep the ratio of the draft at one offset of a request and what its row's residual takes."""
-    request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
-    offset = tl.program_id(0) % sizes.num_draft_tokens
-    token = load_draft_ids(inputs.drafts, request, offset, sizes)
-    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    temperature = load_temperature(inputs.requests, request)
-    await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
-    if offset < num_drafts:
-        place = Place(request, offset, token, (request, request), temperature, 0.0)
-        terms = acceptance_terms(place, inputs, workspace, sizes)
-        if terms.p.row_max == -INFINITY:
-            post_empty(workspace.state_ptr, request, offset, sizes)
-        if is_possible(terms) == 0:  # c is 0 from here on
-            post_stop(workspace.state_ptr, request, offset, sizes)
-        row_max, draft_max, log_sum_ratio, subtracted = terms.residual
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        tl.store(numbers_ptr + LOG_RATIO, terms.log_p - terms.log_q)
-        tl.store(numbers_ptr + ROW_MAX, row_max)
-        tl.store(numbers_ptr + DRAFT_MAX, draft_max)
-        tl.store(numbers_ptr + LOG_SUM_RATIO, log_sum_ratio)
-        tl.store(numbers_ptr + SUBTRACTED, subtracted.to(tl.float32, bitcast=True))
-        tl.store(numbers_ptr + LOG_SUM, tl.log(terms.p.sumexp))
-        tl.store(numbers_ptr + SHARED, shared_logprob(place, terms, inputs, sizes))
-        tl.store(numbers_ptr + DECISION, OPEN)
+def store_terms(numbers_ptr, terms, shared):
+    """Keep what decides about a draft, and what the residual of its row takes."""
+    row_max, draft_max, log_sum_ratio, subtracted = terms.residual
+    log_ratio = tl.where(is_possible(terms), terms.log_p - terms.log_q, -INFINITY)
+    tl.store(numbers_ptr + LOG_RATIO, log_ratio)
+    tl.store(numbers_ptr + ROW_MAX, row_max)
+    tl.store(numbers_ptr + DRAFT_MAX, draft_max)
+    tl.store(numbers_ptr + LOG_SUM_RATIO, log_sum_ratio)
+    tl.store(numbers_ptr + SUBTRACTED, subtracted.to(tl.float32, bitcast=True))
+    tl.store(numbers_ptr + LOG_SUM, tl.log(terms.p.sumexp))
+    tl.store(numbers_ptr + SHARED, shared)
 
 
 @triton.jit
@@ -126,56 +100,15 @@ def at(values, index):
 
 
 @triton.jit
-def running_ratio(log_ratios, last, sizes):
-    """Return log c_i for i = 0 to `last`, and 0 beyond, [MAX_DRAFTS]."""
+def running_ratio(log_ratios, num_drafts, sizes):
+    """Return log c_i for each number of drafts i, [MAX_DRAFTS]; 0 beyond the last."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     log_c = tl.zeros([sizes.MAX_DRAFTS], tl.float32)
     running = tl.sum(log_c, 0)
-    for count in range(1, last + 1):
+    for count in range(1, num_drafts + 1):
         running = tl.minimum(running + at(log_ratios, count), 0.0)
         log_c = tl.where(counts == count, running, log_c)
     return log_c
-
-
-@triton.jit
-def log_uniforms(key, sizes):
-    """Return log eta_i for each number of drafts i, -inf for 0, [MAX_DRAFTS]."""
-    counts = tl.arange(0, sizes.MAX_DRAFTS)
-    return tl.where(counts > 0, tl.log(uniform(key, counts - 1, counts - 1, ACCEPT)), -INFINITY)
-
-
-@triton.jit
-def candidates_of(request, num_drafts, log_uniform, workspace, sizes):
-    """Return what is known of a request without reading its rows again.
-
-    The number of drafts if all are accepted, else -1; the least number that is accepted for certain; and for each number of
-    drafts, as [MAX_DRAFTS] tensors: log c, what is subtracted from p in its row (NONE if it is no candidate), whether it is
-    a candidate, and what is decided.
-    """
-    counts = tl.arange(0, sizes.MAX_DRAFTS)
-    numbers_ptr = numbers_at(workspace, request, counts, sizes)
-    last = tl.minimum(load_stop(workspace.state_ptr, request, sizes), num_drafts)
-    is_ratio = (counts > 0) & (counts <= last)
-    log_ratios = tl.load(numbers_ptr - NUMBERS + LOG_RATIO, mask=is_ratio, other=0.0)
-    subtracted = tl.load(numbers_ptr + SUBTRACTED, mask=counts < num_drafts, other=0.0)
-    decision = tl.load(numbers_ptr + DECISION, mask=counts < num_drafts, other=OPEN)
-    # An impossible draft ends the block before it, and leaves a residual there; the last draft leaves none behind it.
-    is_impossible = last < num_drafts
-    highest = tl.where(is_impossible, last, last - 1)
-    log_c = running_ratio(log_ratios, last, sizes)
-    all_accepted = (is_impossible == 0) & (at(log_uniform, last) <= at(log_c, last))
-    lowest = tl.max(tl.where((log_c == 0) & (counts <= highest), counts, 0), 0)
-    is_candidate = (log_uniform <= log_c) & (counts >= lowest) & (counts <= highest) & (all_accepted == 0)
-    subtracted = tl.where(is_candidate, subtracted.to(tl.int32, bitcast=True), NONE)
-    return tl.where(all_accepted, last, -1), lowest, log_c, subtracted, is_candidate, decision
-
-
-@triton.jit
-def load_residual(numbers_ptr, log_c):
-    """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
-    row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
-    subtracted = tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True)
-    return Residual(row_max, draft_max, tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c, subtracted)
 
 
 @triton.jit
@@ -185,14 +118,71 @@ def least_mass(log_uniform, log_c):
 
 
 @triton.jit
-def decide_by_bounds(least, statistics, residual, request, count, temperature, inputs, sizes, tuning):
+def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
+    """Decide about each number of drafts as far as that takes no reading."""
+    counts = tl.arange(0, sizes.MAX_DRAFTS)
+    numbers_ptr = numbers_at(workspace, request, counts, sizes)
+    has_draft = counts < num_drafts
+    is_count = counts <= num_drafts
+    before = tl.where((counts > 0) & is_count, numbers_ptr - NUMBERS, numbers_ptr)
+    log_ratios = tl.load(before + LOG_RATIO, mask=(counts > 0) & is_count, other=0.0)
+    subtracted = tl.load(numbers_ptr + SUBTRACTED, mask=has_draft, other=0.0).to(tl.int32, bitcast=True)
+    shared = tl.load(numbers_ptr + SHARED, mask=has_draft, other=0.0)
+    log_sum = tl.load(numbers_ptr + LOG_SUM, mask=has_draft, other=0.0)
+    log_c = running_ratio(log_ratios, num_drafts, sizes)
+    least = least_mass(log_uniform, log_c)
+    # Where p is a point mass nothing is subtracted from it, and its token is less likely under q / c than under q.
+    known_mass = one_minus_exp2((shared - tl.where(subtracted == NONE, log_c, 0.0)) * LOG2_E)
+    decision = tl.where(known_mass >= least, ACCEPTED, REJECTED)
+    decision = tl.where(subtracted == ROW, OPEN, decision)
+    decision = tl.where((log_c == 0) | (has_draft == 0), ACCEPTED, decision)
+    decision = tl.where((log_uniform <= log_c) & is_count, decision, REJECTED)
+    tl.store(numbers_ptr + LOG_C, log_c, mask=is_count)
+    tl.store(numbers_ptr + LEAST, least * tl.exp(log_sum), mask=is_count)
+    tl.store(numbers_ptr + DECISION, decision, mask=is_count)
+
+
+@triton.jit
+def ratio_kernel(inputs, workspace, sizes, tuning):
+    """Keep the ratio of the draft at one offset of a request; the last program of a request decides what it can."""
+    num_rows = sizes.num_draft_tokens + 1
+    request = (tl.program_id(0) // num_rows).to(tl.int64)
+    offset = tl.program_id(0) % num_rows
+    token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    key = load_key(inputs.requests, request)
+    counts = tl.arange(0, sizes.MAX_DRAFTS)
+    uniforms = uniform(key, counts - 1, counts - 1, ACCEPT)
+    log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
+    await_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    if offset < num_drafts:
+        place = Place(request, offset, token, key, temperature)
+        terms = acceptance_terms(place, inputs, workspace, sizes)
+        store_terms(numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, sizes))
+    if is_last(workspace.state_ptr + request * FIELDS + RATIOS, num_rows):
+        decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
+
+
+@triton.jit
+def load_residual(numbers_ptr):
+    """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
+    row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
+    log_sum_ratio = tl.load(numbers_ptr + LOG_SUM_RATIO) + tl.load(numbers_ptr + LOG_C)
+    return Residual(row_max, draft_max, log_sum_ratio, tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning):
     """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
 
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
-    would not be with all that is left. If `rounds` of them do not decide, the candidate is left open.
+    would not be with all that is left. If `rounds` of them do not decide, it stays open.
     """
-    row = row_at(inputs.target, request, count, sizes)
-    draft_row = row_at(inputs.draft, request, count, sizes)
+    row = row_at(inputs.target, request, offset, sizes)
+    draft_row = row_at(inputs.draft, request, offset, sizes)
+    statistics = load_statistics(workspace.statistics_ptr, target_index(request, offset, sizes), True, sizes)
     block_sums = relative_sums(residual.row_max, statistics, temperature)
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
     left = tl.sum(block_sums, 0)
@@ -224,35 +214,42 @@ def decide_by_bounds(least, statistics, residual, request, count, temperature, i
 
 @triton.jit
 def bound_kernel(inputs, workspace, sizes, tuning):
-    """Decide about accepting the drafts before one offset of a request, if a few blocks can tell."""
+    """Decide about one number of drafts of a request, if that is open and a few blocks can tell."""
     request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
-    count = tl.program_id(0) % sizes.num_draft_tokens
+    offset = tl.program_id(0) % sizes.num_draft_tokens
     temperature = load_temperature(inputs.requests, request)
-    log_uniform = log_uniforms(load_key(inputs.requests, request), sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    known = candidates_of(request, num_drafts, log_uniform, workspace, sizes)
-    _, lowest, log_c, subtracted, _, _ = known
-    if (at(subtracted, count) == ROW) & (count > lowest):
-        numbers_ptr = numbers_at(workspace, request, count, sizes)
-        log_c_here = at(log_c, count)
-        statistics = load_statistics(workspace.statistics_ptr, target_index(request, count, sizes), True, sizes)
-        least = least_mass(at(log_uniform, count), log_c_here) * tl.exp(tl.load(numbers_ptr + LOG_SUM))
-        residual = load_residual(numbers_ptr, log_c_here)
+    largest_accepted, is_open, _ = load_decisions(request, num_drafts, workspace, sizes)
+    if at(is_open, offset) == 1:
+        numbers_ptr = numbers_at(workspace, request, offset, sizes)
+        least, residual = tl.load(numbers_ptr + LEAST), load_residual(numbers_ptr)
         decision = decide_by_bounds(
-            least, statistics, residual, request, count, temperature, inputs, sizes, tuning
+            least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
         )
         tl.store(numbers_ptr + DECISION, decision)
 
 
 @triton.jit
-def sum_share(request, count, program, log_c, temperature, inputs, workspace, sizes, tuning):
-    """Sum this program's share of the blocks of one candidate's residual."""
-    row = row_at(inputs.target, request, count, sizes)
-    draft_row = row_at(inputs.draft, request, count, sizes)
-    residual = load_residual(numbers_at(workspace, request, count, sizes), log_c)
-    sums_ptr = residual_sums_at(workspace, request, count, sizes)
+def load_decisions(request, num_drafts, workspace, sizes):
+    """Return the largest number of drafts that is known to be accepted; and for each number, [MAX_DRAFTS] int32, whether it
+    is open and larger, and whether the target row there has no finite logit."""
+    counts = tl.arange(0, sizes.MAX_DRAFTS)
+    numbers_ptr = numbers_at(workspace, request, counts, sizes)
+    decision = tl.load(numbers_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
+    row_max = tl.load(numbers_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
+    largest_accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
+    is_open = (decision == OPEN) & (counts > largest_accepted)
+    return largest_accepted, is_open.to(tl.int32), (row_max == -INFINITY).to(tl.int32)
+
+
+@triton.jit
+def sum_share(request, offset, program, residual, temperature, inputs, workspace, sizes, tuning):
+    """Sum this program's share of the blocks of one residual."""
+    row = row_at(inputs.target, request, offset, sizes)
+    draft_row = row_at(inputs.draft, request, offset, sizes)
+    sums_ptr = residual_sums_at(workspace, request, offset, sizes)
     for first in range(program * tuning.BLOCKS, sizes.num_blocks, tuning.programs * tuning.BLOCKS):
         blocks = first + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
@@ -261,65 +258,40 @@ def sum_share(request, count, program, log_c, temperature, inputs, workspace, si
 
 
 @triton.jit
-def residual_mass_suffices(request, count, log_uniform, log_c, subtracted, decision, workspace, sizes):
-    """Return whether a candidate is accepted: whether A / c is `least_mass` or more."""
-    numbers_ptr = numbers_at(workspace, request, count, sizes)
-    least = least_mass(log_uniform, log_c)
-    # If one of p and q is a point mass:
-    shared = tl.load(numbers_ptr + SHARED) - tl.where(subtracted == NONE, log_c, 0.0)
-    enough = one_minus_exp2(shared * LOG2_E) >= least
-    if workspace.residual_sums_ptr is not None:
-        if subtracted == ROW:
-            enough = decision == ACCEPTED
-            if decision == OPEN:
-                sums = load_residual_sums(workspace, request, count, sizes)
-                enough = sum_in_order(sums) >= least * tl.exp(tl.load(numbers_ptr + LOG_SUM))
-    return enough
-
-
-@triton.jit
-def settle(request, program, num_drafts, log_uniform, temperature, inputs, workspace, sizes, tuning):
-    """Return how many drafts are accepted, log c of them, and whether this program is the one to emit."""
+def settle(request, program, num_drafts, temperature, inputs, workspace, sizes, tuning):
+    """Return how many drafts are accepted, whether a row up to there has no finite logit, and whether this program emits."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    accepted, lowest, log_c, subtracted, is_candidate, decision = candidates_of(
-        request, num_drafts, log_uniform, workspace, sizes
-    )
+    accepted, is_open, is_empty = load_decisions(request, num_drafts, workspace, sizes)
     emits = program == 0
     if inputs.draft.ptr is not None:
-        largest_accepted = tl.max(tl.where(is_candidate & (decision == ACCEPTED), counts, 0), 0)
-        is_open = (subtracted == ROW) & (decision == OPEN) & (counts > largest_accepted)
-        if tuning.SUMMED:  # the token is drawn from these sums
-            is_open |= (subtracted == ROW) & (counts == lowest)
-        else:
-            is_open &= counts > lowest
-        if tl.max(is_open.to(tl.int32), 0) == 1:
-            for count in range(lowest, num_drafts):
-                if at(is_open.to(tl.int32), count) == 1:
-                    sum_share(
-                        request, count, program, at(log_c, count), temperature, inputs, workspace, sizes, tuning
-                    )
-            emits = is_last(finished_ptr(workspace.state_ptr, request), tuning.programs)
-    count = num_drafts
-    while emits & (accepted < 0) & (count > lowest):
-        if at(is_candidate.to(tl.int32), count) == 1:
-            if residual_mass_suffices(
-                request, count, at(log_uniform, count), at(log_c, count), at(subtracted, count), at(decision, count),
-                workspace, sizes,
-            ):  # fmt: skip
-                accepted = count
-        count -= 1
-    accepted = tl.where(accepted < 0, lowest, accepted)
-    return accepted, tl.where(accepted < num_drafts, at(log_c, accepted), 0.0), emits
+        is_wanted = is_open
+        if tuning.SUMMED:  # the token is drawn from sums
+            residual = load_residual(numbers_at(workspace, request, accepted, sizes))
+            if (accepted < num_drafts) & (residual.subtracted == ROW):
+                is_wanted = tl.where(counts == accepted, 1, is_wanted)
+        if tl.max(is_wanted, 0) == 1:
+            for offset in range(accepted, num_drafts):
+                if at(is_wanted, offset) == 1:
+                    residual = load_residual(numbers_at(workspace, request, offset, sizes))
+                    sum_share(request, offset, program, residual, temperature, inputs, workspace, sizes, tuning)
+            emits = is_last(workspace.state_ptr + request * FIELDS + SHARES, tuning.programs)
+            if emits:
+                for offset in range(accepted + 1, num_drafts):
+                    if at(is_open, offset) == 1:
+                        least = tl.load(numbers_at(workspace, request, offset, sizes) + LEAST)
+                        mass = sum_in_order(load_residual_sums(workspace, request, offset, sizes))
+                        accepted = tl.where(mass >= least, offset, accepted)
+    return accepted, tl.max(tl.where(counts <= accepted, is_empty, 0), 0) == 1, emits
 
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return (False, for it is decided), the row's maximum, and what is drawn from where a request stops."""
+    """Return that the draft at a place is not accepted, the row's maximum, and what is drawn from: max(0, p - q / c)."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
     index = target_index(place.request, place.offset, sizes)
     statistics = load_statistics(workspace.statistics_ptr, index, True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
-        residual = load_residual(numbers_at(workspace, place.request, place.offset, sizes), place.log_ratio)
+        residual = load_residual(numbers_at(workspace, place.request, place.offset, sizes))
     p = combine(statistics, row, place.temperature, sizes)
     return False, p.row_max, (p, residual)

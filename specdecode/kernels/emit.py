@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Place
-from specdecode.kernels.block import log_uniforms, settle
+from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, load_temperature
@@ -37,7 +37,7 @@ from specdecode.kernels.state import (
 @triton.jit
 def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
-    place = Place(request, 0, -1, key, temperature, 0.0)
+    place = Place(request, 0, -1, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
     token, row_max, sumexp = sample(place, noise, inputs, workspace, sizes)
@@ -55,7 +55,7 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
 def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
-    place = Place(request, offset, token, key, temperature, 0.0)
+    place = Place(request, offset, token, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
@@ -77,33 +77,33 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
 def emit_request(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Draw the token where a request stops, and write its output."""
     counted = count_drafts(inputs.drafts, request, sizes)
-    log_ratio, emits = 0.0, True
+    emits = True
+    await_launch(tuning.OVERLAPS)
     if tuning.SETTLES:
-        log_uniform = log_uniforms(key, sizes)
-        await_launch(tuning.OVERLAPS)
-        stop, log_ratio, emits = settle(
-            request, program, counted[0], log_uniform, temperature, inputs, workspace, sizes, tuning
+        stop, is_empty, emits = settle(
+            request, program, counted[0], temperature, inputs, workspace, sizes, tuning
         )
     else:
-        await_launch(tuning.OVERLAPS)
         stop = load_stop(workspace.state_ptr, request, sizes)
+        is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
     if emits:
-        token = draft_at(counted, inputs.drafts, request, stop, sizes)
-        place = Place(request, stop, token, key, temperature, log_ratio)
-        empty = load_empty(workspace.state_ptr, request, sizes)
+        place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
         noise = noise_at(place, inputs.requests, sizes)
         _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         emitted = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
         tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + stop, emitted)
-        invalid = (empty <= stop) | (row_max == -INFINITY)
-        store_output(outputs, inputs.drafts, counted, request, stop, invalid, sizes)
+        store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (row_max == -INFINITY), sizes)
 
 
 @triton.jit
 def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     """Emit one request, or one row of it, or a share of it."""
-    request = (tl.program_id(0) // tuning.programs).to(tl.int64)
-    program = tl.program_id(0) % tuning.programs
+    if tuning.SETTLES:  # the first programs of all requests begin first: often no other is needed
+        request = (tl.program_id(0) % sizes.batch).to(tl.int64)
+        program = tl.program_id(0) // sizes.batch
+    else:
+        request = (tl.program_id(0) // tuning.programs).to(tl.int64)
+        program = tl.program_id(0) % tuning.programs
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:

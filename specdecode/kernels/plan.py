@@ -168,9 +168,8 @@ class Step:
         flags = [options.get(name, False) for name in ("per_row", "settles", "summed")]
         return Searching(programs, BOUND_ROUNDS, *SEARCH[search], rule.decide, rule.draw, *flags, self.overlaps)
 
-    def search(self, kernel: Any, tuning: Searching, num_warps: int) -> None:
-        """Add a launch between reading and emitting, with a program for each draft."""
-        programs = self.sizes.batch * self.sizes.num_draft_tokens
+    def search(self, kernel: Any, tuning: Searching, programs: int, num_warps: int) -> None:
+        """Add a launch between reading and emitting."""
         bundles = self.inputs, self.workspace, self.sizes, tuning
         self.plan.add(kernel, (programs,), bundles, num_warps=num_warps)
 
@@ -269,7 +268,7 @@ def plan_verification(
     workspace = {
         "state": (torch.int32, state),
         "statistics": (torch.float32, rows * 2 * sizes.num_blocks),
-        "candidates": (torch.float32, num_drafts * NUMBERS.value) if in_block else None,
+        "candidates": (torch.float32, num_rows * NUMBERS.value) if in_block else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if in_block and draft is not None else None,
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
@@ -282,9 +281,9 @@ def plan_verification(
     if in_block:
         programs = 1 if draft is None else settling_programs(requests, sizes.num_blocks)
         tuning = step.searching("block", rule, programs, settles=True, summed=not large and draft is not None)
-        step.search(ratio_kernel, tuning, num_warps=4)
+        step.search(ratio_kernel, tuning, num_rows, num_warps=4)
         if draft is not None and large:
-            step.search(bound_kernel, tuning, num_warps=8)
+            step.search(bound_kernel, tuning, num_drafts, num_warps=8)
         return step.emit(outputs, tuning, num_warps, EMIT_REGISTERS_BLOCK)
     if large:
         return step.emit(outputs, step.searching("early exit", rule, programs=1), num_warps)
@@ -308,4 +307,4 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int
 def settling_programs(requests: int, num_blocks: int) -> int:
     """Return how many programs share what is left to sum of a request in block verification."""
     rounds = triton.cdiv(num_blocks, SEARCH["block"][1])
-    return max(1, min(rounds, 1024 // requests))
+    return max(1, min(rounds, 512 // requests))

@@ -7,7 +7,7 @@ rows. But to know which block is selected takes only a few of them, because p bo
 4 KB (bfloat16) for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite
 logit) there is nothing to search: p without one token differs from p in one block.
 
-Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a place's `log_ratio` is log c, else 0.
+Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
 """
 
 import triton
@@ -83,7 +83,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
 
     Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
     """
-    request, offset, token, _, temperature, log_ratio = place
+    request, offset, token, _, temperature = place
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
     row = row_at(inputs.target, request, offset, sizes)
@@ -122,7 +122,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
     subtracted = tl.where(p.one_hot >= 0, NONE, subtracted)
-    residual = Residual(p.row_max, draft_max, log_sum_ratio + log_ratio, subtracted)
+    residual = Residual(p.row_max, draft_max, log_sum_ratio, subtracted)
     return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_one_hot), residual)
 
 

@@ -63,7 +63,7 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
-        place = Place(request, offset, token, load_key(inputs.requests, request), temperature, 0.0)
+        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         noise = noise_at(place, inputs.requests, sizes)
         accepted, row_max, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         if row_max == -INFINITY:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, FINISHED, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-"""A request's state: its stop, its first empty row, how many programs have finished with it. Behind the states of all
-requests lie the numbers of programs that have finished each row."""
+STOP, EMPTY, RATIOS, SHARES, FIELDS = (tl.constexpr(field) for field in range(5))
+"""A request's state: its stop, its first empty row; and in block verification how many programs have finished their ratio, and
+their share. Behind the states of all requests lie the numbers of programs that have finished each row."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -77,12 +77,6 @@ def is_last(count_ptr, programs):
     """Count this program in; return whether it is the last one, which sees what all others have written."""
     tl.debug_barrier()  # all threads have written, before one of them counts the program in
     return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
-
-
-@triton.jit
-def finished_ptr(state_ptr, request):
-    """Return where programs that finish with a request are counted."""
-    return state_ptr + request * FIELDS + FINISHED
 
 
 @triton.jit
