@@ -25,25 +25,16 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict
-from specdecode.kernels.plan import (
-    BOUND_ROWS,
-    MANY_REQUESTS,
-    AcceptRule,
-    is_large,
-    layout,
-    optional_layout,
-    plan_sampling,
-    plan_verification,
-)
+from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, layout, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE = AcceptRule(strict.accepts, strict.decide, strict.draw, large_rows=384)
-BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, large_rows=320)
-IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, large_rows=BOUND_ROWS)
+BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, strict.draw, num_warps=8, large_rows=384)
+BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320)
+IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -60,26 +51,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     token_ids = torch.empty(requests, dtype=torch.int64, device=batch.logits.device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
     if requests > 0:
-        run_sampling(batch.logits[:, None], None, batch, domains, {"token_ids": token_ids, "logsumexp": logsumexp})
+        run(BY_SAMPLE, {"token_ids": token_ids, "logsumexp": logsumexp}, batch, domains, batch.logits[:, None])
     return token_ids, logsumexp
-
-
-def run_sampling(
-    logits: Tensor,
-    index: Tensor | None,
-    batch: RowBatch | VerificationBatch,
-    domains: tuple[int, int],
-    outputs: dict[str, Tensor],
-) -> None:
-    """Draw one token from each [batch, 1, vocab] row."""
-    requests, _, vocab_size = logits.shape
-    of_requests, dtypes, numbers = per_request(batch, domains)
-    index_dtype = None if index is None else index.dtype
-    verifies = "logsumexp" not in outputs
-    plan = plan_sampling(
-        BY_SAMPLE, logits.device, requests, vocab_size, layout(logits), index_dtype, dtypes, verifies
-    )
-    plan.run({**outputs, "target": logits, "target_index": index, **of_requests}, numbers)
 
 
 def verify(
@@ -98,17 +71,16 @@ def verify(
         method: one of the sampler's methods.
         batch: the checked arguments.
         schedule: for `"synthetic"`.
-        large: whether to decide while reading (in block verification: to bound candidates before they are summed); None
-            chooses by the number of rows.
+        large: whether to decide while reading (in block verification: to bound before summing); None chooses by the number
+            of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
         target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
             overlapping strides, this addresses the rows of a ragged, packed batch. Then all ids behind a request's last
             draft are to be -1, for the row after any other may be read.
         draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
     """
-    target, draft_token_ids = batch.target_logits, batch.draft_token_ids
-    requests, num_draft_tokens = draft_token_ids.shape
-    device = target.device
+    requests, num_draft_tokens = batch.draft_token_ids.shape
+    device = batch.target_logits.device
     outputs = {
         "token_ids": torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
         "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
@@ -118,46 +90,81 @@ def verify(
     if requests == 0:
         return SamplerOutput(*outputs.values())
     if num_draft_tokens == 0:
-        run_sampling(target, target_index, batch, SELECT, outputs)
+        run(BY_SAMPLE, outputs, batch, SELECT, batch.target_logits, target_index=target_index)
         return SamplerOutput(*outputs.values())
     rule = METHODS[method][batch.draft_logits is None]
     draft = None if rule is BY_SAMPLE else batch.draft_logits
-    draft_logsumexp = None if draft is None else batch.draft_logsumexp
+    logsumexp = None if draft is None else batch.draft_logsumexp
     if large is None:
-        large = is_large(rule, requests, num_draft_tokens, draft is not None and draft_logsumexp is None)
+        rows = num_draft_tokens + 1 + num_draft_tokens * (draft is not None and logsumexp is None)
+        large = requests * rows >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
-    rates = None if schedule is None else conditional_rates(schedule, device)
-    of_requests, dtypes, numbers = per_request(batch, SELECT)
-    plan = plan_verification(
+    run(
         rule,
+        outputs,
+        batch,
+        SELECT,
+        batch.target_logits,
+        draft,
+        batch.draft_token_ids,
+        logsumexp,
+        None if schedule is None else conditional_rates(schedule, device),
+        target_index,
+        draft_index,
         large,
         many,
-        device,
-        requests,
-        num_draft_tokens,
-        target.shape[-1],
-        layout(target),
-        optional_layout(draft),
-        layout(draft_token_ids),
-        optional_layout(draft_logsumexp),
-        (None if target_index is None else target_index.dtype, None if draft_index is None else draft_index.dtype),
-        rates is not None,
-        dtypes,
     )
-    tensors = {
-        **outputs,
-        "target": target,
-        "draft": draft,
-        "ids": draft_token_ids,
-        "draft_logsumexp": draft_logsumexp,
+    return SamplerOutput(*outputs.values())
+
+
+def run(
+    rule: AcceptRule,
+    outputs: dict[str, Tensor],
+    batch: RowBatch | VerificationBatch,
+    domains: tuple[int, int],
+    target: Tensor,
+    draft: Tensor | None = None,
+    ids: Tensor | None = None,
+    draft_logsumexp: Tensor | None = None,
+    rates: Tensor | None = None,
+    target_index: Tensor | None = None,
+    draft_index: Tensor | None = None,
+    large: bool = False,
+    many: bool = False,
+) -> None:
+    """Plan a step, or find its plan, and launch it."""
+    temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
+    numbers = {
+        "temperature": 0.0,
+        "first_seed": seeds if isinstance(seeds, int) else 0,
+        "block_domain": int(domains[0]),
+        "token_domain": int(domains[1]),
+    }
+    if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
+        numbers["temperature"] = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
+    others = {
         "rates": rates,
         "target_index": target_index,
         "draft_index": draft_index,
-        **of_requests,
+        "temperatures": temperature.contiguous() if isinstance(temperature, Tensor) else None,
+        "seeds": seeds.contiguous() if isinstance(seeds, Tensor) else None,
+        "positions": None if positions is None else positions.contiguous(),
     }
-    plan.run(tensors, numbers)
-    return SamplerOutput(*outputs.values())
+    requests, rows, vocab_size = target.shape
+    plan = plan_step(
+        rule,
+        large,
+        many,
+        target.device,
+        (requests, rows - 1, vocab_size),
+        (layout(target), layout(draft)),
+        (layout(ids), layout(draft_logsumexp)),
+        tuple([None if tensor is None else tensor.dtype for tensor in others.values()]),
+        "logsumexp" in outputs,
+    )
+    tensors = {"target": target, "draft": draft, "ids": ids, "draft_logsumexp": draft_logsumexp}
+    plan.run({**outputs, **tensors, **others}, numbers)
 
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
@@ -173,28 +180,3 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
         )
         for large, many in ((False, False), (False, True), (True, False)):
             verify(method, fewer, schedule, large=large, many=many)
-
-
-def per_request(
-    batch: RowBatch | VerificationBatch, domains: tuple[int, int]
-) -> tuple[dict[str, Tensor | None], tuple[torch.dtype | None, ...], dict[str, float]]:
-    """Return the tensors that hold one number for each request, their dtypes, and the numbers that hold one for all."""
-    temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
-    temperatures = temperature.contiguous() if isinstance(temperature, Tensor) else None
-    number = 0.0
-    if temperatures is None and temperature > 0:  # only 0 is greedy, in float32 too
-        number = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
-    tensors = {
-        "temperatures": temperatures,
-        "seeds": seeds.contiguous() if isinstance(seeds, Tensor) else None,
-        "positions": None if positions is None else positions.contiguous(),
-    }
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors.values()])
-    block_domain, token_domain = domains
-    numbers = {
-        "temperature": number,
-        "first_seed": seeds if isinstance(seeds, int) else 0,
-        "block_domain": int(block_domain),
-        "token_domain": int(token_domain),
-    }
-    return tensors, dtypes, numbers

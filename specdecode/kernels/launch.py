@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
@@ -19,9 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-MOST_PROGRAMS = 65_535
-"""Programs along a grid's second dimension, and its third."""
 
 CACHE_LINE = 32
 """Numbers of 32 bits in a cache line of a GPU."""
@@ -303,10 +299,3 @@ class Plan:
             Ready(_variants[key], launch.grid, eval(f"lambda v: {expression(launch.bundles, names)}"))
             for key, launch in zip(keys, self.launches)
         ]
-
-
-def grid_of_rows(chunks: int, requests: int, rows: int) -> tuple[tuple[int, ...], bool]:
-    """Return a grid with a program for each chunk of each row, and whether it has one dimension for want of room."""
-    if max(requests, rows) > MOST_PROGRAMS:
-        return (math.prod((chunks, requests, rows)),), True
-    return (chunks, requests, rows), False

@@ -15,7 +15,7 @@ from specdecode.kernels.synthetic import is_scheduled
 
 
 @triton.jit
-def accepts(place, noise, inputs, workspace, sizes):
+def decide_while_reading(place, noise, inputs, workspace, sizes):
     """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
     index = target_index(place.request, place.offset, sizes)
