@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict
-from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, layout, plan_step
+from specdecode.kernels.plan import MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
@@ -51,7 +51,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     token_ids = torch.empty(requests, dtype=torch.int64, device=batch.logits.device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
     if requests > 0:
-        run(BY_SAMPLE, {"token_ids": token_ids, "logsumexp": logsumexp}, batch, domains, batch.logits[:, None])
+        outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
+        run(BY_SAMPLE, outputs, {"target": batch.logits[:, None]}, batch, domains)
     return token_ids, logsumexp
 
 
@@ -87,84 +88,59 @@ def verify(
         "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
         "invalid": torch.empty(requests, dtype=torch.bool, device=device),
     }
+    output = SamplerOutput(*outputs.values())
     if requests == 0:
-        return SamplerOutput(*outputs.values())
+        return output
+    tensors = {"target": batch.target_logits, "target_index": target_index}
     if num_draft_tokens == 0:
-        run(BY_SAMPLE, outputs, batch, SELECT, batch.target_logits, target_index=target_index)
-        return SamplerOutput(*outputs.values())
+        run(BY_SAMPLE, outputs, tensors, batch, SELECT)
+        return output
     rule = METHODS[method][batch.draft_logits is None]
-    draft = None if rule is BY_SAMPLE else batch.draft_logits
-    logsumexp = None if draft is None else batch.draft_logsumexp
+    reads_both = False
+    if rule is not BY_SAMPLE and batch.draft_logits is not None:
+        tensors |= {"draft": batch.draft_logits, "draft_index": draft_index, "draft_logsumexp": batch.draft_logsumexp}
+        reads_both = batch.draft_logsumexp is None
+    tensors |= {
+        "ids": batch.draft_token_ids,
+        "rates": None if schedule is None else conditional_rates(schedule, device),
+    }
     if large is None:
-        rows = num_draft_tokens + 1 + num_draft_tokens * (draft is not None and logsumexp is None)
-        large = requests * rows >= rule.large_rows
+        large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
-    run(
-        rule,
-        outputs,
-        batch,
-        SELECT,
-        batch.target_logits,
-        draft,
-        batch.draft_token_ids,
-        logsumexp,
-        None if schedule is None else conditional_rates(schedule, device),
-        target_index,
-        draft_index,
-        large,
-        many,
-    )
-    return SamplerOutput(*outputs.values())
+    run(rule, outputs, tensors, batch, SELECT, large, many)
+    return output
 
 
 def run(
     rule: AcceptRule,
     outputs: dict[str, Tensor],
+    tensors: dict[str, Tensor | None],
     batch: RowBatch | VerificationBatch,
     domains: tuple[int, int],
-    target: Tensor,
-    draft: Tensor | None = None,
-    ids: Tensor | None = None,
-    draft_logsumexp: Tensor | None = None,
-    rates: Tensor | None = None,
-    target_index: Tensor | None = None,
-    draft_index: Tensor | None = None,
     large: bool = False,
     many: bool = False,
 ) -> None:
     """Plan a step, or find its plan, and launch it."""
     temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
-    numbers = {
-        "temperature": 0.0,
-        "first_seed": seeds if isinstance(seeds, int) else 0,
-        "block_domain": int(domains[0]),
-        "token_domain": int(domains[1]),
-    }
-    if not isinstance(temperature, Tensor) and temperature > 0:  # only 0 is greedy, in float32 too
+    tensors["positions"] = None if positions is None else positions.contiguous()
+    numbers = {"temperature": 0.0, "first_seed": 0, "block_domain": int(domains[0]), "token_domain": int(domains[1])}
+    if isinstance(temperature, Tensor):
+        tensors["temperatures"] = temperature.contiguous()
+    elif temperature > 0:  # only 0 is greedy, in float32 too
         numbers["temperature"] = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
-    others = {
-        "rates": rates,
-        "target_index": target_index,
-        "draft_index": draft_index,
-        "temperatures": temperature.contiguous() if isinstance(temperature, Tensor) else None,
-        "seeds": seeds.contiguous() if isinstance(seeds, Tensor) else None,
-        "positions": None if positions is None else positions.contiguous(),
-    }
+    if isinstance(seeds, Tensor):
+        tensors["seeds"] = seeds.contiguous()
+    else:
+        numbers["first_seed"] = seeds
+    target = tensors["target"]
+    assert target is not None
     requests, rows, vocab_size = target.shape
-    plan = plan_step(
-        rule,
-        large,
-        many,
-        target.device,
-        (requests, rows - 1, vocab_size),
-        (layout(target), layout(draft)),
-        (layout(ids), layout(draft_logsumexp)),
-        tuple([None if tensor is None else tensor.dtype for tensor in others.values()]),
-        "logsumexp" in outputs,
-    )
-    tensors = {"target": target, "draft": draft, "ids": ids, "draft_logsumexp": draft_logsumexp}
-    plan.run({**outputs, **tensors, **others}, numbers)
+    inputs = {name: tensors.get(name) for name in TENSORS}
+    layouts = tuple([layout(tensor) for tensor in inputs.values()])
+    shape = requests, rows - 1, vocab_size
+    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    plan.run({**outputs, **inputs}, numbers)
 
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:

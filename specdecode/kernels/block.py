@@ -40,7 +40,7 @@ from specdecode.kernels.rows import (
     load_temperature,
     row_at,
     sum_in_order,
-    target_index,
+    target_statistics,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import FIELDS, RATIOS, SHARES, count_drafts, is_last, load_draft_ids
@@ -182,15 +182,13 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
     """
     row = row_at(inputs.target, request, offset, sizes)
     draft_row = row_at(inputs.draft, request, offset, sizes)
-    statistics = load_statistics(workspace.statistics_ptr, target_index(request, offset, sizes), True, sizes)
+    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
     block_sums = relative_sums(residual.row_max, statistics, temperature)
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
     left = tl.sum(block_sums, 0)
     margin = left * SLACK  # `left` becomes a difference, and is rounded
     top, remaining = take_top(keys_of(block_sums, sizes), tuning)
-    top_target, top_draft = load_both(
-        inputs.target, inputs.draft, row, draft_row, blocks_of(top, sizes), tuning.LANES
-    )
+    top_target, top_draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks_of(top, sizes), tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
@@ -225,9 +223,7 @@ def bound_kernel(inputs, workspace, sizes, tuning):
     if at(is_open, offset) == 1:
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         least, residual = tl.load(numbers_ptr + LEAST), load_residual(numbers_ptr)
-        decision = decide_by_bounds(
-            least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
-        )
+        decision = decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning)
         tl.store(numbers_ptr + DECISION, decision)
 
 
@@ -288,8 +284,7 @@ def settle(request, program, num_drafts, temperature, inputs, workspace, sizes, 
 def decide(place, noise, inputs, workspace, sizes):
     """Return that the draft at a place is not accepted, the row's maximum, and what is drawn from: max(0, p - q / c)."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
-    index = target_index(place.request, place.offset, sizes)
-    statistics = load_statistics(workspace.statistics_ptr, index, True, sizes)
+    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
         residual = load_residual(numbers_at(workspace, place.request, place.offset, sizes))

@@ -122,9 +122,7 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
                 this = block + tl.arange(0, 1)
                 maxima = tl.full([1, LANES], -INFINITY, tl.float32)
                 for part in range(BLOCK_SIZE // LANES):
-                    maxima = tl.maximum(
-                        maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
-                    )
+                    maxima = tl.maximum(maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True))
                 maximum = tl.max(tl.max(maxima, 1), 0)
                 finite = tl.where(tl.abs(maximum) < INFINITY, maximum, 0.0)
                 weights = tl.zeros([1, LANES], tl.float32)

@@ -80,9 +80,7 @@ def emit_request(request, program, key, temperature, inputs, outputs, workspace,
     emits = True
     await_launch(tuning.OVERLAPS)
     if tuning.SETTLES:
-        stop, is_empty, emits = settle(
-            request, program, counted[0], temperature, inputs, workspace, sizes, tuning
-        )
+        stop, is_empty, emits = settle(request, program, counted[0], temperature, inputs, workspace, sizes, tuning)
     else:
         stop = load_stop(workspace.state_ptr, request, sizes)
         is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop

@@ -19,9 +19,6 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-CACHE_LINE = 32
-"""Numbers of 32 bits in a cache line of a GPU."""
-
 
 @triton.jit
 def admit_next_launch(OVERLAPS: tl.constexpr):
@@ -60,15 +57,8 @@ class Argument(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*u1",
-}
+TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
 
 
 @functools.cache
@@ -100,7 +90,6 @@ class Signature:
 
     def types_of(self, bundle: Any, path: tuple[int, ...]) -> Any:
         """Return the types of a bundle's fields; note its constants and attributes."""
-        is_aligned = getattr(bundle, "ALIGNED", False)
         types: list[Any] = []
         for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(type(bundle)))):
             here = (*path, i)
@@ -111,7 +100,7 @@ class Signature:
                 types.append("constexpr")
             else:
                 types.append(TYPES[value.dtype] if kind == "pointer" else "i64" if kind == "stride" else kind)
-                if is_aligned and may_be_aligned:
+                if may_be_aligned and bundle.ALIGNED:
                     self.attributes[here] = [["tt.divisibility", 16]]
         return type(bundle)(*types)
 
@@ -140,25 +129,19 @@ class Launch(NamedTuple):
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
-    def signature(self) -> Signature:
-        """Return what its kernel is compiled for."""
-        return Signature(self.kernel.arg_names, self.bundles)
-
-    def compile(self) -> Any:
-        """Compile its kernel."""
-        signature = self.signature()
-        for function in (self.kernel, *signature.constants.values()):  # a kernel may be told by a constant what to call
-            hash_callees_first(function)
-        source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
-        return triton.compile(source, options={name: value for name, value in self.options.items() if value is not None})
-
-
-class Ready(NamedTuple):
-    """A launch whose kernel is compiled."""
-
-    variant: Any
-    grid: tuple[int, ...]
-    arguments_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    def compile(self, device: torch.device) -> Any:
+        """Compile its kernel and load it, if that has not been done for the same signature."""
+        signature = Signature(self.kernel.arg_names, self.bundles)
+        key = device, self.kernel, *self.options.items(), *signature.key()
+        if key not in _variants:
+            for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
+                hash_callees_first(function)
+            source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
+            with on_device(device):  # which is a thread's own
+                variant = triton.compile(source, options=self.options)
+                variant.run  # noqa: B018 (loads it)
+            _variants[key] = variant
+        return _variants[key]
 
 
 _variants: dict[tuple[object, ...], Any] = {}
@@ -170,10 +153,8 @@ IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
 
 def can_launch_directly() -> bool:
     """Return whether Triton need not be asked to launch: not if a profiler wants to hear of launches from it."""
-    if not IS_KNOWN:
-        return False
     runtime = triton.knobs.runtime
-    return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    return IS_KNOWN and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def filled(bundle: Any, values: dict[str, Any]) -> Any:
@@ -182,7 +163,7 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
     for field, (kind, _) in zip(bundle, kinds(type(bundle))):
         if isinstance(field, Argument):
             fields.append(values[field.name])
-        elif isinstance(field, tuple):
+        elif kind == "bundle":
             fields.append(filled(field, values))
         else:
             fields.append(tl.constexpr(field) if field is not None and is_constant(kind, field) else field)
@@ -210,13 +191,12 @@ class Plan:
     """
 
     def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
-        self.device = device
+        self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
-        lengths = [triton.cdiv(length, CACHE_LINE) * CACHE_LINE for _, length in self.parts.values()]
+        lengths = [triton.cdiv(length, 32) * 32 for _, length in self.parts.values()]  # cache lines of 128 bytes
         *self.starts, self.length = itertools.accumulate(lengths, initial=0)
-        self.zeros = zeros
         self.launches: list[Launch] = []
-        self.ready: list[Ready] = []
+        self.ready: list[tuple[Any, tuple[int, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
 
     def part(self, name: str) -> Argument | None:
         """Return the argument that is a part of the workspace, if there is one of that name."""
@@ -233,7 +213,9 @@ class Plan:
         max_registers: int | None = None,
     ) -> None:
         """Add a launch; one that `follows` another may be set up while that runs."""
-        options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device), "maxnreg": max_registers}
+        options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
+        if max_registers is not None:
+            options["maxnreg"] = max_registers
         self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], bundles, options))
 
     def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
@@ -243,8 +225,7 @@ class Plan:
             workspace[: self.zeros].zero_()
         with on_device(self.device):
             if not isinstance(self.launches[0].kernel, triton.JITFunction):  # the interpreter
-                parts = dict(zip(self.parts, self.views(workspace)))
-                return self.interpret({**tensors, **parts, **numbers})
+                return self.interpret({**tensors, **self.views(workspace), **numbers})
             if not self.ready:
                 self.prepare([*tensors, *self.parts, *numbers])
             first = workspace.data_ptr()
@@ -266,12 +247,10 @@ class Plan:
             else:
                 variant[grid](*arguments_of(values), stream=stream)
 
-    def views(self, workspace: Tensor) -> list[Tensor]:
+    def views(self, workspace: Tensor) -> dict[str, Tensor]:
         """Return the parts of a workspace."""
-        return [
-            workspace[start : start + length].view(dtype)
-            for start, (dtype, length) in zip(self.starts, self.parts.values())
-        ]
+        parts = zip(self.starts, self.parts.items())
+        return {name: workspace[start : start + length].view(dtype) for start, (name, (dtype, length)) in parts}
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""
@@ -280,22 +259,10 @@ class Plan:
 
     def prepare(self, names: list[str]) -> None:
         """Compile what is not compiled yet, each kernel by a thread: the first call takes as long as the slowest."""
-        keys = [
-            (self.device, launch.kernel, *launch.options.values(), *launch.signature().key()) for launch in self.launches
-        ]
-        missing = {key: launch for key, launch in zip(keys, self.launches) if key not in _variants}
-
-        def compile_one(launch: Launch) -> Any:
-            with on_device(self.device):  # which is a thread's own
-                variant = launch.compile()
-                variant.run  # noqa: B018 (loads it)
-                return variant
-
-        if missing:
-            with concurrent.futures.ThreadPoolExecutor(len(missing)) as threads:
-                _variants.update(zip(missing, threads.map(compile_one, missing.values())))
+        with concurrent.futures.ThreadPoolExecutor(len(self.launches)) as threads:
+            variants = list(threads.map(lambda launch: launch.compile(self.device), self.launches))
+        # As an expression: a function that walks the bundles would take longer than the launch itself.
+        sources = [f"lambda v: {expression(launch.bundles, names)}" for launch in self.launches]
         self.ready = [
-            # As an expression: a function that walks the bundles would take longer than the launch itself.
-            Ready(_variants[key], launch.grid, eval(f"lambda v: {expression(launch.bundles, names)}"))
-            for key, launch in zip(keys, self.launches)
+            (variant, launch.grid, eval(source)) for variant, launch, source in zip(variants, self.launches, sources)
         ]

@@ -86,15 +86,14 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
+TENSORS = ("target", "draft", "ids", "draft_logsumexp", "rates", "target_index", "draft_index", "temperatures", "seeds")
+TENSORS += ("positions",)
+"""The tensors that a step may be given, see `arguments.Inputs`."""
+
 
 def layout(tensor: Tensor | None) -> Layout | None:
     """Return how a tensor lies, None if there is none."""
     return None if tensor is None else (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
-
-
-def optional(name: str, dtype: torch.dtype | None) -> Argument | None:
-    """Return a tensor's argument, None if there is no such tensor."""
-    return None if dtype is None else Argument(name, dtype)
 
 
 def at_least(least: int, size: int) -> int:
@@ -102,22 +101,33 @@ def at_least(least: int, size: int) -> int:
     return least if size <= least else triton.next_power_of_2(size)
 
 
-def rows_of(name: str, rows: Layout | None, index: torch.dtype | None, vocab_size: int) -> Rows:
-    """Return the bundle of [batch, rows, vocab] logits."""
-    if rows is None:
-        return Rows(None, None, 0, 0, 0, True)
-    dtype, (stride_request, stride_offset, stride_token), is_aligned = rows
-    is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
-    pointers = Argument(name, dtype), optional(f"{name}_index", index)
-    return Rows(*pointers, stride_request, stride_offset, stride_token, is_aligned)
+def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
+    """Return the bundle of sizes."""
+    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
+    max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
+    return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
 
 
-def drafts_of(ids: Layout | None, logsumexp: Layout | None, rates: torch.dtype | None) -> Drafts:
-    """Return the bundle of draft tokens."""
-    if ids is None:
-        return Drafts(None, 0, 0, None, 0, 0, None)
-    given = (None, 0, 0) if logsumexp is None else (Argument("draft_logsumexp", logsumexp[0]), *logsumexp[1])
-    return Drafts(Argument("ids", ids[0]), *ids[1], *given, optional("rates", rates))
+def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
+    """Return the bundle of inputs, given how each of `TENSORS` lies."""
+    given = dict(zip(TENSORS, layouts))
+    pointers = {name: None if tensor is None else Argument(name, tensor[0]) for name, tensor in given.items()}
+
+    def rows(name: str) -> Rows:
+        if given[name] is None:
+            return Rows(None, None, 0, 0, 0, True)
+        _, strides, is_aligned = given[name]
+        stride_request, stride_offset, stride_token = strides
+        is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
+        return Rows(pointers[name], pointers[f"{name}_index"], *strides, is_aligned)
+
+    ids, logsumexp = [(None, (0, 0), None) if given[name] is None else given[name] for name in TENSORS[2:4]]
+    drafts = Drafts(pointers["ids"], *ids[1], pointers["draft_logsumexp"], *logsumexp[1], pointers["rates"])
+    temperature, first_seed, *domains = map(Argument, ("temperature", "first_seed", "block_domain", "token_domain"))
+    requests = Requests(
+        pointers["temperatures"], temperature, pointers["seeds"], first_seed, pointers["positions"], *domains
+    )
+    return Inputs(rows("target"), rows("draft"), drafts, requests)
 
 
 def outputs_of(samples: bool) -> Outputs:
@@ -129,39 +139,6 @@ def outputs_of(samples: bool) -> Outputs:
     return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None)
 
 
-def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
-    """Return the bundle of sizes."""
-    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
-    return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
-
-
-def inputs_of(
-    vocab_size: int,
-    rows: tuple[Layout | None, Layout | None],
-    drafts: tuple[Layout | None, Layout | None],
-    dtypes: tuple[torch.dtype | None, ...],
-) -> Inputs:
-    """Return the bundle of inputs, see `plan_step`."""
-    rates, target_index, draft_index, temperatures, seeds, positions = dtypes
-    requests = Requests(
-        optional("temperatures", temperatures),
-        Argument("temperature"),
-        optional("seeds", seeds),
-        Argument("first_seed"),
-        optional("positions", positions),
-        Argument("block_domain"),
-        Argument("token_domain"),
-    )
-    target, draft = rows
-    return Inputs(
-        rows_of("target", target, target_index, vocab_size),
-        rows_of("draft", draft, draft_index, vocab_size),
-        drafts_of(*drafts, rates),
-        requests,
-    )
-
-
 @functools.lru_cache(maxsize=PLANS)
 def plan_step(
     rule: AcceptRule,
@@ -169,9 +146,7 @@ def plan_step(
     many: bool,
     device: torch.device,
     shape: tuple[int, int, int],
-    rows: tuple[Layout | None, Layout | None],
-    drafts: tuple[Layout | None, Layout | None],
-    dtypes: tuple[torch.dtype | None, ...],
+    layouts: tuple[Layout | None, ...],
     samples: bool,
 ) -> Plan:
     """Plan a step.
@@ -182,31 +157,47 @@ def plan_step(
         many: whether to search as is best for many requests.
         device: where the tensors are.
         shape: batch, num_draft_tokens, vocab_size.
-        rows: layouts of target and draft logits.
-        drafts: layouts of draft ids, None for a step without drafts, and of their logsumexp.
-        dtypes: of rates, target_index, draft_index, temperatures, seeds, positions.
+        layouts: how each of `TENSORS` lies, None for those that are not there.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
     """
-    sizes = sizes_of(*shape)
-    inputs = inputs_of(sizes.vocab_size, rows, drafts, dtypes)
-    requests, num_draft_tokens, _ = shape
-    has_drafts, has_draft_rows = drafts[0] is not None, rows[1] is not None
-    in_block = has_drafts and rule.while_reading is None
-    decides = large and not in_block
+    requests, num_draft_tokens, vocab_size = shape
+    sizes, inputs = sizes_of(*shape), inputs_of(layouts, vocab_size)
+    has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
+    settles = has_drafts and rule.while_reading is None
+    decides = large and not settles
     num_rows, num_drafts = requests * (num_draft_tokens + 1), requests * num_draft_tokens
     state = requests * FIELDS.value + num_rows
-    summarised = num_rows + num_drafts * has_draft_rows
+    statistics = (num_rows + num_drafts * has_draft_rows) * 2 * sizes.num_blocks
     parts = {
         "state": (torch.int32, state) if has_drafts else None,
-        "statistics": (torch.float32, summarised * 2 * sizes.num_blocks),
-        "candidates": (torch.float32, num_rows * NUMBERS.value) if in_block else None,
-        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if in_block and has_draft_rows else None,
+        "statistics": (torch.float32, statistics),
+        "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
+        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if settles and has_draft_rows else None,
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
     workspace = Workspace(*[plan.part(name) for name in parts])
-    add_reading(plan, inputs, workspace, sizes, rule.while_reading if decides else None)
-    add_emitting(plan, inputs, outputs_of(samples), workspace, sizes, rule, large, many)
+    bundles = inputs, workspace, sizes
+    add_reading(plan, *bundles, rule.while_reading if decides else None)
+
+    per_row = has_drafts and not settles and not large
+    programs = num_draft_tokens + 1 if per_row else 1
+    if settles and has_draft_rows:
+        programs = settling_programs(requests, sizes.num_blocks)
+    search = "block" if settles else "large" if large else "many" if many and has_draft_rows else "few"
+    flags = per_row, settles, settles and has_draft_rows and not large, can_overlap(device)
+    tuning = Searching(programs, BOUND_ROUNDS, *SEARCH[search], rule.decide, rule.draw, *flags)
+    if settles:
+        plan.add(ratio_kernel, (num_rows,), (*bundles, tuning), num_warps=4)
+        if large and has_draft_rows:
+            plan.add(bound_kernel, (num_drafts,), (*bundles, tuning), num_warps=8)
+    plan.add(
+        emit_kernel,
+        (requests * programs,),
+        (inputs, outputs_of(samples), workspace, sizes, tuning),
+        num_warps=8 if has_draft_rows else rule.num_warps,
+        max_registers=SETTLE_REGISTERS if settles else None,
+    )
     return plan
 
 
@@ -240,42 +231,6 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
         num_warps=READ_BLOCKS,
         follows=False,
         max_registers=(READ_REGISTERS_BOTH if reads_both else READ_REGISTERS) if is_usual and has_drafts else None,
-    )
-
-
-def add_emitting(
-    plan: Plan,
-    inputs: Inputs,
-    outputs: Outputs,
-    workspace: Workspace,
-    sizes: Sizes,
-    rule: AcceptRule,
-    large: bool,
-    many: bool,
-) -> None:
-    """Add the launches after reading."""
-    requests, num_draft_tokens = sizes.batch, sizes.num_draft_tokens
-    has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
-    settles = has_drafts and rule.while_reading is None
-    per_row = has_drafts and not settles and not large
-    search = "block" if settles else "large" if large else "many" if many and has_draft_rows else "few"
-    programs = num_draft_tokens + 1 if per_row else 1
-    if settles and has_draft_rows:
-        programs = settling_programs(requests, sizes.num_blocks)
-    summed = settles and has_draft_rows and not large
-    flags = per_row, settles, summed, can_overlap(plan.device)
-    tuning = Searching(programs, BOUND_ROUNDS, *SEARCH[search], rule.decide, rule.draw, *flags)
-    if settles:
-        between = inputs, workspace, sizes, tuning
-        plan.add(ratio_kernel, (requests * (num_draft_tokens + 1),), between, num_warps=4)
-        if large and has_draft_rows:
-            plan.add(bound_kernel, (requests * num_draft_tokens,), between, num_warps=8)
-    plan.add(
-        emit_kernel,
-        (requests * programs,),
-        (inputs, outputs, workspace, sizes, tuning),
-        num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=SETTLE_REGISTERS if settles else None,
     )
 
 

@@ -21,7 +21,7 @@ from specdecode.kernels.rows import (
     INFINITY,
     LOG2_E,
     base_2_scale,
-    draft_index,
+    draft_statistics,
     load_blocks,
     load_logit,
     load_logits,
@@ -30,7 +30,7 @@ from specdecode.kernels.rows import (
     scaled,
     sum_blocks,
     sum_in_order,
-    target_index,
+    target_statistics,
     tokens_of,
     unpack,
 )
@@ -87,7 +87,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
     row = row_at(inputs.target, request, offset, sizes)
-    statistics = load_statistics(workspace.statistics_ptr, target_index(request, offset, sizes), True, sizes)
+    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
     logit = load_logit(row, token, token >= 0)
     if inputs.draft.ptr is not None:
         has_draft_row = (temperature > 0) & (token >= 0)
@@ -97,11 +97,10 @@ def acceptance_terms(place, inputs, workspace, sizes):
         if inputs.drafts.logsumexp_ptr is not None:
             logsumexp = load_logsumexp(inputs.drafts, request, offset, has_draft_row)
             summarised = tl.where(is_trusted(logsumexp), False, summarised)
-        index = draft_index(request, offset, sizes)
-        draft_statistics = load_statistics(workspace.statistics_ptr, index, summarised, sizes)
+        summary = load_statistics(draft_statistics(workspace, request, offset, sizes), summarised, sizes)
 
     if inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None:
-        p, q = combine_both(statistics, draft_statistics, row, draft_row, has_draft_row, temperature, sizes)
+        p, q = combine_both(statistics, summary, row, draft_row, has_draft_row, temperature, sizes)
     else:
         p = combine(statistics, row, temperature, sizes)
     log_sum = tl.log(p.sumexp)
@@ -116,7 +115,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
                 draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
             if summarised:
                 if inputs.drafts.logsumexp_ptr is not None:
-                    q = combine(draft_statistics, draft_row, temperature, sizes)
+                    q = combine(summary, draft_row, temperature, sizes)
                 draft_max, draft_one_hot = q.row_max, q.one_hot
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)

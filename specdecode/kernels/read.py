@@ -5,7 +5,7 @@ bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 
 Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
 the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
-offset exits, or reads no further. No program waits for another: a stop that is known late only costs the reading of a row.
+offset exits. No program waits for another: a stop that is known late only costs the reading of a row.
 A small batch is read whole, because all its rows are in flight before the first decision could be known.
 """
 
@@ -18,12 +18,12 @@ from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     INFINITY,
-    draft_index,
+    draft_statistics,
     load_blocks,
     load_temperature,
     row_at,
     store_statistics,
-    target_index,
+    target_statistics,
 )
 from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
@@ -31,7 +31,6 @@ from specdecode.kernels.state import (
     is_last,
     load_draft_ids,
     peek_stop,
-    peek_stop_again,
     post_empty,
     post_stop,
     row_finished_ptr,
@@ -99,44 +98,36 @@ def read_kernel(inputs, workspace, sizes, tuning):
                 clear_state(workspace.state_ptr, request)
     if matters:
         row = row_at(inputs.target, request, offset, sizes)
-        index = target_index(request, offset, sizes)
+        statistics = target_statistics(workspace, request, offset, sizes)
         if inputs.draft.ptr is not None:
             draft_row = row_at(inputs.draft, request, offset, sizes)
-            its_draft_index = draft_index(request, offset, sizes)
+            its_statistics = draft_statistics(workspace, request, offset, sizes)
         if READS_DRAFT:
             reads_draft = has_draft & (temperature > 0)
         for tile in range(tuning.tiles):
             first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-            target = load_row_blocks(inputs.target, row, first, matters, tuning.BLOCKS)
-            if READS_DRAFT:  # both rows' loads are in flight at once
-                draft = load_row_blocks(inputs.draft, draft_row, first, matters & reads_draft, tuning.BLOCKS)
+            target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
+            if READS_DRAFT:  # the loads of both rows are in flight at once
+                draft = load_row_blocks(inputs.draft, draft_row, first, reads_draft, tuning.BLOCKS)
             if tuning.ADMITS_LATE:
                 if tile == tuning.tiles - 1:
                     admit_next_launch(tuning.OVERLAPS)
-            if DECIDES and not HAS_LOGSUMEXP:  # while logits are in flight; the rest of the row may not be needed
-                matters = offset <= peek_stop_again(workspace.state_ptr, request, sizes)
-            store_statistics(
-                workspace.statistics_ptr, index, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
-            )
+            store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if READS_DRAFT:
                 if reads_draft:
                     store_statistics(
-                        workspace.statistics_ptr, its_draft_index, draft, first, temperature, sizes, tuning.BLOCKS,
-                        tuning.INTEGER_MAX,
-                    )  # fmt: skip
+                        its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+                    )
         if HAS_LOGSUMEXP:
             if is_trusted(logsumexp) == 0:  # seldom
                 if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
                     for tile in range(tuning.tiles):
                         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
                         draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
-                        store_statistics(
-                            workspace.statistics_ptr, its_draft_index, draft, first, temperature, sizes, tuning.BLOCKS,
-                            False,
-                        )  # fmt: skip
+                        store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
                 # Loaded again, not kept in a register while rows are read; but before programs are counted.
                 token = load_draft_ids(inputs.drafts, request, offset, sizes)
-                if is_last(row_finished_ptr(workspace.state_ptr, index, sizes), tuning.chunks):
+                if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), tuning.chunks):
                     decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)

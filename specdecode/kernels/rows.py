@@ -185,37 +185,37 @@ def sum_in_order(weights):
 
 
 @triton.jit
-def target_index(request, offset, sizes):
-    """Return which of the workspace's rows holds the statistics of a target row."""
-    return request * (sizes.num_draft_tokens + 1) + offset
+def target_statistics(workspace, request, offset, sizes):
+    """Return where the statistics of a target row are."""
+    index = request * (sizes.num_draft_tokens + 1) + offset
+    return workspace.statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
-def draft_index(request, offset, sizes):
-    """Return which of the workspace's rows holds the statistics of a draft row: behind those of all target rows."""
+def draft_statistics(workspace, request, offset, sizes):
+    """Return where the statistics of a draft row are: behind those of all target rows."""
     target_rows = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1)
-    return target_rows + request * sizes.num_draft_tokens + offset
+    index = target_rows + request * sizes.num_draft_tokens + offset
+    return workspace.statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
-def store_statistics(
-    statistics_ptr, index, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
-):
+def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
     """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts."""
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
     # Each warp has a block, and its first lane stores. As a [BLOCKS] vector the numbers would first move between warps, for
     # which all of them would have to wait for each other.
     blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
-    places = statistics_ptr + (index * sizes.num_blocks + blocks) * 2 + lanes
+    pointers = pointer + blocks * 2 + lanes
     wanted = (blocks < sizes.num_blocks) & (lanes == 0)
-    tl.store(places, tl.broadcast_to(block_max[:, None], [BLOCKS, WARP]), mask=wanted)
-    tl.store(places + 1, tl.broadcast_to(sumexp[:, None], [BLOCKS, WARP]), mask=wanted)
+    tl.store(pointers, tl.broadcast_to(block_max[:, None], [BLOCKS, WARP]), mask=wanted)
+    tl.store(pointers + 1, tl.broadcast_to(sumexp[:, None], [BLOCKS, WARP]), mask=wanted)
 
 
 @triton.jit
-def load_statistics(statistics_ptr, index, wanted, sizes):
+def load_statistics(pointer, wanted, sizes):
     """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as stored; -inf and 0 beyond the last."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    pointers = statistics_ptr + (index * sizes.num_blocks + blocks) * 2
     inside = tl.where(wanted, blocks < sizes.num_blocks, False)
-    return tl.load(pointers, mask=inside, other=-INFINITY), tl.load(pointers + 1, mask=inside, other=0.0)
+    block_max = tl.load(pointer + blocks * 2, mask=inside, other=-INFINITY)
+    return block_max, tl.load(pointer + blocks * 2 + 1, mask=inside, other=0.0)

@@ -21,7 +21,7 @@ from specdecode.kernels.rows import (
     load_logits,
     load_statistics,
     row_at,
-    target_index,
+    target_statistics,
     tokens_of,
 )
 from specdecode.kernels.search import with_blocks
@@ -94,8 +94,7 @@ def guess_block(statistics, exponentials, scale):
 def sample(place, noise, inputs, workspace, sizes):
     """Draw the token at a place from its target row; return it, the row's maximum and its sum relative to that."""
     row = row_at(inputs.target, place.request, place.offset, sizes)
-    index = target_index(place.request, place.offset, sizes)
-    statistics = load_statistics(workspace.statistics_ptr, index, True, sizes)
+    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     token_domain = inputs.requests.token_domain
     if place.temperature > 0:
         # The logits of a block are loaded while it is computed which block they are wanted of.

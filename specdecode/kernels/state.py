@@ -55,12 +55,6 @@ def peek_stop(state_ptr, request, sizes):
 
 
 @triton.jit
-def peek_stop_again(state_ptr, request, sizes):
-    """Return the same by a plain load, for masks only: warps may get different answers, but need not wait for each other."""
-    return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP, volatile=True)
-
-
-@triton.jit
 def load_stop(state_ptr, request, sizes):
     """Return the offset that a request stops at, when all stops are posted."""
     return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP)
@@ -80,9 +74,9 @@ def is_last(count_ptr, programs):
 
 
 @triton.jit
-def row_finished_ptr(state_ptr, index, sizes):
+def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
-    return state_ptr + sizes.batch * FIELDS + index
+    return state_ptr + sizes.batch * FIELDS + request * (sizes.num_draft_tokens + 1) + offset
 
 
 @triton.jit
@@ -94,7 +88,9 @@ def bits_at(state_ptr, request):
 @triton.jit
 def add_stop_bits(state_ptr, place, stops, is_empty):
     """Add what is known of one row: whether the request can stop there, and whether it has no finite logit. Return all bits."""
-    bits = 1 + (stops.to(tl.int64) << (STOP_BITS + place.offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + place.offset))
+    bits = (
+        1 + (stops.to(tl.int64) << (STOP_BITS + place.offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + place.offset))
+    )
     return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="relaxed")
 
 
@@ -147,7 +143,9 @@ def is_to_finish(state_ptr, place, bits, sizes):
 def load_draft_ids(drafts, request, offsets, sizes):
     """Return draft ids as int32, -1 for what is no token."""
     inside = (offsets >= 0) & (offsets < sizes.num_draft_tokens)
-    ids = tl.load(drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset, mask=inside, other=-1)
+    ids = tl.load(
+        drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset, mask=inside, other=-1
+    )
     return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
 
 
@@ -180,7 +178,9 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
-        if start > 0:  # the first ids were loaded early: loading them here would be one more trip to memory, at the very end
+        if (
+            start > 0
+        ):  # the first ids were loaded early: loading them here would be one more trip to memory, at the very end
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
