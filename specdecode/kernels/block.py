@@ -45,12 +45,12 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import FIELDS, RATIOS, SHARES, count_drafts, is_last, load_draft_ids
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
-    tl.constexpr(number) for number in range(11)
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, KNOWN, DECISION, NUMBERS = (
+    tl.constexpr(number) for number in range(12)
 )
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, and the decision."""
+at least, what is known without reading, and the decision."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -139,6 +139,7 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     decision = tl.where((log_uniform <= log_c) & is_count, decision, REJECTED)
     tl.store(numbers_ptr + LOG_C, log_c, mask=is_count)
     tl.store(numbers_ptr + LEAST, least * tl.exp(log_sum), mask=is_count)
+    tl.store(numbers_ptr + KNOWN, decision, mask=is_count)
     tl.store(numbers_ptr + DECISION, decision, mask=is_count)
 
 
@@ -219,7 +220,8 @@ def bound_kernel(inputs, workspace, sizes, tuning):
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    largest_accepted, is_open, _ = load_decisions(request, num_drafts, workspace, sizes)
+    # What other programs of this launch decide is not looked at: warps could see it at different times.
+    _, is_open, _ = load_decisions(request, num_drafts, KNOWN, workspace, sizes)
     if at(is_open, offset) == 1:
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         least, residual = tl.load(numbers_ptr + LEAST), load_residual(numbers_ptr)
@@ -228,12 +230,14 @@ def bound_kernel(inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def load_decisions(request, num_drafts, workspace, sizes):
-    """Return the largest number of drafts that is known to be accepted; and for each number, [MAX_DRAFTS] int32, whether it
-    is open and larger, and whether the target row there has no finite logit."""
+def load_decisions(request, num_drafts, FIELD: tl.constexpr, workspace, sizes):
+    """Return the largest number of drafts that is accepted so far, and what is open above it.
+
+    And, likewise as [MAX_DRAFTS] int32, which target rows have no finite logit.
+    """
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     numbers_ptr = numbers_at(workspace, request, counts, sizes)
-    decision = tl.load(numbers_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
+    decision = tl.load(numbers_ptr + FIELD, mask=counts <= num_drafts, other=REJECTED)
     row_max = tl.load(numbers_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
     largest_accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
     is_open = (decision == OPEN) & (counts > largest_accepted)
@@ -257,7 +261,7 @@ def sum_share(request, offset, program, residual, temperature, inputs, workspace
 def settle(request, program, num_drafts, temperature, inputs, workspace, sizes, tuning):
     """Return how many drafts are accepted, whether a row up to there has no finite logit, and whether this program emits."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    accepted, is_open, is_empty = load_decisions(request, num_drafts, workspace, sizes)
+    accepted, is_open, is_empty = load_decisions(request, num_drafts, DECISION, workspace, sizes)
     emits = program == 0
     if inputs.draft.ptr is not None:
         is_wanted = is_open
