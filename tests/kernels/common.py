@@ -1,0 +1,222 @@
+"""Calls of the kernels in all their forms, what the reference says of them, and launches made one by one."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import block, probabilistic, strict, synthetic
+from specdecode import AcceptanceSchedule, RejectionSampler, kernels
+from specdecode.batch import VerificationBatch
+from specdecode.kernels import plan as plans
+from specdecode.kernels.launch import Argument, Launch, Plan
+from tests.conftest import ON_GPU
+from tests.differential import Case, case
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+needs_interpreter = pytest.mark.skipif(
+    ON_GPU, reason="needs the interpreter, which looks up what a kernel calls at each call"
+)
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=40)
+NEVER = AcceptanceSchedule.from_rates([0.0])
+
+KINDS = ["strict", "probabilistic", "given logsumexp", "deterministic", "synthetic", "synthetic strict"]
+KINDS += ["block", "block given logsumexp", "block deterministic"]
+"""Kinds of calls: a method, and what is given of the drafts beside their ids."""
+
+FEW_KINDS = KINDS if ON_GPU else ["strict", "given logsumexp", "block"]
+FEW, MANY, LARGE = WAYS = {"large": False, "many": False}, {"large": False, "many": True}, {"large": True}
+"""How calls compute, which depends on their number of requests and rows."""
+
+
+def small(*cases: Any) -> tuple:
+    """All cases on a GPU, the first in the interpreter."""
+    return cases if ON_GPU else cases[:1]
+
+
+def given(kind: str, batch: Case) -> tuple[str, Tensor | None, Tensor | None]:
+    """The method that a kind of call names, and the draft's logits and their logsumexp where it gives them."""
+    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
+    draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
+    logsumexp = None
+    if kind.endswith("given logsumexp"):
+        columns = [drafted(batch, offset).logsumexp for offset in range(batch.draft_logits.shape[1])]
+        logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
+    return method, draft_logits, logsumexp
+
+
+def drafted(batch: Case, offset: int) -> Any:
+    """What the drafting step at an offset returns."""
+    sampler, logits = RejectionSampler("probabilistic", backend="triton"), batch.draft_logits[:, offset]
+    return sampler.draft(logits, batch.temperature, batch.seeds, batch.positions + offset)
+
+
+def checked(kind: str, batch: Case) -> tuple[str, VerificationBatch, AcceptanceSchedule | None]:
+    """The method, the checked arguments and the schedule of a kind of call."""
+    method, draft_logits, logsumexp = given(kind, batch)
+    numbers = batch.temperature, batch.seeds, batch.positions
+    arguments = VerificationBatch.check(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
+    return method, arguments, SCHEDULE if method == "synthetic" else None
+
+
+def verify(kind: str, batch: Case, **options: Any) -> Any:
+    """Run the kernels on a case, in one of the ways that calls differ."""
+    return kernels.verify(*checked(kind, batch), **options)
+
+
+def expected(kind: str, batch: Case) -> list:
+    """What the reference says of each request."""
+    outcomes = []
+    for index in range(len(batch.seeds)):
+        target, token_ids, draft = batch.rows(index)
+        request = batch.request(index)
+        if kind.endswith(("strict", "deterministic")):
+            draft = None
+        if kind.startswith("strict"):
+            outcomes.append(strict.verify(target, token_ids, **request))
+        elif kind.startswith("synthetic"):
+            rates = SCHEDULE.conditional_rates
+            outcomes.append(synthetic.verify(target, token_ids, draft, conditional_rates=rates, **request))
+        else:
+            method = block if kind.startswith("block") else probabilistic
+            outcomes.append(method.verify(target, token_ids, draft, **request))
+    return outcomes
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for name, got, want in zip(one._fields, one, other):
+        assert torch.equal(got, want), name
+
+
+def forget_plans() -> None:
+    plans.plan_step.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches one by one, and kernels of tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """The launches of a call, to be made one by one; `parts` is the workspace between them."""
+
+    def __init__(self, kind: str, batch: Case, **options: Any) -> None:
+        calls: list = []
+        with mock.patch.object(Plan, "run", lambda plan, *values: calls.append((plan, *values))):
+            verify(kind, batch, **options)
+        ((self.plan, self.tensors, self.numbers),) = calls[-1:]
+        self.launches = list(self.plan.launches)
+        self.parts = {
+            name: torch.full((length,), torch.nan if dtype == torch.float32 else -1, dtype=dtype, device=DEVICE)
+            for name, (dtype, length) in self.plan.parts.items()
+        }
+        if self.plan.zeros:
+            self.parts["state"][: self.plan.zeros] = 0
+
+    def bundle(self, name: str) -> Any:
+        """A bundle that a launch is given, by the name of its parameter, e.g. `sizes`."""
+        return next(
+            bundle
+            for launch in self.launches
+            for parameter, bundle in zip(launch.kernel.arg_names, launch.bundles)
+            if parameter == name
+        )
+
+    def run(self, *launches: Launch) -> "Steps":
+        """Make launches, of this call or others with its arguments."""
+        run(launches, {**self.tensors, **self.parts}, self.numbers)
+        return self
+
+    def run_kernel(self, kernel: Any, programs: int, names: list[str], *bundles: NamedTuple) -> None:
+        """Launch a kernel of a test with some of the bundles of this call, and with others."""
+        values: dict[str, Any] = {}
+        more = [named(bundle, values) for bundle in bundles]
+        launch = Launch(kernel, (programs, 1, 1), (*map(self.bundle, names), *more), {"num_warps": 8})
+        run([launch], {**self.tensors, **self.parts, **values}, self.numbers)
+
+
+def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float]) -> None:
+    plan = Plan(torch.device(DEVICE, 0) if ON_GPU else torch.device(DEVICE), {}, zeros=0)
+    plan.launches = list(launches)
+    plan.run(tensors, numbers)
+
+
+def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int = 8) -> None:
+    """Launch a kernel of a test, given bundles that hold tensors in place of arguments."""
+    values: dict[str, Any] = {}
+    launch = Launch(
+        kernel, (programs, 1, 1), tuple(named(bundle, values) for bundle in bundles), {"num_warps": num_warps}
+    )
+    run([launch], values, {})
+
+
+def named(value: Any, values: dict[str, Any]) -> Any:
+    """Replace the tensors of a bundle by arguments, and note these."""
+    if isinstance(value, Tensor):
+        name = f"test_{len(values)}"
+        values[name] = value
+        return Argument(name, value.dtype)
+    if isinstance(value, tuple) and not isinstance(value, Argument):
+        return type(value)(*[named(field, values) for field in value])
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sliced(logits: Tensor) -> Tensor:
+    """The same rows, starting at odd places of wider ones."""
+    wide = logits.new_full((*logits.shape[:-1], logits.shape[-1] + 5), 7)
+    wide[..., 3:-2] = logits
+    return wide[..., 3:-2]
+
+
+def strided(logits: Tensor) -> Tensor:
+    """The same rows, every other number of wider ones."""
+    return logits.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def impossible_drafts(requests: int, vocab: int, closeness: float) -> Case:
+    """A batch of one draft each, which the target makes impossible; draft rows are as close to the target's as is said.
+
+    They differ by blocks, some of which have a residual and some none, and a little by tokens. If infinitely, the first and
+    half of the others are none of the draft's: there the residual is all of p.
+    """
+    batch = case(requests, 1, vocab, torch.float32, greedy=0)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab, (requests, 1), generator=generator)
+    by_block = torch.randn(requests, 1, -(-vocab // 1024), generator=generator).repeat_interleave(1024, 2)[..., :vocab]
+    by_token = torch.randn(requests, 1, vocab, generator=generator)
+    draft = batch.target_logits[:, :1]
+    if closeness == torch.inf:
+        by_block[..., :1024].abs_()
+        draft = torch.where(by_block > 0, -torch.inf, draft)
+    else:
+        draft = draft + closeness * (by_block + by_token / 10)
+    target = batch.target_logits.scatter(2, ids[..., None].expand(requests, 2, 1), -torch.inf)
+    temperature = torch.full((requests,), 0.7)
+    return replace(batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=temperature)
+
+
+def orders(counts: list[int]) -> Any:
+    """All orders of so many steps of each program."""
+    if not any(counts):
+        yield []
+    for program, count in enumerate(counts):
+        if count:
+            for rest in orders([c - (p == program) for p, c in enumerate(counts)]):
+                yield [program, *rest]
+
+
+def every(cases: Any, most: int) -> list:
+    """So many of some cases at most, evenly spread."""
+    cases = list(cases)
+    return cases[:: 1 + len(cases) // most]
