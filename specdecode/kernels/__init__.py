@@ -32,7 +32,7 @@ from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, strict.draw, num_warps=8, large_rows=384)
+BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, None, num_warps=8, large_rows=384)
 BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320)
 IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
 

@@ -1,7 +1,7 @@
 """What kernels and their functions receive: named bundles, the shape and the type of each field said once.
 
-A field in capitals is a constant: kernels are compiled for its value. A pointer may be absent (None), which is a constant
-too. `launch` derives each kernel's signature from the annotations here.
+Kernels are compiled for the value of a field in capitals. A pointer may be absent (None), for which they are compiled too.
+`launch` derives each kernel's signature from the annotations here.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -12,12 +12,10 @@ Int64 = Annotated[Any, "i64"]
 Float32 = Annotated[Any, "fp32"]
 Constant = Annotated[Any, "constexpr"]
 Stride = Annotated[Any, "stride"]  # int64, where 1 is a constant
-
+# Multiples of 16 wherever the bundle's ALIGNED holds: the compiler is told, so that a thread can load 16 bytes at once.
 AlignedPointer = Annotated[Any, "pointer", "aligned"]
 AlignedInt32 = Annotated[Any, "i32", "aligned"]
 AlignedInt64 = Annotated[Any, "i64", "aligned"]
-"""A multiple of 16 wherever the bundle's ALIGNED holds: the compiler is told, so that a thread can load 16 bytes at once."""
-
 
 # ---- what the host passes to a kernel
 
@@ -67,22 +65,22 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a step returns."""
+    """What a step returns: counts of a verification, logsumexp of a sampled row, the other None."""
 
     token_ids_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
-    num_accepted_ptr: Pointer  # [batch] int32, or None, as the two after it: a token is only sampled
+    num_accepted_ptr: Pointer  # [batch] int32
     num_drafts_ptr: Pointer  # [batch] int32
     invalid_ptr: Pointer  # [batch] bool
-    logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature) of a sampled row, or None
+    logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature)
 
 
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
-    state_ptr: Pointer  # int32, see `state`; or None
+    state_ptr: Pointer  # int32, see `state`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
-    candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`; or None
-    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `block`; or None
+    candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
+    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `block`, or None
 
 
 class Sizes(NamedTuple):
@@ -119,10 +117,10 @@ class Searching(NamedTuple):
     BLOCKS: Constant  # then so many at once
     LANES: Constant  # logits of each that are loaded at once
     DECIDE: Constant  # how the method decides about a row
-    DRAW: Constant  # and how it draws its token
+    DRAW: Constant  # and how it draws its token; None: DECIDE has drawn it
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     SETTLES: Constant  # or, in block verification, that is settled first
-    SUMMED: Constant  # and the block sums of every candidate's residual are in the workspace
+    SUMMED: Constant  # and the block sums of every residual that may be drawn from are in the workspace
     OVERLAPS: Constant
 
 
@@ -148,7 +146,7 @@ class Place(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Random numbers of a place that do not depend on logits: computed while their loads are in flight."""
+    """Random numbers of a place, which do not depend on logits: computed while loads are in flight."""
 
     uniform: Any  # of the accept decision
     exponentials: Any  # [MAX_BLOCKS] one for each block

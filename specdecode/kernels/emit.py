@@ -31,6 +31,7 @@ from specdecode.kernels.state import (
     load_stop,
     store_counts,
     store_output,
+    store_token,
 )
 
 
@@ -54,21 +55,27 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
 @triton.jit
 def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
-    token = load_draft_ids(inputs.drafts, request, offset, sizes)
-    place = Place(request, offset, token, key, temperature)
+    IS_DRAWN: tl.constexpr = tuning.DRAW is None
+    draft = load_draft_ids(inputs.drafts, request, offset, sizes)
+    place = Place(request, offset, draft, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
-    if offset <= counted[0]:
-        accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY)
-        if accepted == 0:
-            emitted = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-            bits = hand_in(outputs, workspace.state_ptr, place, emitted, sizes)
+    no = tl.full([], False, tl.int1)
+    if offset > counted[0]:
+        bits = add_stop_bits(workspace.state_ptr, place, no, no, IS_DRAWN)
     else:
-        no = tl.full([], False, tl.int1)
-        bits = add_stop_bits(workspace.state_ptr, place, no, no)
-    if is_to_finish(workspace.state_ptr, place, bits, sizes):
+        accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        if IS_DRAWN:
+            if accepted == 0:
+                store_token(outputs, place, source, sizes)
+            bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY, IS_DRAWN)
+        else:
+            bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY, IS_DRAWN)
+            if accepted == 0:
+                token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+                bits = hand_in(outputs, workspace.state_ptr, place, token, sizes)
+    if is_to_finish(workspace.state_ptr, place, bits, sizes, IS_DRAWN):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
 
@@ -88,8 +95,10 @@ def emit_request(request, program, key, temperature, inputs, outputs, workspace,
         place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
         noise = noise_at(place, inputs.requests, sizes)
         _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        emitted = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-        tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + stop, emitted)
+        token = source
+        if tuning.DRAW is not None:
+            token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+        store_token(outputs, place, token, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (row_max == -INFINITY), sizes)
 
 

@@ -37,7 +37,7 @@ class AcceptRule:
 
     while_reading: Any  # decides in the launch that reads; None: nothing is decided there
     decide: Any
-    draw: Any
+    draw: Any  # None: `decide` has drawn the token
     num_warps: int  # of a program that emits without draft logits; 8 with
     large_rows: int  # a batch with so many rows to read is large: it pays to find out early which rows do not matter
 

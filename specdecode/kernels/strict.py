@@ -41,9 +41,3 @@ def decide(place, noise, inputs, workspace, sizes):
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
     return accepted, row_max, token.to(tl.int64)
-
-
-@triton.jit
-def draw(place, noise, token, inputs, workspace, sizes, tuning):
-    """Return y, which is drawn already."""
-    return token
