@@ -1,9 +1,9 @@
 """The Triton backend: fused kernels for NVIDIA GPUs.
 
-A step is read, search where a method needs it, emit. `read` reads the rows and leaves 8 bytes of statistics for each block of
-1,024 logits; in a large batch it also decides, so as to read no row after a rejection. `emit` decides what is left, draws the
-token of each request from the statistics and a few blocks, and writes the output. Between them `block` verification compares
-residual masses.
+A step is read, search where a method needs it, emit. `read` reads the rows and leaves 8 bytes of statistics for each block
+of 1,024 logits; in a large batch it also decides, so as to read no row after a rejection. `emit` decides what is left, draws
+the token of each request from the statistics and a few blocks, and writes the output. Between them `block` verification
+compares residual masses.
 
 | file | what is in it |
 |---|---|

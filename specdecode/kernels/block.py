@@ -2,9 +2,9 @@
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So what is decided about most i takes no reading:
-i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if i is the last draft and eta_i <= c_i, and if p or q is a point
-mass, A_i is known. An i that is left *open* matters only above the largest accepted one.
+The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So about most i it takes no reading to decide: i is
+rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is a
+point mass. An i that is left *open* matters only above the largest accepted one.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what the residual of its row
    takes. The last program of a request to finish makes these decisions.
@@ -189,11 +189,11 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
     left = tl.sum(block_sums, 0)
     margin = left * SLACK  # `left` becomes a difference, and is rounded
     top, remaining = take_top(keys_of(block_sums, sizes), tuning)
-    top_target, top_draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks_of(top, sizes), tuning.LANES)
+    top_target, top_draft = load_both(inputs, row, draft_row, blocks_of(top, sizes), tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
+    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
     found = tl.sum(residual_sums(top_target, top_draft, residual, temperature), 0)
     left -= tl.sum(least_of(top, sizes), 0)
     enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
@@ -204,7 +204,7 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         largest = tl.max(remaining, 0)
         blocks = blocks_of(largest, sizes)
-        next_target, next_draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
+        next_target, next_draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         found += tl.sum(residual_sums(target, draft, residual, temperature), 0)
         enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
         target, draft = next_target, next_draft
@@ -252,7 +252,7 @@ def sum_share(request, offset, program, residual, temperature, inputs, workspace
     sums_ptr = residual_sums_at(workspace, request, offset, sizes)
     for first in range(program * tuning.BLOCKS, sizes.num_blocks, tuning.programs * tuning.BLOCKS):
         blocks = first + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
+        target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)
         tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)
 

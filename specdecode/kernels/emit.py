@@ -29,7 +29,6 @@ from specdecode.kernels.state import (
     load_draft_ids,
     load_empty,
     load_stop,
-    store_counts,
     store_output,
     store_token,
 )
@@ -49,7 +48,9 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
             logsumexp = row_max / temperature + tl.log(sumexp)
         tl.store(outputs.logsumexp_ptr + request, logsumexp)
     if outputs.num_accepted_ptr is not None:
-        store_counts(outputs, request, 0, 0, row_max == -INFINITY)
+        tl.store(outputs.num_accepted_ptr + request, 0)
+        tl.store(outputs.num_drafts_ptr + request, 0)
+        tl.store(outputs.invalid_ptr + request, row_max == -INFINITY)
 
 
 @triton.jit

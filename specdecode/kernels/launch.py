@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def admit_next_launch(OVERLAPS: tl.constexpr):
-    """Let the next launch be set up once all programs have come here; it waits by `await_launch` before it reads anything."""
+    """Let the next launch be set up once all programs have come here; it waits by `await_launch` before it reads."""
     if OVERLAPS:
         gdc_launch_dependents()
 

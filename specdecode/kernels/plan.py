@@ -1,7 +1,7 @@
 """From the sizes of a call to its launches: how many programs, and how much each does.
 
-Nothing that is tuned here changes a result. All numbers were found on one H200 with a vocabulary of 151,936 in bfloat16: they
-stand in tests/benchmarks/records/h200.json, or in the history of this file.
+Nothing that is tuned here changes a result. Unless they say otherwise, numbers are the best found for the cells of the
+record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
 """
 
 import functools
@@ -42,43 +42,32 @@ class AcceptRule:
     large_rows: int  # a batch with so many rows to read is large: it pays to find out early which rows do not matter
 
 
-READ_BLOCKS = 4
-"""Blocks that a program reads at once, each by one warp."""
+READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
-SMALL_GRID, SMALL_GRID_BOTH = 2048, 8192
-"""Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and where
-each reads target and draft row and none exits early."""
+# Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
+# where each reads a target and a draft row and none exits early. In larger launches a program reads one more time for so
+# many requests, 2 to 8 times: fewer programs to start, against later decisions.
+SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
-REQUESTS_PER_TILE = 64
-"""In larger launches a program reads one more time for so many requests, 2 to 8 times: fewer programs, later decisions."""
+# Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
+# once. And where block verification settles: with more, a multiprocessor would run one program at a time, not two.
+READ_REGISTERS, READ_REGISTERS_BOTH, SETTLE_REGISTERS = 48, 64, 128
 
-READ_REGISTERS, READ_REGISTERS_BOTH = 48, 64
-"""Registers of a thread that reads aligned rows of 16-bit logits: as few as will do, for more programs at once."""
+# Programs that share all residual sums of block verification, and rounds by which its bounds decide or leave a sum to be
+# made. Estimated from the 264 programs that run at once and the blocks that hold most of p; not measured yet.
+SETTLE_PROGRAMS, BOUND_ROUNDS = 512, 6
 
-SETTLE_REGISTERS = 128
-"""Likewise where block verification settles: with more, a multiprocessor would run one program at a time, not two."""
-
-SETTLE_PROGRAMS = 512
-"""Programs that share the residual sums of all requests there. Estimated from 264 that run at once; to be measured."""
-
-BOUND_ROUNDS = 6
-"""Rounds by which a candidate of block verification is decided, or left to be summed. Estimated; to be measured."""
-
+# TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
+# requests one is likely to need a long search, for which the others wait.
 SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256), "block": (1, 4, 512)}
-"""TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer."""
-
 MANY_REQUESTS = 12
-"""Requests of which one is likely to need a long search, for which the others wait."""
 
+# At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
+# so all usual sizes compile the same kernels.
 MIN_DRAFTS, MIN_BLOCKS = 32, 256
-"""At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
-then all usual sizes compile the same kernels."""
 
-PLANS = 1024
-"""Plans that are kept, of calls whose sizes, strides or dtypes differ."""
-
-MOST_PROGRAMS = 65_535
-"""Programs along a grid's second dimension, and its third."""
+PLANS = 1024  # that are kept, of calls whose sizes, strides or dtypes differ
+MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
 
 Layout = tuple[torch.dtype, tuple[int, ...], bool]
 """What a plan depends on of a tensor: dtype, strides, and whether its address is a multiple of 16.

@@ -161,15 +161,11 @@ def one_minus_exp2(x):
 
 
 @triton.jit
-def load_both(rows, draft_rows, row, draft_row, blocks, LANES: tl.constexpr):
-    """Return the raw logits of some [BLOCKS] blocks of both rows."""
+def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
+    """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     # In pairs both or none, so that logits of the same tokens meet.
-    PAIRS: tl.constexpr = (
-        rows.ALIGNED
-        and draft_rows.ALIGNED
-        and rows.ptr.dtype.element_ty == tl.bfloat16
-        and draft_rows.ptr.dtype.element_ty == tl.bfloat16
-    )
+    BFLOAT16: tl.constexpr = row.ptr.dtype.element_ty == tl.bfloat16 and draft_row.ptr.dtype.element_ty == tl.bfloat16
+    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
@@ -222,17 +218,17 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     top, remaining = take_top(keys_of(bounds, sizes), tuning)
     first = blocks_of(top, sizes)
-    first_target, first_draft = load_both(inputs.target, inputs.draft, row, draft_row, first, tuning.LANES)
+    first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs.target, inputs.draft, row, draft_row, blocks, tuning.LANES)
+    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
     while tl.max(most_of(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
-        next_target, next_draft = load_both(inputs.target, inputs.draft, row, draft_row, next_blocks, tuning.LANES)
+        next_target, next_draft = load_both(inputs, row, draft_row, next_blocks, tuning.LANES)
         best = tl.maximum(best, best_of(target, draft, blocks, place, residual, block_domain))
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1)

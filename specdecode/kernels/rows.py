@@ -128,15 +128,6 @@ def in_order(bits):
 
 
 @triton.jit
-def largest(values, axis: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Return the largest of float32 values along an axis; NaN counts as above all, as below all, or not at all."""
-    if INTEGER_MAX:  # one instruction for each comparison in place of five
-        return in_order(tl.max(in_order(values.to(tl.int32, bitcast=True)), axis)).to(tl.float32, bitcast=True)
-    else:
-        return tl.max(values, axis)
-
-
-@triton.jit
 def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
     """Return the maximum of each block and its sum of exponentials (0 if greedy), given its parts."""
     logits = unpack(parts[0])
@@ -145,7 +136,12 @@ def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
         logits = unpack(parts[part])
         for half in tl.static_range(len(logits)):
             maxima = tl.maximum(maxima, logits[half])
-    block_max = largest(maxima, 1, INTEGER_MAX)
+    if (
+        INTEGER_MAX
+    ):  # one instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored
+        block_max = in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
+    else:
+        block_max = tl.max(maxima, 1)
     sumexp = tl.zeros_like(block_max)
     if temperature > 0:
         scale = base_2_scale(temperature)

@@ -1,18 +1,18 @@
 """At which row a request stops, and its output, which follows from that.
 
 A request stops at its first row whose draft is not accepted, or at the row after its last draft. Programs find out in any
-order, and share what they find in one of two ways.
+order, and share it in one of two ways.
 
 *Stops*, where one launch decides and a later one emits: a program posts its offset by an atomic maximum of
 `num_draft_tokens - offset` on memory that starts as zeros, so the first stop remains. Likewise for the first target row
 without a finite logit, which makes the result `invalid` if the request came that far.
 
 *Stop bits*, where one launch decides and emits: a program adds 1, its row's stop bit and its row's empty bit to one 64-bit
-number. If the decision has drawn the row's token, that is written before, and the last program to add its bits writes the
-rest of the output. If not, the token is drawn afterwards. By then the bits of all rows are usually complete, and the program
-at whose row the request stops writes everything: nothing but the bits was passed on, so no program waited for the writes of
-another to be seen. If they are not complete, it writes its token early, sets the EARLY bit and exits, and the programs that
-complete the bits write the rest. (Always writing early made `probabilistic` 2 to 8 % slower for 1 to 32 requests.)
+number. A token that the decision has drawn is written before, and the last program to add its bits writes the rest. Else the
+token is drawn afterwards. By then the bits of all rows are usually complete, and the program at whose row the request stops
+writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
+early, sets the EARLY bit and exits, and those that complete the bits write the rest. (Always early: 2 to 8 % slower for 1 to
+32 requests of `probabilistic`.)
 """
 
 import triton
@@ -20,14 +20,13 @@ import triton.language as tl
 
 TILE = tl.constexpr(32)
 STOP, EMPTY, RATIOS, SHARES, FIELDS = (tl.constexpr(field) for field in range(5))
-"""A request's state: its stop, its first empty row; and in block verification how many programs have finished their ratio, and
-their share. Behind the states of all requests lie the numbers of programs that have finished each row."""
+"""A request's state: its stop, its first empty row; in block verification how many programs have finished their ratio, and
+their share. Behind the states of all requests come the numbers of programs that have finished each row."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Stop bits lie in the place of the first two fields: 6 bits count rows, then come a stop bit and an empty bit of each of up
-to 28 rows."""
+"""Stop bits take the place of the first two fields: 6 bits count rows, then come the stop and the empty bits of 28 rows."""
 
 
 @triton.jit
@@ -92,9 +91,8 @@ def add_stop_bits(state_ptr, place, stops, is_empty, IS_DRAWN: tl.constexpr):
 
     Return all bits. If the row's token is drawn already, it is published with them.
     """
-    bits = (
-        1 + (stops.to(tl.int64) << (STOP_BITS + place.offset)) + (is_empty.to(tl.int64) << (EMPTY_BITS + place.offset))
-    )
+    stop_bit, empty_bit = stops.to(tl.int64) << STOP_BITS, is_empty.to(tl.int64) << EMPTY_BITS
+    bits = 1 + ((stop_bit + empty_bit) << place.offset)
     if IS_DRAWN:
         tl.debug_barrier()  # all threads have written, before one of them publishes the token
     return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if IS_DRAWN else "relaxed")
@@ -138,10 +136,11 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
     write: they write the same, over tokens that turned out to be of no use.
     """
     finishes = are_complete(bits, sizes)
-    if finishes & (IS_DRAWN == 0):
-        finishes = first_row(bits, STOP_BITS) == place.offset
-        if bits >= EARLY:
-            finishes = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire") > 0
+    if not IS_DRAWN:
+        if finishes:
+            finishes = first_row(bits, STOP_BITS) == place.offset
+            if bits >= EARLY:
+                finishes = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire") > 0
     return finishes
 
 
@@ -149,9 +148,8 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
 def load_draft_ids(drafts, request, offsets, sizes):
     """Return draft ids as int32, -1 for what is no token."""
     inside = (offsets >= 0) & (offsets < sizes.num_draft_tokens)
-    ids = tl.load(
-        drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset, mask=inside, other=-1
-    )
+    pointers = drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset
+    ids = tl.load(pointers, mask=inside, other=-1)
     return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
 
 
@@ -186,23 +184,15 @@ def store_token(outputs, place, token, sizes):
 
 @triton.jit
 def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
-    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written where it is drawn."""
+    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written by `store_token`."""
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
-        if (
-            start > 0
-        ):  # the first ids were loaded early: loading them here would be one more trip to memory, at the very end
+        if start > 0:  # the first ids are there: to load them now would be one more trip to memory, at the very end
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
         tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
-    store_counts(outputs, request, stop, num_drafts, invalid)
-
-
-@triton.jit
-def store_counts(outputs, request, num_accepted, num_drafts, invalid):
-    """Write all of a request's output but its tokens."""
-    tl.store(outputs.num_accepted_ptr + request, num_accepted)
+    tl.store(outputs.num_accepted_ptr + request, stop)
     tl.store(outputs.num_drafts_ptr + request, num_drafts)
     tl.store(outputs.invalid_ptr + request, invalid)
