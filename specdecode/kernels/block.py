@@ -2,9 +2,9 @@
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So about most i it takes no reading to decide: i is
-rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is a
-point mass. An i that is left *open* matters only above the largest accepted one.
+The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So about most i it takes no reading to decide:
+i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is
+a point mass. An i that is left *open* matters only above the largest accepted one.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what the residual of its row
    takes. The last program of a request to finish makes these decisions.

@@ -62,7 +62,7 @@ TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
 
 
 @functools.cache
-def kinds(bundle: type) -> tuple[tuple[str, bool], ...]:
+def kinds(bundle: Any) -> tuple[tuple[str, bool], ...]:
     """Return what the annotations of a bundle say of each field: its type, and whether it may be aligned."""
     annotations = get_type_hints(bundle, include_extras=True).values()
     metadata = [getattr(annotation, "__metadata__", ("bundle",)) for annotation in annotations]

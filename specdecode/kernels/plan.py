@@ -75,8 +75,8 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
-TENSORS = ("target", "draft", "ids", "draft_logsumexp", "rates", "target_index", "draft_index", "temperatures", "seeds")
-TENSORS += ("positions",)
+OPTIONAL = ("draft", "ids", "draft_logsumexp", "rates", "target_index", "draft_index", "temperatures", "seeds", "positions")
+TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
 
 
@@ -97,26 +97,28 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
 
 
+def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | None, vocab_size: int) -> Rows:
+    """Return the bundle of [batch, rows, vocab] logits."""
+    if rows is None:
+        return Rows(None, None, 0, 0, 0, ALIGNED=True)
+    _, (stride_request, stride_offset, stride_token), is_aligned = rows
+    is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
+    return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
+
+
 def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
     """Return the bundle of inputs, given how each of `TENSORS` lies."""
-    given = dict(zip(TENSORS, layouts))
-    pointers = {name: None if tensor is None else Argument(name, tensor[0]) for name, tensor in given.items()}
-
-    def rows(name: str) -> Rows:
-        if given[name] is None:
-            return Rows(None, None, 0, 0, 0, True)
-        _, strides, is_aligned = given[name]
-        stride_request, stride_offset, stride_token = strides
-        is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
-        return Rows(pointers[name], pointers[f"{name}_index"], *strides, is_aligned)
-
-    ids, logsumexp = [(None, (0, 0), None) if given[name] is None else given[name] for name in TENSORS[2:4]]
-    drafts = Drafts(pointers["ids"], *ids[1], pointers["draft_logsumexp"], *logsumexp[1], pointers["rates"])
-    temperature, first_seed, *domains = map(Argument, ("temperature", "first_seed", "block_domain", "token_domain"))
-    requests = Requests(
-        pointers["temperatures"], temperature, pointers["seeds"], first_seed, pointers["positions"], *domains
+    pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(TENSORS, layouts)]
+    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions = pointers
+    target, draft, *of_drafts = layouts[:4]
+    strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
+    numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
+    return Inputs(
+        rows_of(target, target_ptr, target_index, vocab_size),
+        rows_of(draft, draft_ptr, draft_index, vocab_size),
+        Drafts(ids, strides[0][0], strides[0][1], logsumexp, strides[1][0], strides[1][1], rates),
+        Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
     )
-    return Inputs(rows("target"), rows("draft"), drafts, requests)
 
 
 def outputs_of(samples: bool) -> Outputs:
@@ -233,4 +235,4 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int
 def settling_programs(requests: int, num_blocks: int) -> int:
     """Return how many programs share the residual sums of a request in block verification."""
     _, blocks, _ = SEARCH["block"]
-    return max(1, min(triton.cdiv(num_blocks, blocks), SETTLE_PROGRAMS // requests))
+    return max(1, min(-(-num_blocks // blocks), SETTLE_PROGRAMS // requests))
