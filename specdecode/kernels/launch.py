@@ -91,7 +91,7 @@ class Signature:
     def types_of(self, bundle: Any, path: tuple[int, ...]) -> Any:
         """Return the types of a bundle's fields; note its constants and attributes."""
         types: list[Any] = []
-        for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(type(bundle)))):
+        for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(bundle.__class__))):
             here = (*path, i)
             if kind == "bundle":
                 types.append(self.types_of(value, here))
@@ -160,7 +160,7 @@ def can_launch_directly() -> bool:
 def filled(bundle: Any, values: dict[str, Any]) -> Any:
     """Return a bundle as the interpreter takes it: values in place of arguments, constants marked as such."""
     fields = []
-    for field, (kind, _) in zip(bundle, kinds(type(bundle))):
+    for field, (kind, _) in zip(bundle, kinds(bundle.__class__)):
         if isinstance(field, Argument):
             fields.append(values[field.name])
         elif kind == "bundle":
