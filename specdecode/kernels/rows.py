@@ -78,7 +78,8 @@ def load_logits(row, token_ids, wanted):
 @triton.jit
 def load_logit(row, token, wanted):
     """Return the logit of one token as float32, -inf for NaN."""
-    logit = tl.load(row.ptr + token.to(tl.int64) * row.stride_token, mask=wanted, other=0.0).to(tl.float32)
+    pointer = row.ptr + token.to(tl.int64) * row.stride_token
+    logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
     return tl.where(logit == logit, logit, -INFINITY)
 
 

@@ -4,7 +4,7 @@ Each checkout runs in a process of its own, so that both can be timed in turns o
 neighbours do in the meantime happens to both. A cell is a method, a shape and a temperature. Its time is the median of
 replays of a graph of ten calls, the least of the rounds; its tokens must be the same in all checkouts.
 
-    python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,32x3,256x7 --temperatures 0.7,1 --rounds 3
+    python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,256x7 --temperatures 0.7,1 --rounds 3
     python tests/benchmarks/compare.py ../base . --stages --methods block    # after the first launch, the first two, ...
 
 All kernels are compiled first, in many processes at once.
