@@ -291,7 +291,7 @@ def test_what_pages_ask_of_records_and_sources_must_be_there():
             records.look_up(where)
     with pytest.raises(LookupError):
         source.extract((ROOT / "reference" / "strict.py").read_text(), "nothing")
-    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Verdict.num_accepted")
+    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Outcome.num_accepted")
     assert text.startswith("@property\ndef num_accepted")
     assert source.extract('A = 1\n"""Says\nwhat."""\nB = 2\n', "A") == 'A = 1\n"""Says\nwhat."""'
     assert source.extract("A = (\n    1,\n)\nB = 2\n", "A") == "A = (\n    1,\n)"
