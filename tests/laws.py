@@ -155,7 +155,7 @@ def counts_of_tokens(model: Tables, result: Run) -> np.ndarray:
 
 
 def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Return the p-value of Pearson's chi-square. Cells that expect fewer than 5 are pooled, those that expect 0 must be 0."""
+    """Return the p-value of Pearson's chi-square. Cells that expect fewer than 5 are pooled, impossible ones must be 0."""
     assert counts[law == 0].sum() == 0
     expected = law * counts.sum()
     rare = expected < 5

@@ -1,9 +1,9 @@
 """The reference's output is distributed as the target: checked by exact enumeration of small cases.
 
-`tests.enumeration` runs the reference's own `verify` along every path of drafts, accept decisions and emitted tokens.
-Only the noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book formulas also
-take fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its
-source replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
+`tests.enumeration` runs the reference's own `verify` along every path of drafts, accept decisions and emitted tokens. Only
+the noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book formulas also take
+fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its source
+replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
 """
 
 import math
@@ -34,9 +34,9 @@ from tests.enumeration import (
     history,
     ideal_noise,
     iid,
-    most_likely,
     logits,
     marginal,
+    most_likely,
     normalised,
     sequence_distribution,
     shared_selection,
@@ -100,8 +100,7 @@ def coupled(target_row: list, draft_row: list) -> list:
 def accepted_distribution(case: Case, accepted_draft: Callable) -> dict[int, Fraction]:
     """Return the distribution of the number of accepted drafts.
 
-    `accepted_draft` takes a target and a draft row, and returns for each token the probability that it is drafted and
-    accepted.
+    `accepted_draft` takes a target and a draft row, and returns for each token: P(it is drafted and accepted).
     """
     reached, at_least = {(): Fraction(1)}, [Fraction(1)]
     for _ in range(case.drafts[0]):
@@ -789,8 +788,8 @@ def test_shared_noise_is_wrong_by_more_than_the_statistical_check_sees():
 def check_real_selection() -> None:
     """A token with the weight of 64 others together is drawn half of the time.
 
-    With 500 seeds and a false-alarm rate of 1e-6 an error of 0.17 is seen. Gumbel noise of the wrong sign would draw
-    the token 9 times in 10.
+    With 500 seeds and a false-alarm rate of 1e-6 an error of 0.17 is seen. Gumbel noise of the wrong sign would draw the
+    token 9 times in 10.
     """
     weights = np.ones(65)
     weights[30] = 64
@@ -987,8 +986,7 @@ MUTANTS = [
     Mutant("first success, not last", B.verify, "range(len(log_ratios) - 1, 0, -1)", "range(1, len(log_ratios))", blocks),
     Mutant("all or nothing", B.verify, "range(len(log_ratios) - 1, 0, -1)",
            "range(len(log_ratios) - 1, max(len(log_ratios) - 2, 0), -1)", accepted_by_blocks),
-    Mutant("stale ratio", B.verify, "accepts(log_uniform, log_ratios[count],", "accepts(log_uniform, log_ratios[count -
-    1],",
+    Mutant("stale ratio", B.verify, "accepts(log_uniform, log_ratios[count],", "accepts(log_uniform, log_ratios[count - 1],",
            blocks),
     Mutant("residual of a stale ratio", B.verify, "log_ratios[accepted])), *rows",
            "log_ratios[max(accepted - 1, 0)])), *rows", blocks),
@@ -1012,11 +1010,9 @@ MUTANTS = [
     Mutant("accept the complement", B.accepts, "slack = np.log(", "slack = -np.log(", blocks),
     Mutant("rows not scaled", B.verify, "log_softmax(target_logits[offset], temperature)",
            "log_softmax(target_logits[offset])", warm_blocks),
-    Mutant("bonus row not scaled", B.verify, "sample(last_row, temperature=temperature,", "sample(last_row,",
-    warm_blocks), Mutant("x left in the residual", B.verify, "probs = residual(np.exp(min(0.0, log_ratios[accepted])),
-    *rows[accepted])",
-           "probs = residual(1.0, rows[accepted][0], rows[accepted][1] * (draft_logits is not None))",
-           deterministic_blocks),
+    Mutant("bonus row not scaled", B.verify, "sample(last_row, temperature=temperature,", "sample(last_row,", warm_blocks),
+    Mutant("x left in the residual", B.verify, "probs = residual(np.exp(min(0.0, log_ratios[accepted])), *rows[accepted])",
+           "probs = residual(1.0, rows[accepted][0], rows[accepted][1] * (draft_logits is not None))", deterministic_blocks),
     # Blocks: the noise.
     Mutant("same accept noise at every position", B.verify, "uniform(seed, position + count - 1, count - 1,",
            "uniform(seed, position, 0,", blocks),
@@ -1038,8 +1034,8 @@ MUTANTS = [
            "drafts[offset] != greedy.argmax(row).index", strict_joint),
     Mutant("compare with the argmax, where only the number accepted shows it", strict.verify,
            "drafts[offset] != token.index", "drafts[offset] != greedy.argmax(row).index", strict_iid),
-    Mutant("go on after a mismatch", strict.verify, " or drafts[offset] != token.index", "", strict_joint), Mutant("same
-    noise at every position", strict.verify, "position=position + offset)", "position=position)", strict_iid),
+    Mutant("go on after a mismatch", strict.verify, " or drafts[offset] != token.index", "", strict_joint),
+    Mutant("same noise at every position", strict.verify, "position=position + offset)", "position=position)", strict_iid),
     Mutant("same noise at every position, plain sampling", strict.verify, "position=position + offset)",
            "position=position)", check_strict_is_plain_sampling),
     Mutant("off by one position", strict.verify, "position=position + offset)", "position=position + offset + 1)",
@@ -1050,8 +1046,8 @@ MUTANTS = [
            "len(scores) - 1 - int(np.argmax(scores[::-1]))", greedy_everywhere),
     Mutant("NaN wins", greedy.argmax, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
            greedy_everywhere),
-    Mutant("go on after a mismatch", greedy.verify, " or drafts[offset] != token.index", "", greedy_alone), Mutant("stop
-    before the bonus token", greedy.verify, "offset == len(drafts) or", "offset == max(len(drafts) - 1, 0) or",
+    Mutant("go on after a mismatch", greedy.verify, " or drafts[offset] != token.index", "", greedy_alone),
+    Mutant("stop before the bonus token", greedy.verify, "offset == len(drafts) or", "offset == max(len(drafts) - 1, 0) or",
            greedy_alone),
     Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", greedy_everywhere),
     # Selection.
@@ -1060,8 +1056,8 @@ MUTANTS = [
     Mutant("block by its unnormalised mean", S.select, "log_sum(log_weights[start : start + block_size])",
            "log_sum(log_weights[start : start + block_size]) - np.log(len(log_weights[start : start + block_size]))",
            selection_cases),
-    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]",
-    selection_cases), Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_cases),
+    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]", selection_cases),
+    Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_cases),
     Mutant("wrong sign in the noise, seen in real noise", philox.gumbel, "-np.log(-np.log1p", "np.log(-np.log1p",
            check_real_selection),
     Mutant("drafts share the target's noise", S.sample, "log_softmax(logits, temperature), seed, position, domains)",
