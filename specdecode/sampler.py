@@ -120,7 +120,10 @@ class RejectionSampler:
         """Verify one step of drafts.
 
         A request's result depends only on its own logits, drafts, temperature, seed and positions: not on the batch, its
-        slot or the padding. Under torch.compile a call is one operator, and raises its errors when the compiled code runs.
+        slot or the padding.
+
+        Under torch.compile a call is one operator of the graph, which raises its errors when the compiled code runs. A
+        temperature that is a number is a constant there: pass a tensor if it changes.
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
