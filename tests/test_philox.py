@@ -18,6 +18,7 @@ from scipy.stats import chi2
 from reference import philox as reference
 from reference import selection
 from specdecode import noise
+from specdecode.batch import MOST_DRAFT_TOKENS
 from specdecode.eager import philox as eager
 from tests.laws import FALSE_ALARM
 from tests.mutants import Mutant, assert_caught
@@ -127,6 +128,16 @@ def test_domains_are_distinct_and_equal_on_both_floors():
     assert len({int(domain) for domain in reference.Domain}) == len(reference.Domain.__members__) == 5
     assert (selection.SELECT, selection.DRAFT, selection.BLOCK_SIZE) == (noise.SELECT, noise.DRAFT, noise.BLOCK_SIZE)
     assert not {*noise.SELECT, noise.Domain.ACCEPT} & {*noise.DRAFT}
+
+
+def test_every_draft_of_a_step_has_domains_of_its_own():
+    # Two drafts that shared a domain would share numbers wherever a step's positions overlap an earlier step's.
+    steps = [noise.draft_domains(offset) for offset in range(MOST_DRAFT_TOKENS)]
+    assert steps[0] == noise.DRAFT
+    others = [noise.Domain.ACCEPT, *noise.SELECT]
+    domains = [*others, *(domain for step in steps for domain in step)]
+    assert len(set(domains)) == len(domains) == len(others) + 2 * MOST_DRAFT_TOKENS
+    assert all(0 <= domain < 2**32 for domain in domains)  # a word of the counter
 
 
 # --- Both ends ----------------------------------------------------------------------------------------------------------

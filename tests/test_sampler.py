@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import types
 import warnings
 from fractions import Fraction
@@ -15,6 +16,7 @@ from torch import Tensor
 import specdecode
 from reference import selection
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
+from specdecode.batch import RowBatch, VerificationBatch, check_seeds
 from specdecode.noise import BLOCK_SIZE
 from tests.differential import like_a_device
 
@@ -99,6 +101,11 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
 def test_all_is_sorted_and_complete():
     # Sorted as Python sorts strings: capitals first.
     assert specdecode.__all__ == sorted(specdecode.__all__)
+    for name in specdecode.__all__:  # each is imported at its first use
+        assert getattr(specdecode, name).__module__.startswith("specdecode.")
+    assert set(specdecode.__all__) <= set(dir(specdecode))
+    with pytest.raises(AttributeError, match="module 'specdecode' has no attribute 'Sampler'"):
+        specdecode.Sampler  # noqa: B018
     public = {
         name
         for name, value in vars(specdecode).items()
@@ -666,6 +673,36 @@ def test_expanded_inputs_are_rows_like_any_other(place, method):
     assert_same(output, make(method, place)(draft_token_ids=repeated["draft_token_ids"], **flat))
 
 
+UNUSUAL = {
+    "negated lazily": lambda tensor: torch._neg_view(-tensor),
+    "zeros that are not in memory": lambda tensor: torch._efficientzerotensor(
+        tensor.shape, dtype=tensor.dtype, device=tensor.device
+    ),
+    "a conjugate's imaginary part": lambda tensor: (
+        torch.complex(tensor, -tensor).conj().imag if tensor.dtype == torch.float32 else tensor
+    ),
+}
+
+
+@pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
+def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
+    # Kernels read memory at an address. PyTorch may have put nothing there yet, or the values with the other sign.
+    call = make_call(place)
+    call["draft_token_ids"].clamp_(min=0)
+    call["draft_logsumexp"] = call["draft_logits"].logsumexp(dim=2)
+    call = {name: unusual(value) for name, value in call.items()}
+    assert all(value._is_zerotensor() or value.is_neg() or value.dtype != torch.float32 for value in call.values())
+    rows = {"logits": call["target_logits"][:, 0], **{name: call[name] for name in SAMPLING_NAMES}}
+    for given, batch in ((call, VerificationBatch.check(**call)), (rows, RowBatch.check(**rows))):
+        for name, value in given.items():
+            got = getattr(batch, name)
+            assert not got._is_zerotensor(), name
+            assert not got.is_neg(), name
+            assert torch.equal(got, value), name
+    plain = {name: value.clone().resolve_neg() for name, value in call.items()}
+    assert_same(make("block", place)(**call), make("block", place)(**plain))
+
+
 @pytest.fixture
 def two_threads():
     """PyTorch splits long sums over threads, where it has several and if the batch alone does not keep them busy."""
@@ -843,6 +880,14 @@ def test_no_seeds_means_fresh_ones_of_the_default_generator(place, method):
         assert use() == first, name
         assert first != second, name
         assert len(set(map(str, first))) > 1, name  # requests of one call have their own, too
+
+
+def test_fresh_seeds_have_64_random_bits(place):
+    # Each bit is set in half of 10,000 seeds: outside 4,750..5,250 with probability 6e-7 for each of 64 bits.
+    torch.manual_seed(0)
+    seeds = check_seeds(None, 10_000, torch.device(place[1]))
+    counts = [int((seeds >> bit & 1).sum()) for bit in range(64)]
+    assert all(4750 <= count <= 5250 for count in counts), counts
 
 
 @each_method
@@ -1127,6 +1172,7 @@ BAD = {
         "no dimension": lambda good: good[0],
         "a dimension more": lambda good: good[:, None],
         "another batch": lambda good: good[:1],
+        "VALUE -1": lambda good: good.clone().fill_(-1),
         "VALUE negative": lambda good: good - 5,
         "VALUE int64 min": lambda good: good.clone().fill_(INT64.min),
     },
@@ -1187,6 +1233,19 @@ def test_arguments_on_another_device_are_named(place, name):
     call = good_call(place)
     call[name] = call[name].to("cpu" if place[1] == "cuda" else "cuda")
     refused(name, lambda: make("probabilistic", place)(**call))
+
+
+def test_a_wrong_number_of_target_rows_is_blamed_on_the_target(place):
+    call = good_call(place)
+    message = "expected 4 rows per request, one more than draft_token_ids has drafts (3), got"
+    for rows in (1, 2, 3):  # 3: the row of the bonus token is missing
+        short = call | {"target_logits": call["target_logits"][:, :rows]}
+        for without in ((), ("draft_logsumexp",), ("draft_logits", "draft_logsumexp")):
+            with pytest.raises(ValueError, match=f"^target_logits: {re.escape(message)} {rows}$"):
+                make("probabilistic", place)(**short | dict.fromkeys(without))
+    # Where draft_logits has as many rows as the target's imply, draft_token_ids is wrong.
+    for ids in (call["draft_token_ids"][:, 1:], call["draft_token_ids"].repeat(1, 2)):
+        refused("draft_token_ids", lambda ids=ids: make("probabilistic", place)(**call | {"draft_token_ids": ids}))
 
 
 def test_draft_logsumexp_without_its_logits_is_named(place):

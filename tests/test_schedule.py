@@ -393,6 +393,7 @@ from_rates = AcceptanceSchedule.from_rates
         (lambda: from_rates([1.5]), ValueError, r"joint_rates\[0\]: .*\[0, 1\], got 1\.5"),
         (lambda: from_rates([0.5, -0.5]), ValueError, r"joint_rates\[1\]: .*\[0, 1\], got -0\.5"),
         (lambda: from_rates([0.4, 0.3, 0.31]), ValueError, r"joint_rates\[2\]: expected at most 0\.3, .* got 0\.31"),
+        (lambda: from_rates([0.5, math.nextafter(0.5, 1)]), ValueError, r"joint_rates\[1\]: expected at most 0\.5, "),
         (lambda: AcceptanceSchedule((0.4, 0.5)), ValueError, r"joint_rates\[1\]: expected at most 0\.4, .* got 0\.5"),
     ],
 )  # fmt: skip

@@ -325,6 +325,26 @@ class TestCaches:
         assert len(calls[target]) == output.target_calls
         assert len(calls[draft]) == output.draft_calls
 
+    @pytest.mark.parametrize("method", ["strict", "block"])
+    def test_each_draft_is_drawn_at_its_position_and_offset(self, method):
+        # The offset is what gives a position other noise when a later step of block verification drafts it again.
+        drawn = []
+
+        class Recorder(RejectionSampler):
+            def draft(self, *arguments, positions, offset=0, **options):
+                drawn.append((positions.tolist(), offset))
+                return super().draft(*arguments, positions=positions, offset=offset, **options)
+
+        steps, target = [], TARGETS["llama"]
+        draft, prompt = noisy(target, 0.1), torch.tensor(PROMPTS[:1])
+        generate(target, draft, prompt, method=Recorder(method), max_new_tokens=NEW, seeds=100, on_step=steps.append)
+        length, expected = len(PROMPTS[0]), []
+        for step in steps:
+            expected += [([length + i], i) for i in range(len(step.draft_token_ids))]
+            length += len(step.token_ids)
+        assert drawn == expected
+        assert len({positions[0] for positions, _ in drawn}) < len(drawn)  # some positions were drafted again
+
     @pytest.mark.parametrize("name", TARGETS)
     def test_drafts_are_what_the_draft_model_says_without_a_cache(self, name):
         target = TARGETS[name]
@@ -441,6 +461,28 @@ class TestModels:
             assert max(max(step.draft_token_ids, default=0) for step in steps) < min(draft_vocab, 200)
             assert method != "strict" or torch.equal(output.sequences, expected)
 
+    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+    def test_tokens_that_the_draft_model_lacks_are_never_drafted(self, method):
+        # All logits of the draft are near -50: a token of logit 0 beside them would be drafted every time.
+        target, draft, steps = llama(200), llama(198, layers=1), []
+
+        def lower(_model, _inputs, output):
+            output.logits -= 50
+
+        draft.register_forward_hook(lower)
+        ids = torch.tensor([[197, 7, 3]])
+        output = generate(target, draft, ids, method=method, max_new_tokens=NEW, seeds=3, on_step=steps.append)
+        assert output.stats.drafts > 0
+        assert max(token for step in steps for token in step.draft_token_ids) < 198
+
+    @pytest.mark.parametrize("draft_vocab", [180, 197, 203, 219])
+    def test_vocabularies_that_differ_by_more_than_one_percent_are_refused(self, draft_vocab):
+        target, ids = llama(200, layers=1), torch.tensor([[1]])
+        with pytest.raises(ValueError, match=rf"^draft: .* of 200 tokens .* got {draft_vocab} tokens"):
+            generate(target, llama(draft_vocab, layers=1), ids, max_new_tokens=2)
+        for fits in (198, 202):
+            generate(target, llama(fits, layers=1), ids, max_new_tokens=2)
+
     def test_a_wrapper_that_takes_any_argument_gets_all(self, plain):
         class Wrapper(torch.nn.Module):
             def __init__(self, model):
@@ -450,15 +492,23 @@ class TestModels:
             def forward(self, *args, **kwargs):
                 return self.model(*args, **kwargs)
 
-        assert texts(ragged(Wrapper(TARGETS["gpt2"]), PromptLookup(), method="strict")) == plain["gpt2"]
+        assert texts(ragged(Wrapper(TARGETS["gpt2"]).eval(), PromptLookup(), method="strict")) == plain["gpt2"]
 
-    def test_models_run_as_they_are_and_nothing_is_written_to(self):
-        target, draft = copy.deepcopy(TARGETS["llama"]).train(), noisy(TARGETS["llama"], 0.03).train()
+    def test_models_in_training_mode_are_refused(self):
+        target, draft = copy.deepcopy(TARGETS["gpt2"]).train(), noisy(TARGETS["llama"], 0.03).train()
+        message = r": expected a model in evaluation mode, got .* in training mode, .*: call \.eval\(\)"
+        with pytest.raises(ValueError, match=f"^target{message}"):
+            ragged(target, None)
+        with pytest.raises(ValueError, match=f"^draft{message}"):
+            ragged(target.eval(), draft)
+        assert draft.training  # whoever trains it goes on
+        assert ragged(target, draft.eval()).stats.drafts > 0
+
+    def test_nothing_is_written_to(self):
+        target, draft = copy.deepcopy(TARGETS["llama"]), noisy(TARGETS["llama"], 0.03)
         ids, mask = padded(PROMPTS)
         before, masked, temperature = ids.clone(), mask.clone(), TEMPERATURE.clone()
         output = generate(target, draft, ids, mask, max_new_tokens=4, temperature=temperature, seeds=0)
-        assert target.training
-        assert draft.training
         assert torch.equal(ids, before)
         assert torch.equal(mask, masked)
         assert torch.equal(temperature, TEMPERATURE)
@@ -501,20 +551,28 @@ class TestModels:
         with pytest.raises(ValueError, match=r"target: expected a decoder .* got T5"):
             ragged(t5, None)
 
-    def test_logits_that_are_not_numbers_are_refused(self):
+    @pytest.mark.parametrize("drafter", ["none", "look-up", "model"])
+    def test_logits_that_are_not_numbers_are_refused(self, drafter):
+        # The third prompt ends in a token without an embedding. Its first step has no drafts, drafts or a model's drafts.
         target = copy.deepcopy(TARGETS["llama"])
         with torch.no_grad():
             target.get_input_embeddings().weight[PROMPTS[2][-1]] = torch.nan
-        with pytest.raises(ValueError, match="target: expected finite logits, got only NaN or -inf for request"):
-            ragged(target, PromptLookup())
+        draft = {"none": None, "look-up": PromptLookup(), "model": TARGETS["llama"]}[drafter]
+        prompt = torch.tensor([PROMPTS[2][-1:] * 3])  # so that look-up finds something
+        for options in ({"input_ids": prompt}, dict(zip(("input_ids", "attention_mask"), padded(PROMPTS)))):
+            with pytest.raises(ValueError, match=r"^target: expected finite logits, got only NaN or -inf for request"):
+                generate(target, draft, **options, max_new_tokens=4, seeds=0)
 
 
 class TestErrors:
     @pytest.mark.parametrize(
         ("message", "options"),
         [
-            ("max_new_tokens: expected it or max_length, got None and None", {"max_new_tokens": None}),
-            ("max_new_tokens: expected it or max_length, got 3 and 4", {"max_new_tokens": 3, "max_length": 4}),
+            ("max_new_tokens: expected exactly one of .* got None and None", {"max_new_tokens": None}),
+            (
+                "max_new_tokens: expected exactly one of .* got 3 and 4",
+                {"max_new_tokens": 3, "max_length": 4},
+            ),
             ("max_new_tokens: expected a positive int, got 0", {"max_new_tokens": 0}),
             (
                 "max_length: expected more than the 3 columns of input_ids, got 3",

@@ -459,8 +459,8 @@ class _CachedModel:
     def check_length(self, length: int) -> None:
         if self.max_positions is not None and length > self.max_positions:
             raise ValueError(
-                f"max_new_tokens: expected at most the {self.max_positions} positions of the {self.name} model, prompt "
-                f"included, got {length} for the longest request"
+                f"max_new_tokens: the {self.name} model has {self.max_positions} positions, but the longest request could "
+                f"have {length} tokens"
             )
 
     def check_vocab_size(self, target_vocab_size: int) -> None:
