@@ -49,6 +49,18 @@ MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": 
 
 BAR_WIDTH = 36
 
+MEAN_RATE = 0.69
+"""Of the demo's synthetic acceptance."""
+
+EXPLANATION = f"""\
+rate: accepted of drafted tokens, in %; length: tokens emitted per draft
+gain: in length, of block over probabilistic on the same drafts, with its
+standard error (the rows have different texts, so their lengths differ too)
+positions: drafts accepted through the 1st, 2nd, ... token, in %
+calls: of the target; speed: relative to plain decoding
+prompt lookup: strict, with drafts from the text so far instead of a model
+synthetic: accepts by a schedule of mean rate {MEAN_RATE}, whatever the logits are"""
+
 
 def make_console() -> Console:
     """Return a console for standard output; with NO_COLOR set it writes no escape sequences at all."""
@@ -273,21 +285,10 @@ class Trial:
 def run_demo(options: Namespace, console: Console) -> None:
     """Generate with every method, show the text of one of them, and compare them in a table."""
     models = Models.load(options.target, options.draft, options.device)
-    from specdecode.integrations.transformers import PromptLookup, generate
+    from specdecode.integrations.transformers import generate
 
-    schedule = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=options.num_draft_tokens)
-    synthetic = RejectionSampler("synthetic", schedule=schedule)
-    strict, probabilistic, block = RejectionSampler("strict"), RejectionSampler("probabilistic"), MeasuredBlock()
-    rows = [
-        ("plain", None, None, options.temperature),
-        ("strict", strict, models.draft, options.temperature),
-        ("probabilistic", probabilistic, models.draft, options.temperature),
-        ("block", block, models.draft, options.temperature),
-        ("greedy", strict, models.draft, 0.0),
-        ("prompt lookup", strict, PromptLookup(), options.temperature),
-        ("synthetic", synthetic, models.draft, options.temperature),
-    ]
-    trials = [Trial(*row, outputs=[], steps=[]) for row in rows]
+    block = MeasuredBlock()
+    trials = make_trials(models.draft, block, options.num_draft_tokens, options.temperature)
     prompts = [models.encode(prompt) for prompt in options.prompt or DEMO_PROMPTS]
 
     def run(trial: Trial, prompt: torch.Tensor, seed: int, max_new_tokens: int) -> GenerationOutput:
@@ -337,16 +338,26 @@ def run_demo(options: Namespace, console: Console) -> None:
     console.print(
         f"strict was {relation} plain decoding, token for token ({len(prompts)} texts, {plain.tokens} tokens)"
     )
-    console.print(
-        "rate: accepted of drafted tokens, in %; length: tokens emitted per draft\n"
-        "gain: in length, of block over probabilistic on the same drafts, with its\n"
-        "standard error (the rows have different texts, so their lengths differ too)\n"
-        "positions: drafts accepted through the 1st, 2nd, ... token, in %\n"
-        "calls: of the target; speed: relative to plain decoding\n"
-        "prompt lookup: strict, with drafts from the text so far instead of a model\n"
-        "synthetic: accepts by a schedule of mean rate 0.69, whatever the logits are",
-        style="dim",
-    )
+    console.print(EXPLANATION, style="dim")
+
+
+def make_trials(draft: Any, block: MeasuredBlock, num_draft_tokens: int, temperature: float) -> list[Trial]:
+    """Return the demo's trials, none of which has run."""
+    from specdecode.integrations.transformers import PromptLookup
+
+    schedule = AcceptanceSchedule.from_mean_rate(MEAN_RATE, num_draft_tokens=num_draft_tokens)
+    synthetic = RejectionSampler("synthetic", schedule=schedule)
+    strict, probabilistic = RejectionSampler("strict"), RejectionSampler("probabilistic")
+    rows = [
+        ("plain", None, None, temperature),
+        ("strict", strict, draft, temperature),
+        ("probabilistic", probabilistic, draft, temperature),
+        ("block", block, draft, temperature),
+        ("greedy", strict, draft, 0.0),
+        ("prompt lookup", strict, PromptLookup(), temperature),
+        ("synthetic", synthetic, draft, temperature),
+    ]
+    return [Trial(*row, outputs=[], steps=[]) for row in rows]
 
 
 def comparison(trials: Sequence[Trial], num_draft_tokens: int, gains: dict[str, tuple[float, float]]) -> Table:

@@ -50,8 +50,8 @@ def options(place, form: str, call: dict) -> dict:
         "positions": torch.tensor([0, 7, 2**40, 1], device=place[1]),
     }
     if call["draft_logits"] is not None:
-        scaled = call["draft_logits"] / temperature.where(temperature > 0, 1)[:, None, None]
-        tensors["draft_logsumexp"] = scaled.logsumexp(dim=2)
+        # Not the logsumexp of these logits: it changes what is accepted, so the test sees whether it arrives.
+        tensors["draft_logsumexp"] = torch.full((BATCH, DRAFTS), 5.0, device=place[1])
     return tensors
 
 

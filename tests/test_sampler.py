@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specdecode
 from reference import selection
@@ -681,6 +682,9 @@ UNUSUAL = {
     "a conjugate's imaginary part": lambda tensor: (
         torch.complex(tensor, -tensor).conj().imag if tensor.dtype == torch.float32 else tensor
     ),
+    "of which gradients are wanted": lambda tensor: (
+        tensor.clone().requires_grad_() if tensor.dtype == torch.float32 else tensor
+    ),
 }
 
 
@@ -691,15 +695,20 @@ def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
     call["draft_token_ids"].clamp_(min=0)
     call["draft_logsumexp"] = call["draft_logits"].logsumexp(dim=2)
     call = {name: unusual(value) for name, value in call.items()}
-    assert all(value._is_zerotensor() or value.is_neg() or value.dtype != torch.float32 for value in call.values())
+    assert all(
+        value._is_zerotensor() or value.is_neg() or value.requires_grad
+        for value in call.values()
+        if value.dtype == torch.float32
+    )
     rows = {"logits": call["target_logits"][:, 0], **{name: call[name] for name in SAMPLING_NAMES}}
     for given, batch in ((call, VerificationBatch.check(**call)), (rows, RowBatch.check(**rows))):
         for name, value in given.items():
             got = getattr(batch, name)
             assert not got._is_zerotensor(), name
             assert not got.is_neg(), name
+            assert not got.requires_grad, name
             assert torch.equal(got, value), name
-    plain = {name: value.clone().resolve_neg() for name, value in call.items()}
+    plain = {name: value.detach().clone().resolve_neg() for name, value in call.items()}
     assert_same(make("block", place)(**call), make("block", place)(**plain))
 
 
@@ -1227,12 +1236,15 @@ def test_bad_arguments_of_draft_and_sample_are_named(place, use, name, case):
     refused(name, lambda: function(**call))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 @pytest.mark.parametrize("name", sorted(set(BAD) - {"target_logits"}))
 def test_arguments_on_another_device_are_named(place, name):
     call = good_call(place)
-    call[name] = call[name].to("cpu" if place[1] == "cuda" else "cuda")
-    refused(name, lambda: make("probabilistic", place)(**call))
+    other = "cpu" if place[1] == "cuda" else "cuda"
+    with FakeTensorMode():  # which has tensors on devices that are not there
+        elsewhere = torch.empty(call[name].shape, dtype=call[name].dtype, device=other)
+    message = rf"^{name}: expected on {place[1]}.*, where the logits are, got {other}"
+    with pytest.raises(ValueError, match=message):
+        make("probabilistic", place)(**call | {name: elsewhere})
 
 
 def test_a_wrong_number_of_target_rows_is_blamed_on_the_target(place):

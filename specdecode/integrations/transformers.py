@@ -16,7 +16,7 @@ many drafts, moving is only a crop.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import takewhile
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdecode import AcceptanceStats, RejectionSampler
+from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
 from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, seed_each, shown
 from specdecode.sampler import Method
 
@@ -233,13 +233,11 @@ def generate(
         # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What a
         # request emits must not depend on the limits of the others.
         allowed = [min(num_draft_tokens, request.limit - request.length - 1) for request in live]
-        drafts = _Drafts(tokens[:, :0])
         if draft_model is not None:
             vocab_size = target_model.vocab_size
             drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), temperature, seeds)
-        elif draft is not None:
-            found = draft.propose(tokens, lengths, max(allowed))
-            drafts = _Drafts(found if (found >= 0).any() else tokens[:, :0])
+        else:
+            drafts = _look_up(draft, tokens, lengths, max(allowed))
         draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=device), stop_ids)
         num_drafts = draft_ids.shape[1]
 
@@ -256,11 +254,7 @@ def generate(
         if stats is not None:
             stats.update(output)
 
-        columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
-        for request, (invalid, *ids) in zip(live, columns.tolist()):
-            if invalid:
-                raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
-            step = request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
+        for step in _advance(live, output, draft_ids, stop_ids):
             if on_step is not None:
                 on_step(step)
 
@@ -317,6 +311,24 @@ def _draft(
     if not logits or sampler.method == "strict":  # which does not use them
         return _Drafts(tokens[:, width:])
     return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), torch.stack(logsumexp, dim=1))
+
+
+def _look_up(lookup: PromptLookup | None, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> _Drafts:
+    """Draft by prompt lookup; without it, or where nothing is found for any request, return no drafts."""
+    if lookup is None:
+        return _Drafts(tokens[:, :0])
+    found = lookup.propose(tokens, lengths, num_draft_tokens)
+    return _Drafts(found if (found >= 0).any() else tokens[:, :0])
+
+
+def _advance(requests: list[_Request], output: SamplerOutput, draft_ids: Tensor, stop_ids: list[int]) -> Iterator[Step]:
+    """Append what a step emitted to each request, and yield each request's step. This waits for the device."""
+    num_drafts = draft_ids.shape[1]
+    columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
+    for request, (invalid, *ids) in zip(requests, columns.tolist()):
+        if invalid:
+            raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
+        yield request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
 
 
 def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int]) -> Tensor:
