@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chi2
 
 from specdecode import RejectionSampler, sample
+from tests.conftest import ON_GPU
 
 REQUESTS = 200_000
 FALSE_ALARM = 1e-6
@@ -169,7 +170,7 @@ def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
     assert p_value(counts, law) > FALSE_ALARM
 
 
-CASES = [
-    (vocab, drafts, history) for (vocab, drafts), history in product([(2, 4), (3, 3), (5, 2), (8, 1)], [False, True])
-]
+# A model without history is a special case, in which rows of other positions could be used and nobody would see it.
+SHAPES = [(2, 4), (3, 3), (5, 2), (8, 1)]
+CASES = [(*shape, history) for shape, history in product(SHAPES, [False, True]) if history or shape == (3, 3) or ON_GPU]
 IDS = [f"V{vocab}-K{drafts}-{'history' if history else 'iid'}" for vocab, drafts, history in CASES]
