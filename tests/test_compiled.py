@@ -164,7 +164,7 @@ def test_outputs_of_compiled_calls_need_no_gradients(place):
 
 @pytest.mark.parametrize("draft_logits", [True, False], ids=["draft_logits", "deterministic"])
 def test_operators_keep_the_rules_of_operators(place, draft_logits):
-    # What they say of their outputs is true, they write to no input, and outputs share no memory with anything.
+    # The shapes and dtypes that they announce are right, they write to no input, and outputs share no memory with anything.
     call = inputs(place, draft_logits=draft_logits)
     seeds = torch.arange(BATCH, device=place[1])
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None

@@ -44,7 +44,7 @@ def plain_sample(place):
 
 
 def make_call(place, batch=12, drafts=3, vocab=BLOCK_SIZE + 77, dtype=torch.float32, seed=0) -> dict:
-    """The arguments of a call in which every outcome happens: ragged drafts near the target's peaks, some greedy."""
+    """The arguments of a call in which every outcome happens: ragged drafts that the target finds likely, some greedy."""
     generator = torch.Generator().manual_seed(seed)
     target = 4 * torch.randn(batch, drafts + 1, vocab, generator=generator)
     draft = target[:, :drafts] + torch.randn(batch, drafts, vocab, generator=generator)
@@ -259,7 +259,7 @@ def test_draft_and_sample_have_the_shapes_and_dtypes_of_the_contract(place):
     "drafted", [[-1, -1, -1], [-1, 2, 10**6], [-1, 2, 2], [2, -1, -5], [2, -1, 2], [2, 2, -1]], ids=str
 )
 def test_minus_one_ends_the_drafts(place, method, drafted):
-    # What follows a -1 is no draft, whatever it says: at most the drafts before it stand, the next token is drawn from p.
+    # What follows a -1 is ignored: at most the drafts before it are accepted, and the next token is drawn from p.
     leading = drafted.index(-1)
     target, draft = (rows(place, *[row] * 4, requests=200) for row in ([0, 1, 3, 0, 0], [0, 0, 3, 2, 1]))
     positions = torch.full((200,), 3, device=place[1])
@@ -277,7 +277,7 @@ def test_minus_one_ends_the_drafts(place, method, drafted):
 
 @each_method
 def test_impossible_drafts_are_rejected_and_never_emitted(place, method):
-    # p(x) = 0, with and without draft logits. Synthetic's verdict is scheduled, but what it emits is not.
+    # p(x) = 0, with and without draft logits. The decision of synthetic is scheduled, but not the token that it emits.
     target = rows(place, *[[1, -INF, 0.5, NAN]] * 2, requests=200)
     sampler = make(method, place, rates=[0.0])
     for drafted in (1, 3):
@@ -416,13 +416,13 @@ def test_plus_infinity_is_a_point_mass_on_the_first(place, method, temperature):
             assert output.invalid.tolist() == [False] * 30
             if method == "synthetic" and draft_logits is not None and drafted == 2:
                 continue  # accepted by any other method; its residual is the point mass all the same
-            stands = method != "synthetic" and drafted == 2
-            assert output.token_ids.tolist() == [[2, 2] if stands else [2, -1]] * 30
+            is_accepted = method != "synthetic" and drafted == 2
+            assert output.token_ids.tolist() == [[2, 2] if is_accepted else [2, -1]] * 30
 
 
 @by_ratio
 def test_plus_infinity_in_draft_rows_is_a_point_mass_on_the_first(place, method):
-    # p is even over three tokens and q(0) = 1: a draft of 0 stands a third of the time, one of 2 never does.
+    # p is even over three tokens and q(0) = 1: a draft of 0 is accepted a third of the time, one of 2 never.
     target = rows(place, *[[0, 0, 0, -INF]] * 2, requests=300)
     draft = rows(place, [INF, 0, INF, 0], requests=300)
     sampler = make(method, place)
@@ -597,7 +597,7 @@ def test_the_order_and_the_neighbours_do_not_matter(place, method):
     for requests in (order, order[:7], order[:13], order.repeat(2)):
         part = sampler(**take(call, requests))
         assert_same(part, SamplerOutput(*(value[requests] for value in together)))
-    # Neighbours of every troublesome kind: greedy, without a finite logit, infinite.
+    # Neighbours that need special treatment: greedy, without a finite logit, infinite.
     call["temperature"][10:] = 0
     call["target_logits"][15:20], call["target_logits"][20:25], call["target_logits"][25:] = NAN, INF, -INF
     troubled = sampler(**call)
@@ -722,7 +722,7 @@ def two_threads():
 
 
 def accept_threshold(place, method: str, target: Tensor, requests, layout) -> list[int]:
-    """How low each request's first drafted logit may be and its draft still stand, as the float32's order number.
+    """How low each request's first drafted logit may be and its draft still be accepted, as the bits of a float32.
 
     There is a second draft, so that a block's residual mass takes part.
     """
@@ -731,19 +731,19 @@ def accept_threshold(place, method: str, target: Tensor, requests, layout) -> li
     draft[:, :, 5:7] = 12
     sampler, seeds = make(method, place), torch.tensor(requests, device=place[1])
 
-    def stands(order: Tensor) -> Tensor:
+    def is_accepted(order: Tensor) -> Tensor:
         # Positive float32 numbers are ordered as their bits are.
         target[:, 0, 5] = order.to(torch.int32).view(torch.float32)
         return sampler(layout(target), drafted, layout(draft), seeds=seeds).num_accepted >= 1
 
     low = torch.tensor([1e-6] * len(requests), device=place[1]).view(torch.int32).long()
     high = torch.tensor([60.0] * len(requests), device=place[1]).view(torch.int32).long()
-    assert bool(stands(high).all())
-    assert not bool(stands(low).any())
+    assert bool(is_accepted(high).all())
+    assert not bool(is_accepted(low).any())
     while int((high - low).max()) > 1:
         middle = (low + high) // 2
-        standing = stands(middle)
-        low, high = low.where(standing, middle), middle.where(standing, high)
+        accepted = is_accepted(middle)
+        low, high = low.where(accepted, middle), middle.where(accepted, high)
     return high.tolist()
 
 
@@ -751,8 +751,8 @@ def accept_threshold(place, method: str, target: Tensor, requests, layout) -> li
 @by_ratio
 @pytest.mark.parametrize("vocab", [300, 3 * BLOCK_SIZE + 5, 40 * BLOCK_SIZE])
 def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab, method):
-    # Tokens that agree may hide sums that differ by a rounding, so look for the very logit at which a draft begins to
-    # stand. The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
+    # Equal tokens may hide sums that differ by a rounding, so look for the exact logit from which on a draft is accepted.
+    # The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
     if place == ("eager", "cuda"):
         pytest.skip("PyTorch's CUDA reductions depend on the batch in the last bit")
     batch = 6
@@ -970,9 +970,9 @@ def test_strict_drafts_with_the_noise_of_sample(place):
 @pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 def test_other_methods_draft_with_noise_of_their_own(place, method, level):
-    # Sharing noise would change the law. Chi-square of independence over 4 x 4 even outcomes: 9 degrees of freedom, false
-    # alarm 1e-6; 20,000 pairs show a dependence of total variation 0.035 (N = lambda / (4 TV^2), lambda = 87) 999 times
-    # in 1,000.
+    # Sharing noise would change the distribution. Chi-square of independence over 4 x 4 even outcomes: 9 degrees of freedom,
+    # false alarm 1e-6; 20,000 pairs show a dependence of total variation 0.035 (N = lambda / (4 TV^2), lambda = 87) in 999
+    # runs of 1,000.
     pairs, outcomes = 20_000, 4
     vocab = outcomes if level == "tokens" else (outcomes - 1) * BLOCK_SIZE + 1
     logits = torch.full((1, vocab), -INF, device=place[1])

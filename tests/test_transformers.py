@@ -178,39 +178,39 @@ class TestGreedy:
             assert torch.equal(output.sequences, expected)
 
 
-class TestLaw:
-    """Chi-square of the joint law of 3 tokens, by many requests with different seeds in one call.
+class TestDistribution:
+    """Chi-square of the joint distribution of 3 tokens, by many requests with different seeds in one call.
 
-    With 50,000 requests and at most 63 degrees of freedom a law that is wrong by a total variation of 0.027 is seen 999
-    times in 1,000: N = lambda / (4 TV^2), lambda = 142.
+    With 50,000 requests and at most 63 degrees of freedom a distribution that is wrong by a total variation of 0.027 is seen
+    999 times in 1,000: N = lambda / (4 TV^2), lambda = 142.
     """
 
     VOCAB, NEW, REQUESTS = 4, 3, 50_000
     PROMPT = (0, 0, 3, 3)
 
     @torch.no_grad()
-    def law(self, model):
-        """The joint law by enumeration: [VOCAB ** NEW] probabilities."""
+    def distribution(self, model):
+        """The joint distribution by enumeration: [VOCAB ** NEW] probabilities."""
         ids = torch.tensor([[*self.PROMPT, *tokens] for tokens in product(range(self.VOCAB), repeat=self.NEW)])
         log_probs = model(input_ids=ids).logits.log_softmax(-1)[:, -self.NEW - 1 : -1]
         return log_probs.gather(2, ids[:, -self.NEW :, None]).sum((1, 2)).exp().numpy()
 
     @pytest.mark.parametrize("method", ["probabilistic", "block"])
     @pytest.mark.parametrize("drafter", ["model", "lookup"])
-    def test_several_steps_have_the_law_of_the_target(self, drafter, method):
+    def test_several_steps_have_the_distribution_of_the_target(self, drafter, method):
         target = llama(self.VOCAB, layers=1, scale=0.2)
         other = noisy(target, 0.1)
         ids = torch.tensor([self.PROMPT]).expand(self.REQUESTS, -1)
         draft = other if drafter == "model" else PromptLookup()
         output = generate(target, draft, ids, method=method, num_draft_tokens=2, max_new_tokens=self.NEW, seeds=0)
-        assert 0.2 < output.stats.acceptance_rate < 0.8  # both verdicts take part
+        assert 0.2 < output.stats.acceptance_rate < 0.8  # drafts are accepted and rejected
         codes = output.sequences[:, -self.NEW :].numpy() @ self.VOCAB ** np.arange(self.NEW)[::-1]
         counts = np.bincount(codes, minlength=self.VOCAB**self.NEW)
 
-        law, wrong = self.law(target), self.law(other)
-        assert p_value(counts, law) > FALSE_ALARM
-        weight = 0.027 / (0.5 * abs(wrong - law).sum())
-        assert p_value(counts, law + weight * (wrong - law)) < FALSE_ALARM  # the test can fail
+        right, wrong = self.distribution(target), self.distribution(other)
+        assert p_value(counts, right) > FALSE_ALARM
+        weight = 0.027 / (0.5 * abs(wrong - right).sum())
+        assert p_value(counts, right + weight * (wrong - right)) < FALSE_ALARM  # the test can fail
 
 
 class TestBatching:
@@ -270,11 +270,11 @@ class TestBatching:
 
 class TestLimits:
     @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 11])
-    def test_never_a_token_more_nor_a_call_in_vain(self, new):
+    def test_never_a_token_nor_a_call_too_many(self, new):
         target = TARGETS["llama"]
         output = ragged(target, target, max_new_tokens=new)
         assert output.num_generated.tolist() == [new] * len(PROMPTS)
-        assert output.target_calls == -(-new // 5)  # all drafts stand, so 4 + 1 tokens a call
+        assert output.target_calls == -(-new // 5)  # all drafts are accepted, so 4 + 1 tokens a call
         assert output.draft_calls == new - output.target_calls
         assert output.stats.acceptance_rate == 1 or new == 1
 
@@ -501,7 +501,7 @@ class TestModels:
             ragged(target, None)
         with pytest.raises(ValueError, match=f"^draft{message}"):
             ragged(target.eval(), draft)
-        assert draft.training  # whoever trains it goes on
+        assert draft.training  # the models are left as they were
         assert ragged(target, draft.eval()).stats.drafts > 0
 
     def test_nothing_is_written_to(self):
