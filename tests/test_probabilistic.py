@@ -6,7 +6,7 @@ import torch
 
 from reference import probabilistic
 from specdecode import RejectionSampler
-from specdecode.eager.probabilistic import residual_weights
+from specdecode.eager.probabilistic import residual
 from tests import laws
 from tests.differential import assert_same_tokens, case
 
@@ -100,12 +100,12 @@ def test_a_logsumexp_too_large_for_float32_does_not_change_the_law(place, temper
 
 
 @pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
-def test_residual_weights_stay_accurate_where_target_and_draft_nearly_agree(closeness):
+def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     generator = torch.Generator().manual_seed(0)
     target = 2 * torch.randn(4, 3000, generator=generator)
     draft = target + closeness * torch.randn(4, 3000, generator=generator)
     one, rejected, log_ratio = torch.ones(4), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    weights = residual_weights(target, draft, one, rejected, log_ratio).double()
-    exact = residual_weights(target.double(), draft.double(), one.double(), rejected, log_ratio.double())
+    weights = residual(target, draft, rejected, one, log_ratio)[0].double()
+    exact = residual(target.double(), draft.double(), rejected, one.double(), log_ratio.double())[0]
     law, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
     assert ((law - expected).abs().sum(dim=1) / 2).max() < 2e-6

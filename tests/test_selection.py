@@ -7,7 +7,7 @@ from scipy.stats import poisson
 
 from reference import selection
 from specdecode import RejectionSampler, sample
-from specdecode.eager.selection import block_sums, centre, select
+from specdecode.eager.selection import block_sums, read, select
 from specdecode.noise import BLOCK_SIZE, SELECT
 from tests.differential import band_of
 from tests.laws import FALSE_ALARM, REQUESTS, assert_law, softmax
@@ -53,12 +53,9 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(place):
     # All draws are from one row, so its block sums are computed once and `select` is called as `sample` calls it.
     _, device = place
     vocab, draws, step = 262_145, 100_000, 50
-    scaled, _ = centre(
-        torch.full((1, vocab), -20.5, device=device).index_fill_(1, torch.tensor(77, device=device), 0),
-        torch.ones(1, device=device),
-    )
-    weights = scaled.exp()
-    rows, sums = weights.expand(step, vocab), block_sums(weights).expand(step, -1)
+    logits = torch.full((1, vocab), -20.5, device=device).index_fill_(1, torch.tensor(77, device=device), 0)
+    weights = read((logits,), torch.float32).logits[0].exp()
+    rows, sums = weights.expand(step, -1), block_sums(weights).expand(step, -1)
     positions = torch.zeros(step, dtype=torch.int64, device=device)
     tokens = torch.cat(
         [
