@@ -70,3 +70,15 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(place):
     assert 32.7 < expected < 32.9
     assert low <= len(hits) <= high
     assert len(hits.unique()) >= len(hits) - 1  # spread over the tail, not one lucky token
+
+
+def test_a_last_block_of_one_token_counts_as_any_other(place):
+    # One token behind whole blocks, as likely as all others together: in the sum of a row, and to be drawn.
+    backend, device = place
+    vocab, requests = 2 * BLOCK_SIZE + 1, 2_000
+    logits = torch.zeros(vocab, device=device)
+    logits[-1] = np.log(vocab - 1)
+    draft = RejectionSampler("strict", backend=backend).draft(logits.expand(requests, vocab), seeds=0)
+    assert torch.allclose(draft.logsumexp.double().cpu(), torch.tensor(np.log(2 * (vocab - 1))), atol=1e-5)
+    is_last = np.bincount((draft.token_ids == vocab - 1).cpu(), minlength=2)
+    assert_law(is_last, np.array([0.5, 0.5]))
