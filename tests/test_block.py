@@ -194,6 +194,26 @@ def test_only_what_decides_is_read(monkeypatch):
     assert sum(rows) == 50 * (2 + 1)  # deterministic: no draft rows, no residual masses
 
 
+def test_requests_whose_drafts_are_all_accepted_need_no_residual_mass(monkeypatch):
+    # Every ratio is below 1, so any shorter block would need one to be decided on.
+    rows = []
+    read = probabilistic.read
+
+    def counted(models, dtype):
+        rows.extend(logits.shape[:-1].numel() for logits in models)
+        return read(models, dtype)
+
+    target, draft = torch.zeros(400, 5, 30), torch.zeros(400, 4, 30)
+    target[:, :, 0] = -0.1
+    drafts, seeds = torch.zeros(400, 4, dtype=torch.int64), torch.arange(400)
+    sampler = RejectionSampler("block", backend="eager")
+    everything = sampler(target, drafts, draft, seeds=seeds).num_accepted == 4
+    assert 100 < int(everything.sum()) < 400
+    monkeypatch.setattr(probabilistic, "read", counted)
+    sampler(target[everything], drafts[everything], draft[everything], seeds=seeds[everything])
+    assert sum(rows) == int(everything.sum()) * (4 + 4)
+
+
 def test_rows_past_the_emitted_one_raise_no_flag(place):
     # A row without a finite logit ends a request's ratio; it decided no token if the request stops before it.
     backend, device = place
