@@ -3,11 +3,14 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from specdecode.eager import philox, probabilistic, selection
+from tests.test_philox import EXTREMES, counter_of
 
 FUSED = {
     "uniform_bits": philox.uniform_bits,
@@ -68,24 +71,39 @@ CASES = [(name, dtype) for name, dtypes in DTYPES.items() for dtype in dtypes]
 each_case = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 
 
+def compiled(name: str, dtype: torch.dtype, folder: Path) -> Callable[..., torch.Tensor]:
+    """Compile a function's C++ for the CPU."""
+    function, kind = FUSED[name], {torch.int64: "long long", torch.float32: "float", torch.float64: "double"}[dtype]
+    values = [f"inputs[{i}][place]" for i in range(len(arguments(name, dtype)))] + ["domain"] * (name in NOISE)
+    loop = f"for (long place = 0; place < count; ++place) output[place] = {name}<{kind}>({', '.join(values)});"
+    entry = f'extern "C" void run({kind} *output, {kind} **inputs, long count, long long domain) {{ {loop} }}'
+    source, library = folder / "fused.cpp", folder / "fused.so"
+    source.write_text(PRELUDE + function.source + entry)
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    run = ctypes.CDLL(str(library)).run
+
+    def call(*tensors: torch.Tensor, domain: int = 0) -> torch.Tensor:
+        output = torch.empty_like(tensors[0])
+        inputs = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        run(ctypes.c_void_p(output.data_ptr()), inputs, ctypes.c_long(output.numel()), ctypes.c_longlong(domain))
+        return output
+
+    return call
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @each_case
 def test_the_source_for_gpus_computes_the_definition(name, dtype, tmp_path):
     function, tensors = FUSED[name], arguments(name, dtype)
-    numbers = {"domain": 515} if name in NOISE else {}
-    kind = {torch.int64: "long long", torch.float32: "float", torch.float64: "double"}[dtype]
-    values = ", ".join([*(f"inputs[{i}][place]" for i in range(len(tensors))), *map(str, numbers.values())])
     assert function.kernel.kernel_name == name  # what `torch.cuda.jiterator` takes for the function's name
-    source, library = tmp_path / "fused.cpp", tmp_path / "fused.so"
-    loop = f"for (long place = 0; place < count; ++place) output[place] = {name}<{kind}>({values});"
-    source.write_text(
-        f'{PRELUDE}{function.source}extern "C" void run({kind} *output, {kind} **inputs, long count) {{ {loop} }}'
-    )
-    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
-    output = torch.empty_like(tensors[0])
-    inputs = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    ctypes.CDLL(str(library)).run(ctypes.c_void_p(output.data_ptr()), inputs, ctypes.c_long(output.numel()))
-    assert_same(name, output, function.definition(*(tensor.clone() for tensor in tensors), **numbers))
+    run = compiled(name, dtype, tmp_path)
+    numbers = {"domain": 515} if name in NOISE else {}
+    assert_same(name, run(*tensors, **numbers), function.definition(*(t.clone() for t in tensors), **numbers))
+    for words in EXTREMES if name in NOISE else ():
+        *counter, domain = counter_of(words)
+        index, position, seed = (torch.tensor([number]) for number in (*counter, 0))
+        got, expected = (make(seed, position, index, domain=domain) for make in (run, function.definition))
+        assert_same(name, got, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

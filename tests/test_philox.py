@@ -165,17 +165,26 @@ def test_no_words_make_0_or_1():
     check_ends()
 
 
+def counter_of(words: tuple[int, int]) -> tuple[int, int, int]:
+    """Return the index, position and domain whose random words under seed 0 begin with two given ones: Philox backwards."""
+    high, low = words
+    c0, c1, c2, c3 = high, low, 0, 0
+    for round_ in reversed(range(10)):
+        k0, k1 = ((round_ * increment) & ONES for increment in reference.KEY_INCREMENTS)
+        m0, m1 = reference.MULTIPLIERS
+        before0, before2 = c3 * pow(m0, -1, 2**32) & ONES, c1 * pow(m1, -1, 2**32) & ONES
+        c0, c1, c2, c3 = before0, c0 ^ (before2 * m1 >> 32) ^ k0, before2, c2 ^ (before0 * m0 >> 32) ^ k1
+    position = c1 | c2 << 32
+    return c0, position - (position >> 63 << 64), c3
+
+
 @pytest.mark.parametrize("words", EXTREMES)
-def test_no_words_make_0_or_1_in_eager(words):
-    zero = torch.zeros(1, dtype=torch.int64)
-
-    def extreme(counter: tuple, key: tuple) -> tuple:
-        return zero + words[0], zero + words[1], zero, zero
-
-    with mock.patch.object(eager, "philox4x32", extreme):
-        assert float(eager.uniform(zero, zero, zero, noise.Domain.ACCEPT)) == made_of(words, reference.uniform)
-        exponential = eager.exponential(zero, zero, zero, noise.Domain.ACCEPT)
-        assert ((exponential > 0) & exponential.isfinite()).all()
+def test_no_words_make_0_or_1_in_eager(place, words):
+    *counter, domain = counter_of(words)
+    index, position, seed = (torch.tensor([number], device=place[1]) for number in (*counter, 0))
+    assert float(eager.uniform(seed, position, index, domain)) == made_of(words, reference.uniform)
+    exponential = float(eager.exponential(seed, position, index, domain))
+    assert -math.log(exponential) == pytest.approx(made_of(words, reference.gumbel), rel=1e-14)
 
 
 def test_small_numbers_keep_their_precision():
