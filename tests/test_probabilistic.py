@@ -113,6 +113,16 @@ def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     assert ((law - expected).abs().sum(dim=1) / 2).max() < 2e-6
 
 
+def test_residuals_of_the_largest_logits_do_not_overflow():
+    # The logits of the two models are further apart than the largest float32.
+    target, draft = torch.tensor([[3e38, 2.9e38, 2.5e38]]), torch.tensor([[-3.3e38, -3e38, -3.1e38]])
+    temperature, rejected, log_ratio = torch.tensor([1e38]), torch.tensor([1]), torch.zeros(1)
+    weights = residual(target, draft, rejected, temperature, log_ratio)[0].double()
+    scaled = [(row - row.max()).double() / 1e38 for row in (target.double(), draft.double())]
+    expected = (scaled[0].softmax(dim=1) - scaled[1].softmax(dim=1)).clamp(min=0)
+    assert torch.allclose(weights / weights.sum(), expected / expected.sum(), atol=1e-6)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
 def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
