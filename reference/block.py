@@ -17,14 +17,16 @@ So n = i must have the probability A_i. The longest block is tried first: then l
 
     h_i = A_i / (A_i + 1 - c_i)  for i < K,  h_K = c_K.
 
-1. For each i from 1 to K draw a uniform number eta_i. Accept n drafts, where n is the largest i with eta_i <= h_i, or 0
-if
+1. For each i from 1 to K draw a uniform number eta_i. Accept n drafts, where n is the largest i with eta_i <= h_i, or 0 if
    there is none. A failure at i does not stop the search.
 2. If n < K, draw the recovered token from max(0, c_n p - q), normalised. Otherwise draw the bonus token from p.
 
-Why this is exact: given i drafts, n >= i and the next token is v with probability min(c_i p(v), q(v)) + max(0, c_i p(v)
-- q(v)) = c_i p(v). So given n >= i, the next token is distributed as p. The paper shows that among methods that are
-exact and see one draft path drawn from q, none accepts more drafts on average. K is the request's own number of drafts.
+Why this is exact: given the first i drafts, n >= i and the next token is v with the probability
+
+    min(c_i p(v), q(v)) + max(0, c_i p(v) - q(v)) = c_i p(v).
+
+So given n >= i, the next token is distributed as p. The paper shows that among methods that are exact and see one draft path
+drawn from q, none accepts more drafts on average. K is the request's own number of drafts.
 
 The noise needs care. The uniform numbers of all drafts are compared, also those beyond the accepted length, and the
 next step drafts and decides on the same positions again. If it used the same numbers, its drafts would depend on what
@@ -102,8 +104,8 @@ def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
     """Return the logarithm of the smallest running ratio c at which the drafts before a row are accepted: h(c) = u.
 
     h(c) >= u if and only if (1 - u) sum max(0, c p - q) >= u (1 - c). That sum is the largest c P(S) - Q(S) over all
-    sets S of tokens. So the condition is c >= (u + (1 - u) Q(S)) / (u + (1 - u) P(S)) for some S, and the smallest
-    bound is reached by a set that holds the tokens with the smallest q/p. All of these sets are tried.
+    sets S of tokens. So the condition is c >= (u + (1 - u) Q(S)) / (u + (1 - u) P(S)) for some S. The smallest bound is
+    reached by one of the sets of the tokens with the smallest q/p: no token, the first in this order, the first two, ...
 
     >>> c = np.exp(log_critical_ratio(np.log(0.2), np.array([0.75, 0.25]), np.array([0.25, 0.75])))
     >>> round(float(c), 12)

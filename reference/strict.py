@@ -1,15 +1,15 @@
 """Strict verification: a draft is accepted if and only if it is the token that the target itself draws at that position.
 
-The target's sample y at each position is a function of its logits, the seed and the position. Accept the draft x if x =
-y; otherwise reject it and emit y. So the output equals, token for token, the output of plain seeded sampling, whatever
-the drafter does. Exactness follows at once.
+The target's sample y at each position is a function of its logits, the seed and the position. Accept the draft x if it
+equals y. Otherwise reject it and emit y. So the output equals, token for token, the output of plain seeded sampling,
+whatever the drafter does. Exactness follows at once.
 
 How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p_j q_j, which is small. But a
 drafter may use the same Gumbel noise as the target. Where p and q are close, the same token then has the largest score
-in both: this is the Gumbel coupling. Verification does not need q for it. Let TV be the total variation between p and
-q. No way to draw x from q and y from p makes them equal with a probability above 1 - TV = sum_j min(p_j, q_j). With one
-block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it may
-be less.
+in both: this is the Gumbel coupling. Verification does not need q for it. Let TV be the total variation between p and q.
+However x is drawn from q and y from p, the probability that they are equal is at most 1 - TV = sum_j min(p_j, q_j). With
+one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it
+may be less.
 
 Left out: draft logits, which this method does not use. Source: Daliri, Musco, Suresh, "Coupling without communication and
 drafter-invariant speculative decoding" (2024), algorithm 2 and theorem 2.
