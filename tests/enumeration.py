@@ -7,9 +7,8 @@ are *decided only as far as the code asks*:
 
 - Of a uniform number u only an interval is known. To compare a monotone f(u) with a threshold splits the interval in two.
   Each side is enumerated with its share of the interval.
-- Gumbel numbers G(v) may be added to log w(v) and given to argmax, which then selects v with probability w(v) / W. Each
-v is
-  enumerated with that probability.
+- Gumbel numbers G(v) may be added to log w(v) and given to argmax, which then selects v with probability w(v) / W. Each v
+  is enumerated with that probability.
 
 Decisions are stored by (seed, position, index, domain). If the code asks the same number twice, the second answer
 agrees with the first: a uniform number has the interval that is left; a second selection with other weights from the
