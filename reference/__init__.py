@@ -1,36 +1,40 @@
-"""The text-book floor: every algorithm of specdecode for one request, in NumPy and float64.
+"""The text-book version: every algorithm of specdecode for one request, in NumPy and float64.
 
-The setting. A language model, the *target*, says one token per call: it turns the tokens so far into logits, and the token
-is drawn from p = softmax(logits / temperature). A cheaper model, the *draft*, runs ahead and proposes K tokens, each drawn
-from its own q. The target then scores all of them in a single call, which gives K + 1 rows of logits: row i is its
-distribution of the token at draft i, given the text and drafts 0 to i - 1, and the last row that of the token after them.
-*Verification* accepts a beginning of the drafts and adds one token: a *recovered* token where a draft was rejected, a
-*bonus* token where all stood. It must do so without changing what the target alone would have said, and the more drafts
-it accepts, the fewer calls of the target a text takes.
+The setting. A language model, the *target*, produces one token per call: it turns the tokens so far into logits, and
+the token is drawn from p = softmax(logits / temperature). A cheaper model, the *draft*, proposes the next K tokens,
+each drawn from its own distribution q. The target then scores all of them in a single call, which gives K + 1 rows of
+logits. Row i, counted from 0, is the target's distribution of the token at the position of draft i, given the text and
+drafts 0 to i - 1. The last row is that of the token after all drafts.
 
-Read the rooms in this order: [`philox`][reference.philox] (noise; on a first reading, only what `uniform` and `gumbel`
-return matters), [`selection`][reference.selection] (how any token is drawn), [`greedy`][reference.greedy],
+*Verification* accepts the first n drafts, for some n from 0 to K, and adds one token: a *recovered* token where draft n
+was rejected, a *bonus* token where all K were accepted. It must not change the distribution of the text: the tokens
+must be distributed as if the target alone had drawn them. The more drafts it accepts, the fewer calls of the target a
+text needs.
+
+Read the modules in this order: [`philox`][reference.philox] (noise; on a first reading it is enough to know what
+`uniform` and `gumbel` return), [`selection`][reference.selection] (how a token is drawn), [`greedy`][reference.greedy],
 [`strict`][reference.strict], [`probabilistic`][reference.probabilistic], [`block`][reference.block],
-[`synthetic`][reference.synthetic]. The last five have a `verify`, which returns the very tokens that the package returns for
-the same logits, seed and position.
+[`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests require that the package
+returns the same tokens as `verify` for the same logits, seed and position, except where two scores are so close that
+rounding decides.
 
-This package imports nothing of specdecode and specdecode imports nothing of it: an oracle that shared code with what it
-judges would be no oracle.
+This package imports nothing of specdecode, and specdecode imports nothing of it: a reference that shared code with what
+it tests would repeat its mistakes.
 """
 
 from typing import NamedTuple
 
 
-class Verdict(NamedTuple):
-    """What one verification step decides for one request."""
+class Outcome(NamedTuple):
+    """What one verification step returns for one request."""
 
     token_ids: list[int]
     """Accepted drafts, then the one recovered or bonus token."""
 
     margin: float
-    """How far the closest of the step's decisions was from falling the other way, in nats.
+    """How far the closest decision of the step was from the opposite decision, in nats.
 
-    An implementation in which no difference of two scores is off by this much must return the same tokens.
+    An implementation whose differences of scores are all wrong by less than this must return the same tokens.
     """
 
     invalid: bool = False
@@ -38,12 +42,12 @@ class Verdict(NamedTuple):
 
     @property
     def num_accepted(self) -> int:
-        """Accepted draft tokens."""
+        """Number of accepted draft tokens."""
         return len(self.token_ids) - 1
 
 
 def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
-    """Return the drafts that count: those before the first id that is no token (-1 pads ragged batches).
+    """Return the drafts before the first id that is not a token of the vocabulary (-1 pads ragged batches).
 
     >>> leading_drafts([4, 2, -1, 3], vocab_size=5)
     [4, 2]

@@ -1,46 +1,54 @@
-"""Block verification: judge the drafts together, not one by one.
+"""Block verification: decide on the drafts together, not one by one.
 
-Token verification stops at the first draft that fails, and forgets how much better than needed those before it did. Here a
-*running ratio* remembers. With p and q given the drafts so far, p_0 = 1 and
+Token verification stops at the first draft that it rejects. It does not use how much more likely than necessary the
+drafts before that one were. Block verification does: it follows a *running ratio*. Let p and q be the distributions
+given the text and the drafts so far. Start with c_0 = 1, and after draft x_i let
 
-    p_i = min(1, p_{i-1} p(x_i) / q(x_i))
+    c_i = min(1, c_{i-1} p(x_i) / q(x_i)).
 
-Accept i drafts or more with probability p_i, given the first i; draws from q then take the next token v further with
+Let n be the number of accepted drafts. The rule is: P(n >= i, given the first i drafts) = c_i. For i < K the next token
+v is drafted from q, so n >= i + 1 has the probability
 
-    q(v) min(1, p_i p(v) / q(v)) = min(p_i p(v), q(v)),  in all  p_i - A_i,
-    where  A_i = sum_v max(0, p_i p(v) - q(v)).
+    sum_v q(v) min(1, c_i p(v) / q(v)) = sum_v min(c_i p(v), q(v)) = c_i - A_i,
+    where  A_i = sum_v max(0, c_i p(v) - q(v)).
 
-So exactly i must be accepted with probability A_i. Look at the longest block first; then i is reached with probability
-1 - (p_i - A_i), and must be accepted with
+So n = i must have the probability A_i. The longest block is tried first: then length i is tried with probability
+1 - (c_i - A_i), and must be accepted with probability
 
-    h_i = A_i / (A_i + 1 - p_i)  for i < K,  h_K = p_K.
+    h_i = A_i / (A_i + 1 - c_i)  for i < K,  h_K = c_K.
 
-1. For each i draw a uniform number eta_i. Accept the largest i with eta_i <= h_i: what fails at i does not stop the search.
-2. If i < K, draw the recovered token from max(0, p_i p - q), normalised; else the bonus token from p.
+1. For each i from 1 to K draw a uniform number eta_i. Accept n drafts, where n is the largest i with eta_i <= h_i, or 0 if
+   there is none. A failure at i does not stop the search.
+2. If n < K, draw the recovered token from max(0, c_n p - q), normalised. Otherwise draw the bonus token from p.
 
-Of those that accept i drafts or more, token v then comes next with min(p_i p(v), q(v)) + max(0, p_i p(v) - q(v)) = p_i p(v):
-the target's law. And no other exact method that sees one draft path accepts more in the mean. K is the request's own.
+Why this is exact: given the first i drafts, n >= i and the next token is v with the probability
 
-The uniforms of all drafts are looked at, those beyond the accepted length too, and the next step drafts and judges the same
-positions again. Were the numbers the same as well, what the first step did not accept would be known to the next one, and
-its law would not be the target's. So every step has fresh ones: the draft's offset in the step goes into the counter of its
-accept noise, as the index, and of its own noise, by [`draft_domains`][reference.block.draft_domains].
+    min(c_i p(v), q(v)) + max(0, c_i p(v) - q(v)) = c_i p(v).
 
-A deterministic drafter, q(x) = 1, needs no residual mass: A_i = p_i (1 - p(x_{i+1})), and the accepted length has the law of
-token verification. Left out: several draft paths. Source: Sun et al., "Block verification accelerates speculative decoding"
-(2024), algorithm 2.
+So given n >= i, the next token is distributed as p. The paper shows that among methods that are exact and see one draft path
+drawn from q, none accepts more drafts on average. K is the request's own number of drafts.
+
+The noise needs care. The uniform numbers of all drafts are compared, also those beyond the accepted length, and the
+next step drafts and decides on the same positions again. If it used the same numbers, its drafts would depend on what
+the first step rejected, and the output would not be distributed as the target. So each step has new numbers: the
+draft's offset in the step is part of the counter, as the index of the accept noise and in the domains of the draft's
+own noise ([`draft_domains`][reference.block.draft_domains]).
+
+For a deterministic drafter, q(x) = 1, no sum is needed: A_i = c_i (1 - p(x_{i+1})), and the number of accepted drafts
+has the same distribution as in token verification. Left out: several draft paths. Source: Sun et al., "Block
+verification accelerates speculative decoding" (2024), algorithm 2, where the running ratio is called p_i.
 """
 
 import numpy as np
 
-from reference import Verdict, greedy, leading_drafts
+from reference import Outcome, greedy, leading_drafts
 from reference.philox import Domain, uniform
 from reference.probabilistic import draft_log_softmax
 from reference.selection import DRAFT, Choice, is_invalid, log_softmax, sample, select
 
 
 def draft_domains(offset: int) -> tuple[int, int]:
-    """Return the domains of the draft that is the step's `offset`-th, counted from 0: new noise for each step.
+    """Return the noise domains of the draft at an offset (counted from 0) in its step: new noise for each step.
 
     >>> draft_domains(0) == DRAFT, draft_domains(2)
     (True, (515, 516))
@@ -50,9 +58,9 @@ def draft_domains(offset: int) -> tuple[int, int]:
 
 
 def running_ratio(before, target_prob, draft_prob):
-    """Return p_i = min(1, p_{i-1} p(x_i) / q(x_i)), and 0 where p(x_i) or q(x_i) is.
+    """Return c_i = min(1, c_{i-1} p(x_i) / q(x_i)), and 0 if p(x_i) or q(x_i) is 0.
 
-    A draft that did well makes up for one that did badly, before it but not after it:
+    A draft with p > q makes up for earlier drafts with p < q, but not for later ones, because of the minimum:
 
     >>> running_ratio(0.25, 0.75, 0.25), running_ratio(1, 0.75, 0.25)
     (0.75, 1)
@@ -63,7 +71,7 @@ def running_ratio(before, target_prob, draft_prob):
 
 
 def residual_mass(ratio, target_probs, draft_probs):
-    """Return A_i = sum max(0, p_i p - q), of the row after i drafts.
+    """Return A_i = sum max(0, c_i p - q), of the row after i drafts.
 
     >>> float(residual_mass(0.5, np.array([0.75, 0.25]), np.array([0.25, 0.75])))
     0.125
@@ -72,7 +80,7 @@ def residual_mass(ratio, target_probs, draft_probs):
 
 
 def residual(ratio, target_probs, draft_probs):
-    """Return max(0, p_i p - q), normalised; p itself where nothing is left.
+    """Return max(0, c_i p - q), normalised, or p itself if c_i p - q is positive nowhere.
 
     >>> p, q = np.array([0.5, 0.375, 0.125]), np.array([0.125, 0.125, 0.75])
     >>> residual(0.5, p, q).round(6).tolist()
@@ -84,7 +92,7 @@ def residual(ratio, target_probs, draft_probs):
 
 
 def acceptance_probability(ratio, mass):
-    """Return h_i = A_i / (A_i + 1 - p_i), with 0/0 = 1. It is never above p_i.
+    """Return h_i = A_i / (A_i + 1 - c_i), with 0/0 = 1. It is never above c_i.
 
     >>> acceptance_probability(0.5, 0.125), acceptance_probability(1, 0.0)
     (0.2, 1)
@@ -93,10 +101,11 @@ def acceptance_probability(ratio, mass):
 
 
 def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
-    """Return the logarithm of the running ratio from which on the drafts before a row are accepted: h(c) = u.
+    """Return the logarithm of the smallest running ratio c at which the drafts before a row are accepted: h(c) = u.
 
-    h(c) >= u iff (1 - u) sum max(0, c p - q) >= u (1 - c). That sum is the largest c P(S) - Q(S) of any set S of tokens, so
-    iff c >= (u + (1 - u) Q(S)) / (u + (1 - u) P(S)) for some S, and the best S are those of the tokens with the least q/p.
+    h(c) >= u if and only if (1 - u) sum max(0, c p - q) >= u (1 - c). That sum is the largest c P(S) - Q(S) over all
+    sets S of tokens. So the condition is c >= (u + (1 - u) Q(S)) / (u + (1 - u) P(S)) for some S. The smallest bound is
+    reached by one of the sets of the tokens with the smallest q/p: no token, the first in this order, the first two, ...
 
     >>> c = np.exp(log_critical_ratio(np.log(0.2), np.array([0.75, 0.25]), np.array([0.25, 0.75])))
     >>> round(float(c), 12)
@@ -104,20 +113,20 @@ def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
     """
     u = np.exp(log_uniform)
     with np.errstate(divide="ignore", invalid="ignore"):
-        order = np.argsort(draft_probs / target_probs)  # what is impossible goes to the end
+        order = np.argsort(draft_probs / target_probs)  # tokens with p = 0 come last
     target_sums, draft_sums = (np.cumsum([0.0, *probs[order]]) for probs in (target_probs, draft_probs))
     return float(np.log(((u + (1 - u) * draft_sums) / (u + (1 - u) * target_sums)).min()))
 
 
 def accepts(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
-    """Decide whether to accept so many drafts: log eta <= log h.
+    """Decide whether to accept i drafts: log eta_i <= log h_i.
 
-    The margin is that of the running ratio: how far log p_i may move before the decision falls the other way.
+    The margin is how far log c_i can move before the decision changes.
 
     Args:
         log_uniform: log eta_i.
-        log_ratio: log p_i before it was cut at 0, which tells how far that is from being less.
-        next_row: (p, q) of the row after them, or None if there are no drafts after them.
+        log_ratio: log c_i before the minimum with 0. The margin needs it: log c_i stays 0 until this value is below 0.
+        next_row: (p, q) of the row after the i drafts, or None if these are all drafts.
 
     >>> row = np.array([0.75, 0.25]), np.array([0.25, 0.75])
     >>> accepts(np.log(0.19), np.log(0.5), row).index, accepts(np.log(0.21), np.log(0.5), row).index
@@ -136,25 +145,25 @@ def accepts(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
 
 def verify(
     target_logits, draft_token_ids, draft_logits=None, *, temperature: float = 1.0, seed: int = 0, position: int = 0
-) -> Verdict:
-    """Accept the longest block of drafts that stands; then emit a recovered or a bonus token.
+) -> Outcome:
+    """Accept the longest block of drafts that passes its test, then emit a recovered or a bonus token.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None for a deterministic
-            drafter. Scaled by the same temperature.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same temperature; None
+            for a deterministic drafter.
         temperature: 0 is greedy.
         seed: the request's seed.
         position: absolute position of the first draft token.
 
-    The target rows that decided a token are those of the tokens emitted; the flag for invalid ones looks at no others.
+    The flag for invalid rows looks only at the rows of the emitted tokens.
 
     >>> target = np.log([[0.2, 0.8], [0.9, 0.1], [0.5, 0.5]])
     >>> draft = np.log([[0.5, 0.5], [0.3, 0.7]])
-    >>> verify(target, [0, 0], draft, seed=1).token_ids  # 0.2 / 0.5, times 0.9 / 0.3: 1.2 stands
+    >>> verify(target, [0, 0], draft, seed=1).token_ids  # c_1 = 0.2 / 0.5 = 0.4, c_2 = min(1, 0.4 * 0.9 / 0.3) = 1
     [0, 0, 0]
-    >>> verify(target, [0, 1], draft, seed=1).token_ids  # 0.4 * 0.1 / 0.7; row 0 leaves token 1
+    >>> verify(target, [0, 1], draft, seed=1).token_ids  # c_2 = 0.4 * 0.1 / 0.7; the residual of row 0 is token 1
     [1]
     """
     if temperature == 0:
@@ -167,15 +176,15 @@ def verify(
         draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, temperature)
         rows.append((np.exp(target_logprobs), np.exp(draft_logprobs)))
         if target_logprobs[token] == -np.inf or draft_logprobs[token] == -np.inf:
-            break  # a running ratio of 0 stays there: neither this draft nor any after it can stand
+            break  # the running ratio is 0 from here on: neither this draft nor a later one can be accepted
         log_ratios.append(min(0.0, log_ratios[-1]) + target_logprobs[token] - draft_logprobs[token])
 
     accepted, margin = 0, np.inf
     for count in range(len(log_ratios) - 1, 0, -1):
         log_uniform = np.log(uniform(seed, position + count - 1, count - 1, Domain.ACCEPT))
-        stands = accepts(log_uniform, log_ratios[count], rows[count] if count < len(drafts) else None)
-        margin = min(margin, stands.margin)
-        if stands.index:
+        decision = accepts(log_uniform, log_ratios[count], rows[count] if count < len(drafts) else None)
+        margin = min(margin, decision.margin)
+        if decision.index:
             accepted = count
             break
 
@@ -187,4 +196,4 @@ def verify(
         with np.errstate(divide="ignore"):
             emitted = select(np.log(probs), seed, position + accepted)
     invalid = any(is_invalid(row) for row in target_logits[: accepted + 1])
-    return Verdict([*drafts[:accepted], emitted.index], min(margin, emitted.margin), invalid)
+    return Outcome([*drafts[:accepted], emitted.index], min(margin, emitted.margin), invalid)

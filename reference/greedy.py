@@ -1,8 +1,9 @@
-"""Greedy verification: temperature 0, where the target always says its likeliest token.
+"""Greedy verification: temperature 0, where the target always emits its most likely token.
 
-A draft stands iff it is the argmax of the target's raw logits, the lowest id on ties. The softmax is monotone, so
-nothing but maxima is ever needed: no exponential, no noise, and the draft's logits do not matter. Strict,
-probabilistic and block verify a request of temperature 0 like this; synthetic keeps to its schedule and emits the argmax.
+A draft is accepted if and only if it is the argmax of the target's raw logits, the lowest id on ties. The softmax is
+monotone, so only maxima are needed: no exponential, no noise, and no draft logits. Strict, probabilistic and block
+verification treat a request of temperature 0 in this way. Synthetic verification accepts by its schedule even then, and
+emits the argmax.
 
 Left out: nothing. Source: the T = 0 limit of Leviathan, Kalman, Matias, "Fast inference from transformers via
 speculative decoding" (2023), section 2.2.
@@ -10,7 +11,7 @@ speculative decoding" (2023), section 2.2.
 
 import numpy as np
 
-from reference import Verdict, leading_drafts
+from reference import Outcome, leading_drafts
 from reference.selection import Choice, first_maximum, is_invalid
 
 
@@ -22,11 +23,11 @@ def argmax(logits) -> Choice:
     """
     logits = np.array(logits, dtype=np.float64)
     logits[np.isnan(logits)] = -np.inf
-    # Comparing numbers rounds nothing: an implementation has no excuse for another token, however close the runner-up.
+    # A comparison does not round. So the margin is infinite: every implementation must return this very token.
     return Choice(first_maximum(logits).index, np.inf)
 
 
-def verify(target_logits, draft_token_ids) -> Verdict:
+def verify(target_logits, draft_token_ids) -> Outcome:
     """Accept drafts while each is the argmax of its row; then emit the argmax of the next row.
 
     >>> rows = [[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]]
@@ -43,4 +44,4 @@ def verify(target_logits, draft_token_ids) -> Verdict:
         invalid |= is_invalid(row)
         if offset == len(drafts) or drafts[offset] != token.index:
             break
-    return Verdict(emitted, np.inf, invalid)
+    return Outcome(emitted, np.inf, invalid)

@@ -1,12 +1,13 @@
-"""Counter-based noise: Philox4x32-10 and the numbers that every other room draws from it.
+"""Counter-based noise: Philox4x32-10, and the random numbers that every other module computes with it.
 
-A counter-based generator is a keyed scrambler, not a stream: the number at (seed, position, index, domain) is the same
-whoever asks for it, in whatever order, on whatever machine. So a request's tokens cannot depend on its batch, its slot
-or its neighbours, and no state is kept anywhere.
+A counter-based generator is a function, not a stream: the number at (seed, position, index, domain) is always the same,
+in whatever order the numbers are computed and on whatever machine. So a request's tokens cannot depend on its batch,
+its slot or its neighbours, and there is no state to keep.
 
-The key is the request's 64-bit seed. The counter is (index, position low word, position high word, domain): index is a
-block or token id (or, where block verification judges a draft, its offset in the step), position the place of the token in
-its sequence, and the domain keeps uses apart that must be independent.
+The key is the request's 64-bit seed. The counter has four 32-bit words: (index, position low word, position high word,
+domain). The index is a block id or a token id; for the accept decisions of block verification it is the draft's offset in
+the step. The position is the absolute position of the token in its sequence. The domain says what the number is used for:
+two uses that must be independent have two domains.
 
 Left out: streams, skipping ahead, other widths. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
 as 1, 2, 3" (SC 2011), section 3.2 and table 2.
@@ -22,22 +23,22 @@ MASK = 0xFFFFFFFF
 
 
 class Domain(IntEnum):
-    """What a number is for. Two uses that must be independent have two domains."""
+    """What a random number is used for. Two uses that must be independent have two domains."""
 
     ACCEPT = 0
-    """To decide on a draft."""
+    """Accept or reject a draft."""
     SELECT_BLOCK = 1
-    """To pick the block of a token that the target emits."""
+    """Select the block of a token that the target emits."""
     SELECT_TOKEN = 2
-    """To pick that token in its block."""
+    """Select that token in its block."""
     DRAFT_BLOCK = 3
-    """To pick the block of a draft."""
+    """Select the block of a draft."""
     DRAFT_TOKEN = 4
-    """To pick that draft in its block."""
+    """Select that draft in its block."""
 
 
 def words(value: int) -> tuple[int, int]:
-    """Split a 64-bit integer into its low and high 32-bit words; negative ones by two's complement.
+    """Split a 64-bit integer into its low and high 32-bit words. Negative integers are in two's complement.
 
     >>> words(2**32 + 7)
     (7, 1)
@@ -58,14 +59,14 @@ def multiply(a, b):
 
 
 def philox4x32(counter, key, rounds: int = 10):
-    """Scramble a counter of four words under a key of two words.
+    """Turn a counter of four 32-bit words into four random words, under a key of two words.
 
     Args:
         counter: four words, each an integer or an array of them (they broadcast).
         key: two words.
-        rounds: 10 is the standard choice; 7 already passes BigCrush.
+        rounds: 10 is the standard choice; with 7 the generator already passes the tests of BigCrush.
 
-    The first line of the authors' own test vectors:
+    The first of the authors' own test vectors:
 
     >>> [hex(word) for word in philox4x32((0, 0, 0, 0), (0, 0))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -82,11 +83,11 @@ def philox4x32(counter, key, rounds: int = 10):
 
 
 def uniform(seed: int, position: int, index, domain: Domain):
-    """Return the uniform number in (0, 1) that belongs to (seed, position, index, domain).
+    """Return the uniform number u in (0, 1) that belongs to (seed, position, index, domain).
 
-    high / 2^32 + low / 2^64 in float32, each term and then their sum rounded to nearest: 24 significant bits down to about
-    2^-40, and multiples of 2^-64 below. That is what lets a token 40 nats less likely than another be drawn at all. The
-    clip keeps both ends out.
+    u = high / 2^32 + low / 2^64 in float32, with each term and then their sum rounded to nearest. This gives 24
+    significant bits down to about 2^-40, and multiples of 2^-64 below. Such small numbers are needed: without them a
+    token that is 40 nats less likely than another could never be drawn. The clip excludes 0 and 1.
 
     >>> numbers = uniform(seed=1, position=0, index=np.arange(100_000), domain=Domain.ACCEPT)
     >>> bool(abs(numbers.mean() - 0.5) < 0.005), bool(0 < numbers.min() and numbers.max() < 1)
@@ -101,6 +102,7 @@ def uniform(seed: int, position: int, index, domain: Domain):
 def gumbel(seed: int, position: int, index, domain: Domain):
     """Return the standard Gumbel number -log(-log(1 - u)) that belongs to (seed, position, index, domain).
 
-    1 - u is as uniform as u; writing it so puts the fine end of u where the Gumbel number is large, the end that wins.
+    1 - u is as uniform as u. With 1 - u the small values of u, which have the highest resolution, become the large Gumbel
+    numbers, which are the ones that win the maximum.
     """
     return -np.log(-np.log1p(-uniform(seed, position, index, domain)))

@@ -1,33 +1,35 @@
-"""Probabilistic verification: accept by likelihood ratio, repair with the residual.
+"""Probabilistic verification: accept by likelihood ratio, and after a rejection draw from the residual.
 
-The draft x was drawn from q; the output must be distributed as p.
+The draft x was drawn from q. The output must be distributed as p.
 
 1. Accept x with probability min(1, p(x) / q(x)).
-2. After a rejection draw the *recovered* token from the residual, proportional to max(0, p - q).
-3. If every draft stood, draw a *bonus* token from p.
+2. After a rejection, draw the *recovered* token from the residual, which is proportional to max(0, p - q).
+3. If every draft was accepted, draw a *bonus* token from p.
 
-Token v comes out as an accepted draft with probability q(v) min(1, p(v)/q(v)) = min(p(v), q(v)). A rejection happens with
-probability 1 - sum min(p, q) = sum max(0, p - q) = Z, and then gives v with max(0, p(v) - q(v)) / Z. Together
-min(p, q) + max(0, p - q) = p: exact for every p and q, and no method can accept a single draft more often.
+Token v is emitted as an accepted draft with probability q(v) min(1, p(v) / q(v)) = min(p(v), q(v)). A rejection has
+probability Z = 1 - sum min(p, q) = sum max(0, p - q), and then v is emitted with probability max(0, p(v) - q(v)) / Z.
+In all, v is emitted with probability min(p(v), q(v)) + max(0, p(v) - q(v)) = p(v): the output is exact for every p and
+q. No exact method accepts a single draft drawn from q more often, because a token v that is both drafted and emitted
+has probability min(p(v), q(v)) at most.
 
-A deterministic drafter (n-gram look-up, greedy) is the point mass q(x) = 1: accept with p(x), and the residual is p
-without x.
+A deterministic drafter (n-gram look-up, greedy) is the point mass q(x) = 1. Then x is accepted with probability p(x), and
+the residual is p without x, normalised.
 
-The recovered token must not share noise with the draft, or the law is not p: hence the two domains of
-[`selection`][reference.selection]. Left out: drafting several candidates a position. Sources: Leviathan, Kalman, Matias
-(2023), algorithm 1; Chen et al., "Accelerating large language model decoding with speculative sampling" (2023),
-algorithm 2.
+The recovered token must not share noise with the draft, or the output is not distributed as p. So the two use different
+domains, see [`selection`][reference.selection]. Left out: drafting several candidates per position. Sources: Leviathan,
+Kalman, Matias (2023), algorithm 1; Chen et al., "Accelerating large language model decoding with speculative sampling"
+(2023), algorithm 2.
 """
 
 import numpy as np
 
-from reference import Verdict, greedy, leading_drafts
+from reference import Outcome, greedy, leading_drafts
 from reference.philox import Domain, uniform
 from reference.selection import Choice, is_invalid, log_softmax, sample, select
 
 
 def acceptance_probability(target_prob, draft_prob):
-    """Return min(1, p(x) / q(x)), and 0 where either is 0.
+    """Return min(1, p(x) / q(x)), and 0 if p(x) or q(x) is 0.
 
     >>> [acceptance_probability(p, q) for p, q in ((0.2, 0.5), (0.5, 0.2), (0.5, 0.0))]
     [0.4, 1, 0]
@@ -38,7 +40,7 @@ def acceptance_probability(target_prob, draft_prob):
 
 
 def residual(target_probs, draft_probs):
-    """Return max(0, p - q), normalised; p itself where nothing is left.
+    """Return max(0, p - q), normalised, or p itself if p - q is positive nowhere.
 
     >>> residual(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3])).tolist()
     [1.0, 0.0, 0.0]
@@ -51,7 +53,7 @@ def residual(target_probs, draft_probs):
 
 
 def acceptance_rate(target_probs, draft_probs):
-    """Return alpha = sum min(p, q), the probability that a draft from q stands.
+    """Return alpha = sum min(p, q), the probability that a draft drawn from q is accepted.
 
     >>> round(float(acceptance_rate(np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3]))), 12)
     0.6
@@ -60,9 +62,9 @@ def acceptance_rate(target_probs, draft_probs):
 
 
 def expected_tokens(alpha, num_draft_tokens: int):
-    """Return the mean number of tokens a step emits when every draft stands with probability alpha, independently.
+    """Return the mean number of tokens that a step emits if each draft is accepted with probability alpha, independently.
 
-    1 + alpha + ... + alpha^K = (1 - alpha^(K+1)) / (1 - alpha); Leviathan et al. (2023), equation 1.
+    It is 1 + alpha + ... + alpha^K = (1 - alpha^(K+1)) / (1 - alpha); Leviathan et al. (2023), equation 1.
 
     >>> round(expected_tokens(0.8, 5), 2)
     3.69
@@ -71,16 +73,16 @@ def expected_tokens(alpha, num_draft_tokens: int):
 
 
 def draft_log_softmax(draft_logits, offset: int, token: int, vocab_size: int, temperature: float):
-    """Return log q at one position: the point mass on the draft where the drafter gave no logits."""
+    """Return log q at one position: the point mass on the draft if the drafter gave no logits."""
     if draft_logits is None:
         return np.where(np.arange(vocab_size) == token, 0.0, -np.inf)
     return log_softmax(draft_logits[offset], temperature)
 
 
 def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> Choice:
-    """Decide whether a draft stands: log u <= log p(x) - log q(x).
+    """Decide whether to accept a draft: log u <= log p(x) - log q(x).
 
-    In logarithms, because p and q underflow long before their ratio loses its meaning.
+    The logarithms are compared because p(x) and q(x) can round to 0 where their ratio is still an ordinary number.
 
     >>> [accepts(np.log(u), np.log(0.2), np.log(0.5)).index for u in (0.3, 0.5)]
     [1, 0]
@@ -106,14 +108,14 @@ def recover(target_logprobs, draft_logprobs, seed: int, position: int) -> Choice
 
 def verify(
     target_logits, draft_token_ids, draft_logits=None, *, temperature: float = 1.0, seed: int = 0, position: int = 0
-) -> Verdict:
-    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or a bonus token.
+) -> Outcome:
+    """Accept drafts by likelihood ratio until the first rejection, then emit a recovered or a bonus token.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None for a deterministic
-            drafter. Scaled by the same temperature.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same temperature; None
+            for a deterministic drafter.
         temperature: 0 is greedy.
         seed: the request's seed.
         position: absolute position of the first draft token.
@@ -121,7 +123,7 @@ def verify(
     >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
     >>> verify(target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
     [0, 1]
-    >>> verify(target, [1], draft, seed=1).token_ids  # one time in five; the residual is token 0
+    >>> verify(target, [1], draft, seed=1).token_ids  # accepted one time in five; here rejected, the residual is token 0
     [0]
     """
     if temperature == 0:
@@ -135,12 +137,12 @@ def verify(
         invalid |= is_invalid(target_logits[offset])
 
         log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
-        accepted = accepts(log_uniform, target_logprobs[token], draft_logprobs[token])
-        margin = min(margin, accepted.margin)
-        if not accepted.index:
+        decision = accepts(log_uniform, target_logprobs[token], draft_logprobs[token])
+        margin = min(margin, decision.margin)
+        if not decision.index:
             recovered = recover(target_logprobs, draft_logprobs, seed, position + offset)
-            return Verdict([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)
+            return Outcome([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)
 
     last_row = target_logits[len(drafts)]
     bonus = sample(last_row, temperature=temperature, seed=seed, position=position + len(drafts))
-    return Verdict([*drafts, bonus.index], min(margin, bonus.margin), invalid | is_invalid(last_row))
+    return Outcome([*drafts, bonus.index], min(margin, bonus.margin), invalid | is_invalid(last_row))

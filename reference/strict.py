@@ -1,32 +1,34 @@
-"""Strict verification: a draft stands iff it is the token that the target itself draws there.
+"""Strict verification: a draft is accepted if and only if it is the token that the target itself draws at that position.
 
-The target's sample y at each position is a function of its logits, the seed and the position. Accept the draft x iff
-x = y, and on a mismatch emit y. So the output is, token for token, what plain seeded sampling would have said, whatever
-the drafter does; exactness needs no further proof.
+The target's sample y at each position is a function of its logits, the seed and the position. Accept the draft x if it
+equals y. Otherwise reject it and emit y. So the output equals, token for token, the output of plain seeded sampling,
+whatever the drafter does. Exactness follows at once.
 
-How often does it accept? With drafts drawn independently of y, P(x = y) = sum_j p_j q_j, which is poor. But a drafter may
-use the same Gumbel noise as the target: where p and q are close, the same token wins both races. That is the Gumbel
-coupling, and needs no look at q when verifying. With TV the total variation between p and q, it accepts with probability
-1 - TV = sum_j min(p_j, q_j) at most, the best that anything can do, and in a single race with (1 - TV) / (1 + TV) at least;
-a race of blocks followed by one of tokens may do worse.
+How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p_j q_j, which is small. But a
+drafter may use the same Gumbel noise as the target. Where p and q are close, the same token then has the largest score
+in both: this is the Gumbel coupling. Verification does not need q for it. Let TV be the total variation between p and q.
+However x is drawn from q and y from p, the probability that they are equal is at most 1 - TV = sum_j min(p_j, q_j). With
+one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it
+may be less.
 
-Left out: draft logits, which are of no use here. Source: Daliri, Musco, Suresh, "Coupling without communication and
+Left out: draft logits, which this method does not use. Source: Daliri, Musco, Suresh, "Coupling without communication and
 drafter-invariant speculative decoding" (2024), algorithm 2 and theorem 2.
 """
 
 import numpy as np
 
-from reference import Verdict, greedy, leading_drafts
+from reference import Outcome, greedy, leading_drafts
 from reference.selection import is_invalid, sample
 
 
 def match_probabilities(target_weights, draft_weights):
-    """Return, for each token j, the probability that target and draft both pick j from shared Gumbel noise.
+    """Return, for each token j, the probability that target and draft both select j with shared Gumbel noise.
 
-    Gumbel-max is a race: with G_i = -log E_i and E_i exponential, the largest log p_i + G_i is the earliest arrival
-    E_i / p_i. Token j wins both races iff E_i > E_j max(p_i / p_j, q_i / q_j) for every other i. Given E_j that has
-    probability exp(-E_j sum_{i != j} max(...)); integrated over E_j it is 1 / sum_i max(p_i / p_j, q_i / q_j), where i = j
-    adds the 1. The weights need not be normalised.
+    A Gumbel number is G_i = -log E_i with E_i exponential, so the token with the largest log p_i + G_i is the one with
+    the smallest E_i / p_i (an exponential race). Token j is selected by both if and only if E_i > E_j max(p_i / p_j,
+    q_i / q_j) for every other i. Given E_j, this has probability exp(-E_j sum_{i != j} max(...)). Integrated over the
+    exponential E_j it is 1 / sum_i max(p_i / p_j, q_i / q_j), where the term of i = j is 1. The weights need not be
+    normalised.
 
     >>> from fractions import Fraction as F
     >>> [str(m) for m in match_probabilities([F(1, 3), F(2, 3)], [F(2, 3), F(1, 3)])]
@@ -37,15 +39,15 @@ def match_probabilities(target_weights, draft_weights):
 
 
 def match_probability(target_probs, draft_probs, block_size: int | None = None):
-    """Return the probability that strict verification accepts a draft which shares its noise.
+    """Return the probability that strict verification accepts a draft that was drawn with the same noise.
 
-    With one block this is the sum of `match_probabilities`. With two-level selection both must first pick the same block,
-    and then the same token in it, by two independent couplings.
+    With one block this is the sum of `match_probabilities`. With two-level selection both must first select the same
+    block, and then the same token in it. The two levels use independent noise, so their probabilities multiply.
 
     >>> from fractions import Fraction as F
     >>> str(match_probability([F(1, 3), F(2, 3)], [F(2, 3), F(1, 3)]))
     '2/3'
-    >>> third = F(1, 3)    # TV = 1/3; in a single race 1/2 is the least that can be, in two levels it is not:
+    >>> third = F(1, 3)    # TV = 1/3: with one block 1/2 is the least possible, with two levels it may be less
     >>> [str(match_probability([third, third, 0, third], [third, 0, third, third], size)) for size in (4, 2)]
     ['1/2', '1/3']
     """
@@ -56,7 +58,7 @@ def match_probability(target_probs, draft_probs, block_size: int | None = None):
     return sum(match * sum(match_probabilities(p, q)) for match, (p, q) in zip(same_block, blocks) if match)
 
 
-def verify(target_logits, draft_token_ids, *, temperature: float = 1.0, seed: int = 0, position: int = 0) -> Verdict:
+def verify(target_logits, draft_token_ids, *, temperature: float = 1.0, seed: int = 0, position: int = 0) -> Outcome:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
     Args:
@@ -84,4 +86,4 @@ def verify(target_logits, draft_token_ids, *, temperature: float = 1.0, seed: in
         invalid |= is_invalid(row)
         if offset == len(drafts) or drafts[offset] != token.index:
             break
-    return Verdict(emitted, margin, invalid)
+    return Outcome(emitted, margin, invalid)

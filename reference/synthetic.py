@@ -1,17 +1,18 @@
-"""Synthetic acceptance, the text-book version: accept drafts at a chosen rate, whatever the models say.
+"""Synthetic acceptance: accept drafts at chosen rates, whatever the models compute.
 
-Load tests want a serving system to behave as if its drafter had a given acceptance rate. So the verdict on each draft
-is drawn from a schedule instead of from the models. A draft only counts if all before it were accepted too, which
-leaves two rates for position i (counted from 0) of K:
+Load tests need a serving system that behaves as if its drafter had a given acceptance rate. So each draft is accepted
+or rejected by a schedule, not by the models. A draft can be accepted only if all drafts before it were accepted. So
+there are two rates for position i (counted from 0) of K:
 
-    conditional   c_i   accepted, given that the drafts before it were
-    joint         J_i = c_0 * c_1 * ... * c_i, all drafts through i accepted
+    conditional   c_i   draft i is accepted, given that all drafts before it were accepted
+    joint         J_i = c_0 * c_1 * ... * c_i   all drafts through i are accepted
 
-The number of accepted drafts exceeds i with probability J_i, so its mean is the sum of the J_i. The acceptance rate
-that a benchmark reports, accepted / drafted tokens, is therefore the mean of the joint rates; the acceptance length,
-emitted tokens per step, is 1 plus their sum.
+The number of accepted drafts is greater than i with probability J_i, so its mean is the sum of the J_i. Therefore the
+acceptance rate that a benchmark reports, accepted / drafted tokens, is the mean of the joint rates, and the acceptance
+length, emitted tokens per step, is 1 plus their sum.
 
-Left out: batches, argument checks, and any claim about the text that comes out. It is not the target model's.
+Left out: batches and checks of arguments. The output is not distributed as the target model: this method is for measuring
+speed, not for producing text.
 
 Sources: vLLM pull request 38045 for the base rate and decay; llama.cpp for the constant rate (decay 1); vLLM's
 acceptance-length option for `minimum_variance`.
@@ -19,13 +20,13 @@ acceptance-length option for `minimum_variance`.
 
 import numpy as np
 
-from reference import Verdict, greedy, leading_drafts, probabilistic
+from reference import Outcome, greedy, leading_drafts, probabilistic
 from reference.philox import Domain, uniform
 from reference.selection import is_invalid, log_softmax, sample
 
 
 def conditional_rates(base_rate, decay, num_draft_tokens):
-    """The conditional rate starts at the base rate and decays from position to position: c_i = a d^i.
+    """Return the conditional rates c_i = a d^i: the base rate a, multiplied by the decay d from position to position.
 
     >>> conditional_rates(0.8, 0.5, 3).tolist()
     [0.8, 0.4, 0.2]
@@ -34,9 +35,9 @@ def conditional_rates(base_rate, decay, num_draft_tokens):
 
 
 def joint_rates(conditional):
-    """All drafts through i are accepted with the product of the conditional rates through i.
+    """Return the joint rates J_i = c_0 * c_1 * ... * c_i.
 
-    With c_i = a d^i that is a^(i+1) d^(0+1+...+i) = a^(i+1) d^(i(i+1)/2).
+    With c_i = a d^i, J_i = a^(i+1) d^(0+1+...+i) = a^(i+1) d^(i(i+1)/2).
 
     >>> joint_rates([0.5, 0.25, 0.5]).tolist()
     [0.5, 0.125, 0.0625]
@@ -45,7 +46,7 @@ def joint_rates(conditional):
 
 
 def conditional_from_joint(joint):
-    """Back from joint to conditional rates: c_i = J_i / J_{i-1}, where J_{-1} = 1 and 0/0 = 0.
+    """Return the conditional rates c_i = J_i / J_{i-1} of given joint rates, where J_{-1} = 1 and 0/0 = 0.
 
     >>> conditional_from_joint([0.5, 0.125, 0.0, 0.0]).tolist()
     [0.5, 0.25, 0.0, 0.0]
@@ -56,9 +57,9 @@ def conditional_from_joint(joint):
 
 
 def mean_rate(base_rate, decay, num_draft_tokens):
-    """M(a, d), the mean of the joint rates: accepted / drafted tokens.
+    """Return M(a, d), the mean of the joint rates: accepted / drafted tokens.
 
-    With K = 2 it is (a + a^2 d) / 2; here (1/2 + 1/4 * 1/2) / 2.
+    For K = 2 it is (a + a^2 d) / 2; in the example (1/2 + 1/4 * 1/2) / 2.
 
     >>> mean_rate(0.5, 0.5, 2)
     0.3125
@@ -67,7 +68,7 @@ def mean_rate(base_rate, decay, num_draft_tokens):
 
 
 def acceptance_length(joint):
-    """Mean emitted tokens per step: the accepted drafts, then one recovered or bonus token.
+    """Return the mean number of emitted tokens per step: the accepted drafts, and one recovered or bonus token.
 
     >>> acceptance_length([0.5, 0.25])
     1.75
@@ -76,14 +77,15 @@ def acceptance_length(joint):
 
 
 def solve(rate, num_draft_tokens, min_decay=0.85):
-    """Find (base_rate, decay) with M(base_rate, decay) = rate, the mean of the joint rates.
+    """Return (base_rate, decay) with M(base_rate, decay) = rate, where M is the mean of the joint rates.
 
-    1. M rises in both arguments. Two unknowns and one equation: prefer the decay `min_decay`.
-    2. With that decay the mean goes no higher than M(1, min_decay). If this is enough, solve for the base rate.
-    3. If not, the base rate stays at its limit of 1: solve for the decay, between `min_decay` and 1.
-    4. If every draft is to be accepted there is nothing to solve: both are 1.
+    1. M increases in both arguments. There are two unknowns and one equation, so choose the decay `min_decay` if
+    possible.
+    2. With that decay the mean is at most M(1, min_decay). If this is enough, solve for the base rate.
+    3. If not, the base rate is 1, its maximum. Solve for the decay, between `min_decay` and 1.
+    4. If every draft is to be accepted, there is nothing to solve: both are 1.
 
-    K = 1 has the mean a, whatever the decay:
+    For K = 1 the mean is a, whatever the decay:
 
     >>> [round(x, 9) for x in solve(0.3, 1)]
     [0.3, 0.85]
@@ -93,12 +95,12 @@ def solve(rate, num_draft_tokens, min_decay=0.85):
     >>> [round(x, 9) for x in solve(0.3125, 2, min_decay=0.5)]
     [0.5, 0.5]
 
-    K = 2, mean 0.9: even a = 1 reaches only (1 + 0.5) / 2 = 0.75 there, but (1 + d) / 2 = 0.9 at d = 0.8.
+    K = 2, mean 0.9: with decay 1/2 even a = 1 gives only (1 + 0.5) / 2 = 0.75, but (1 + d) / 2 = 0.9 for d = 0.8.
 
     >>> [round(x, 9) for x in solve(0.9, 2, min_decay=0.5)]
     [1.0, 0.8]
 
-    The two rates of the pull request, K = 3:
+    The two rates of vLLM's pull request, K = 3:
 
     >>> [round(x, 6) for x in solve(0.24, 3)], [round(x, 6) for x in solve(0.69, 3)]
     ([0.469308, 0.85], [0.90836, 0.85])
@@ -110,8 +112,8 @@ def solve(rate, num_draft_tokens, min_decay=0.85):
     return 1.0, _bisect(lambda d: mean_rate(1.0, d, num_draft_tokens), rate, min_decay)
 
 
-def _bisect(rising, goal, low):
-    """The x in [low, 1] at which a rising function meets its goal: halve the interval 60 times.
+def _bisect(increasing, goal, low):
+    """Return the x in [low, 1] at which an increasing function reaches the goal: halve the interval 60 times.
 
     >>> round(_bisect(lambda x: x * x, 0.25, 0.0), 12)
     0.5
@@ -119,18 +121,19 @@ def _bisect(rising, goal, low):
     high = 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        if rising(middle) < goal:
+        if increasing(middle) < goal:
             low = middle
         else:
             high = middle
-    # The goal may lie at either end of the interval, which halving only approaches.
-    return min((low, high), key=lambda x: abs(rising(x) - goal))
+    # The solution may be an end of the interval, and the middle never reaches an end: compare the two that are left.
+    return min((low, high), key=lambda x: abs(increasing(x) - goal))
 
 
 def minimum_variance(length, num_draft_tokens):
-    """Joint rates of the given mean length that vary least: 1 for floor(L - 1) positions, the fraction, then 0.
+    """Return joint rates with the acceptance length L and the least variance: floor(L - 1) ones, the fraction, then zeros.
 
-    Each step then accepts floor(L - 1) drafts or one more, and no law on whole numbers with that mean varies less.
+    Each step then accepts floor(L - 1) drafts or one more. No distribution on whole numbers with that mean has a smaller
+    variance.
 
     >>> minimum_variance(2.5, 3).tolist()
     [1.0, 0.5, 0.0]
@@ -148,12 +151,12 @@ def verify(
     temperature: float = 1.0,
     seed: int = 0,
     position: int = 0,
-) -> Verdict:
-    """Accept the draft at offset i iff u_i <= c_i; then emit what the method that is imitated would emit there.
+) -> Outcome:
+    """Accept the draft at offset i if u_i <= c_i. After the accepted drafts emit what the imitated method would emit there.
 
-    With draft logits that method is probabilistic, which draws a recovered token from the residual; without, it is strict,
-    which emits the target's own sample. Temperature 0 is greedy and emits the argmax. After all drafts every method emits
-    a bonus token.
+    With draft logits the imitated method is probabilistic verification, which draws a recovered token from the
+    residual. Without them it is strict verification, which emits the target's own sample. At temperature 0 both emit
+    the argmax. After the last draft every method emits a bonus token.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
@@ -174,9 +177,9 @@ def verify(
         with np.errstate(divide="ignore"):
             log_rate = np.log(conditional_rates[offset])
         log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
-        accepted = probabilistic.accepts(log_uniform, log_rate, 0.0)
-        margin = min(margin, accepted.margin)
-        if not accepted.index:
+        decision = probabilistic.accepts(log_uniform, log_rate, 0.0)
+        margin = min(margin, decision.margin)
+        if not decision.index:
             break
         offset += 1
 
@@ -189,4 +192,4 @@ def verify(
         logprobs = log_softmax(row, temperature), log_softmax(draft_logits[offset], temperature)
         emitted = probabilistic.recover(*logprobs, **where)
     invalid = any(is_invalid(read) for read in target_logits[: offset + 1])
-    return Verdict([*drafts[:offset], emitted.index], min(margin, emitted.margin), invalid)
+    return Outcome([*drafts[:offset], emitted.index], min(margin, emitted.margin), invalid)

@@ -1,10 +1,17 @@
-"""Verification for speculative decoding: which drafts stand, and which token comes next."""
+"""Verification for speculative decoding: which drafts are accepted, and which token comes next.
 
-from specdecode.batch import SamplerOutput
-from specdecode.drafting import DraftOutput, sample
-from specdecode.metrics import AcceptanceStats
-from specdecode.sampler import RejectionSampler
-from specdecode.synthetic import AcceptanceSchedule
+The public names are imported at first use, so that `specdecode --help` does not wait for PyTorch.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from specdecode.batch import SamplerOutput
+    from specdecode.drafting import DraftOutput, sample
+    from specdecode.metrics import AcceptanceStats
+    from specdecode.sampler import RejectionSampler
+    from specdecode.synthetic import AcceptanceSchedule
 
 __all__ = [
     "AcceptanceSchedule",
@@ -15,3 +22,24 @@ __all__ = [
     "sample",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AcceptanceSchedule": "synthetic",
+    "AcceptanceStats": "metrics",
+    "DraftOutput": "drafting",
+    "RejectionSampler": "sampler",
+    "SamplerOutput": "batch",
+    "sample": "drafting",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value  # so that this function is called once for each name
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -18,10 +18,11 @@ Backend = Literal["auto", "triton", "eager"]
 def choose(backend: Backend, logits: Tensor) -> ModuleType:
     """Return the backend's module for these logits.
 
-    `"auto"` takes Triton for logits on a GPU, and says why where it cannot. A backend that is named is taken or refused.
+    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
+    replaced.
 
     Raises:
-        ValueError: `"triton"` was asked for and cannot run.
+        ValueError: the choice is `"triton"`, which cannot run here.
     """
     if backend == "eager" or (backend == "auto" and logits.is_cpu):
         return eager
@@ -30,7 +31,7 @@ def choose(backend: Backend, logits: Tensor) -> ModuleType:
         return kernels()
     if backend == "triton":
         raise ValueError(f"backend: 'triton' cannot run here, {why_not}; use 'eager' or 'auto'")
-    warn_once(f"specdecode: the eager backend is used, for the Triton one cannot run: {why_not}")
+    warn_once(f"specdecode: the eager backend is used, because the Triton backend cannot run: {why_not}")
     return eager
 
 
@@ -42,7 +43,7 @@ def kernels() -> ModuleType:
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Return what keeps the kernels from running on a device, or None."""
+    """Return why the kernels cannot run on a device, or None if they can."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -52,7 +53,7 @@ def obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the logits are on {device.type}, not on a GPU"
     if torch.version.hip is not None:
-        return "it was made for NVIDIA GPUs"
+        return "it supports NVIDIA GPUs only"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU has a compute capability below 8.0"
     return None
@@ -60,5 +61,5 @@ def obstacle(device: torch.device) -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, the first time."""
+    """Warn the first time that this message is given."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,4 +1,4 @@
-"""What goes into a backend and what comes out: arguments checked once, at the door."""
+"""What goes into a backend and what comes out. Arguments are checked here, once."""
 
 import math
 from numbers import Integral, Real
@@ -25,7 +25,7 @@ class SamplerOutput(NamedTuple):
     """[batch] int32: draft tokens that the request had, -1 padding not counted."""
 
     invalid: Tensor
-    """[batch] bool: a target row that decided a token had no finite logit (all NaN or -inf; it emits token 0)."""
+    """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0."""
 
     @property
     def num_tokens(self) -> Tensor:
@@ -34,11 +34,11 @@ class SamplerOutput(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """Logits rows to draw one token from each, checked."""
+    """Checked arguments for drawing one token from each row of logits."""
 
     logits: Tensor  # [batch, vocab] any float
     temperature: Tensor | float  # [batch] any float, or one for all
-    seeds: Tensor | int  # [batch] int64, or s for s, s + 1, ...
+    seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
 
     @classmethod
@@ -61,14 +61,14 @@ class RowBatch(NamedTuple):
 
 
 class VerificationBatch(NamedTuple):
-    """The one bundle of tensors that both backends receive, checked."""
+    """Checked arguments of a verification step: the one bundle of tensors that both backends receive."""
 
     target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float
     draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64
     draft_logits: Tensor | None  # [batch, num_draft_tokens, vocab] any float
     draft_logsumexp: Tensor | None  # [batch, num_draft_tokens] float32
     temperature: Tensor | float  # [batch] any float, or one for all
-    seeds: Tensor | int  # [batch] int64, or s for s, s + 1, ...
+    seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
 
     @classmethod
@@ -91,10 +91,14 @@ class VerificationBatch(NamedTuple):
         batch, rows, vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
         if rows == 0:
             raise ValueError(
-                "target_logits: shape [batch, num_draft_tokens + 1, vocab] needs a row to emit from, got 0"
+                "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"
             )
         device, drafts = target_logits.device, (batch, rows - 1)
-        check_tensor("draft_token_ids", draft_token_ids, INTEGERS, drafts, device)
+        try:
+            check_tensor("draft_token_ids", draft_token_ids, INTEGERS, drafts, device)
+        except ValueError:
+            check_num_rows(rows, draft_token_ids, draft_logits)
+            raise
         if draft_logits is not None:
             check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, vocab), device)
         if draft_logsumexp is not None:
@@ -114,7 +118,7 @@ class VerificationBatch(NamedTuple):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor without its history, and with its values in memory, where PyTorch may not yet have put them."""
+    """Return the tensor detached, and with its values in memory: PyTorch can postpone zeros and negation."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor._is_zerotensor():
@@ -123,12 +127,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Tell whether reading a value of the tensor is free, not a wait for a device."""
+    """Return whether a value of the tensor can be read without waiting for a device."""
     return tensor.is_cpu
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message shows it: its repr, shortened where that is long."""
+    """Return the value for an error message: its repr, shortened if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print ints of more than 4,300 digits
@@ -137,7 +141,7 @@ def shown(value: object) -> str:
 
 
 MOST_DRAFT_TOKENS = 4096
-"""Far more drafts than any step has; a larger number is a mistake, and could fill the memory."""
+"""The most drafts of a step. Real steps have far fewer; a larger number is a mistake, and could fill the memory."""
 
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
@@ -182,10 +186,10 @@ def check_type(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
         raise TypeError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def check_values(name: str, tensor: Tensor, right: Tensor, expected: str) -> None:
-    """Raise on the first value that is not right; this waits for a device."""
-    if not right.all():
-        index = (~right).nonzero()[0].tolist()
+def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str) -> None:
+    """Raise on the first value that is not valid; this waits for a device."""
+    if not valid.all():
+        index = (~valid).nonzero()[0].tolist()
         raise ValueError(f"{name}: expected {expected}, got {tensor[tuple(index)].item()} at {index}")
 
 
@@ -199,37 +203,50 @@ def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torc
     return logits.shape
 
 
+def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
+    """Raise if it is target_logits that has the wrong number of rows, as far as draft_logits can tell."""
+    if draft_token_ids.ndim != 2 or draft_token_ids.shape[1] == rows - 1:
+        return
+    if isinstance(draft_logits, Tensor) and draft_logits.ndim == 3 and draft_logits.shape[1] == rows - 1:
+        return  # two against one: draft_token_ids is wrong
+    drafts = draft_token_ids.shape[1]
+    raise ValueError(
+        f"target_logits: expected {drafts + 1} rows per request, one more than draft_token_ids has drafts ({drafts}), "
+        f"got {rows}"
+    ) from None
+
+
 def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
-    """Raise on an id outside the vocabulary where looking is free; elsewhere backends treat it as -1."""
+    """Raise on an id outside the vocabulary, on the CPU; on other devices the backends treat such an id as -1."""
     if not on_host(draft_token_ids):
         return
     ended = (draft_token_ids == -1).cumsum(dim=1) > 0
-    wrong = ((draft_token_ids < 0) | (draft_token_ids >= vocab)) & ~ended
-    check_values("draft_token_ids", draft_token_ids, ~wrong, f"ids in [0, {vocab}), or -1 for no draft")
+    valid = ((draft_token_ids >= 0) & (draft_token_ids < vocab)) | ended
+    check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
 
 
 def check_temperature(temperature: Tensor | float, batch: int, device: torch.device) -> Tensor | float:
-    """Return a temperature as a float or a [batch] tensor; values are checked where looking is free."""
+    """Return a temperature as a float or a [batch] tensor. The values of a tensor are checked only on the CPU."""
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature, FLOATS, (batch,), device)
         if on_host(temperature):
             check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
         return plain(temperature)
-    # A float or an int is first looked for by name: to ask for a Real or an Integral takes longer.
+    # float is asked for first because asking for Real, an abstract class, takes longer.
     if isinstance(temperature, bool) or not isinstance(temperature, (float, Real)):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
     try:
         number = float(temperature)
     except OverflowError:
         number = math.inf
-    # A number too small for a float is refused, for it would turn into 0, which is greedy.
+    # A number too small for a float is refused: it would become 0, which is greedy.
     if not (math.isfinite(number) and number >= 0) or (number == 0) != (temperature == 0):
         raise ValueError(f"temperature: expected a finite float >= 0, got {shown(temperature)}")
     return number
 
 
 def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor | int:
-    """Return seeds as a [batch] int64 tensor, fresh ones of None, or as the one int s that stands for s, s + 1, ..."""
+    """Return seeds as a [batch] int64 tensor, or as one int s meaning s, s + 1, ...; None gives fresh random seeds."""
     if seeds is None:
         return torch.randint(INT64.min, INT64.max, (batch,), dtype=torch.int64, device=device)
     if isinstance(seeds, Tensor):

@@ -2,15 +2,16 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from specdecode import backends
+from specdecode import backends, compiled
 from specdecode.batch import RowBatch
 from specdecode.noise import SELECT
 
 
 class DraftOutput(NamedTuple):
-    """One drafting step: a token per request, and what verification would otherwise have to compute again."""
+    """One drafting step: a token per request, and the logsumexp that verification would otherwise compute again."""
 
     token_ids: Tensor
     """[batch] int64."""
@@ -27,10 +28,10 @@ def sample(
 ) -> Tensor:
     """Draw one token per row from softmax(logits / temperature), reproducibly.
 
-    The token depends on the row's logits, temperature, seed and position, and on nothing else. `strict` verification
-    returns exactly these tokens. Do not draft with it: these tokens share the noise of recovered and bonus tokens, and
-    `probabilistic` verification of them would not have the target's law.
-    [`RejectionSampler.draft`][specdecode.RejectionSampler.draft] draws drafts.
+    The token depends only on the row's logits, temperature, seed and position. `strict` verification returns exactly these
+    tokens. Do not draw drafts with this function: its noise is that of recovered and bonus tokens, so the output of
+    `probabilistic` verification would not have the target's distribution. Use
+    [`RejectionSampler.draft`][specdecode.RejectionSampler.draft] for drafts.
 
     Args:
         logits: [batch, vocab] raw logits, float16, bfloat16, float32 or float64.
@@ -54,7 +55,10 @@ def sample(
         >>> sample(logits, temperature=0)
         tensor([1, 2])
     """
-    batch = RowBatch.check(logits, temperature, seeds, positions)
     token_ids: Tensor
+    if torch.compiler.is_compiling():
+        token_ids, _ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions)
+        return token_ids
+    batch = RowBatch.check(logits, temperature, seeds, positions)
     token_ids, _ = backends.choose("auto", logits).sample(batch, SELECT)
     return token_ids

@@ -9,25 +9,31 @@ so drafts = drafted_0, draft tokens = sum of drafted_i, accepted tokens = sum of
 """
 
 import math
+import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from specdecode.batch import MOST_DRAFT_TOKENS, SamplerOutput, check_count, shown
+
+_LOCK = threading.Lock()
+"""Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""
 
 
 class AcceptanceStats:
     """Accumulate acceptance statistics on the device, and read them when wanted.
 
     `update` never synchronises: the counts stay on the device of the outputs until a property is read or the statistics
-    are printed, which waits for the device. They are int64, so they are exact.
+    are printed, which waits for the device. They are int64, so they are exact. Several threads may update the same
+    statistics; on a GPU they must use the same stream.
 
     A *draft* is one request's proposal in one step: at least one draft token. A request that had none in a step is not
-    counted in that step, neither as a draft nor in a mean. Before the first draft all rates and the length are NaN.
+    counted in that step, neither as a draft nor in an average. Before the first draft all rates and the length are NaN.
 
     Args:
-        num_draft_tokens: K, the most draft tokens of a request and step that an output may hold; at least 1.
-        device: where to count. None means on the device of the first output, with counters made by the first update.
-            Name it if that update is to be captured in a CUDA graph: counters must exist before a capture.
+        num_draft_tokens: K, the most draft tokens that an output may hold per request, at least 1.
+        device: where the counters are. None means on the device of the first output; the first update then makes them.
+            Give a device if the first update is captured in a CUDA graph: the counters must exist before the capture.
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
@@ -62,8 +68,8 @@ class AcceptanceStats:
         self.num_draft_tokens = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS)
         try:
             self._counts = None if device is None else self._new_counts(torch.device(device))
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"device: expected a device of torch's that is there, got {shown(device)}") from error
+        except (RuntimeError, TypeError, AssertionError) as error:  # PyTorch without CUDA fails an assertion
+            raise ValueError(f"device: expected a device that PyTorch can use here, got {shown(device)}") from error
 
     def update(self, output: SamplerOutput) -> None:
         """Count one verification step, without synchronising.
@@ -86,27 +92,20 @@ class AcceptanceStats:
                 f"output: expected at most num_draft_tokens = {self.num_draft_tokens} draft tokens per request, "
                 f"got {width} (token_ids of shape {list(output.token_ids.shape)})"
             )
-        device = output.num_accepted.device
-        if self._counts is None:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "device: expected by AcceptanceStats when its first update is captured in a CUDA graph, got None; "
-                    "counters made inside a capture would start from zero at every replay"
-                )
-            self._counts = self._new_counts(device)
-        if device != self._counts.device:
-            raise ValueError(f"output: expected on {self._counts.device}, where the counters are, got {device}")
-        reached = torch.stack((output.num_accepted, output.num_draft_tokens))  # [2, batch]
-        positions = torch.arange(self.num_draft_tokens, device=device)
-        self._counts += (reached[:, :, None] > positions).sum(dim=1)
+        with _exclusively():
+            counts = self._counts_for(output.num_accepted.device)
+            reached = torch.stack((output.num_accepted, output.num_draft_tokens))  # [2, batch]
+            positions = torch.arange(self.num_draft_tokens, device=counts.device)
+            counts += (reached[:, :, None] > positions).sum(dim=1)
 
     def reset(self) -> None:
-        """Start again from zero, for example after a warm-up. Captured graphs go on counting."""
-        if self._counts is not None:
-            self._counts.zero_()
+        """Set the counters to zero, for example after a warm-up. Captured CUDA graphs keep counting into them."""
+        with _exclusively():
+            if self._counts is not None:
+                self._counts.zero_()
 
     def __add__(self, other: "AcceptanceStats") -> "AcceptanceStats":
-        """Return the statistics of both together, such as those of several runs or workers. Synchronises.
+        """Return the sum of two statistics, such as those of several runs or workers. Synchronises.
 
         Raises:
             ValueError: they are not for the same `num_draft_tokens`.
@@ -137,7 +136,7 @@ class AcceptanceStats:
 
     @property
     def per_position(self) -> list[float]:
-        """The joint rate of each position: drafts accepted through it / all drafts, too short ones included.
+        """The joint rate of each position i: drafts accepted through i / all drafts, shorter ones included.
 
         `num_draft_tokens` floats in [0, 1], non-increasing; NaN before the first draft. Synchronises.
         """
@@ -160,7 +159,7 @@ class AcceptanceStats:
         return sum(self._read()[0])
 
     def __str__(self) -> str:
-        """Lay the statistics out as a block to paste into a report. Synchronises once."""
+        """Return a table to paste into a report. Synchronises once."""
         accepted, drafted = self._read()
         rows = [
             ("Acceptance rate (%):", f"{100 * _ratio(sum(accepted), sum(drafted)):.2f}"),
@@ -175,6 +174,19 @@ class AcceptanceStats:
         width = max(map(len, lines))
         return "\n".join([" Speculative decoding ".center(width, "-"), *lines, "-" * width])
 
+    def _counts_for(self, device: torch.device) -> torch.Tensor:
+        """Return the counters for outputs on a device; the first call makes them."""
+        if self._counts is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "device: expected by AcceptanceStats when its first update is captured in a CUDA graph, got None; "
+                    "counters made inside a capture would start from zero at every replay"
+                )
+            self._counts = self._new_counts(device)
+        if device != self._counts.device:
+            raise ValueError(f"output: expected on {self._counts.device}, where the counters are, got {device}")
+        return self._counts
+
     def _new_counts(self, device: torch.device) -> torch.Tensor:
         """Return zeros for accepted_i and drafted_i, [2, num_draft_tokens] int64."""
         with torch.inference_mode(False):  # an inference tensor could only be updated in inference mode
@@ -186,6 +198,11 @@ class AcceptanceStats:
             return [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
         accepted, drafted = self._counts.tolist()
         return accepted, drafted
+
+
+def _exclusively() -> AbstractContextManager[object]:
+    """Return what keeps other threads from changing counters; nothing while torch.compile traces, which knows no locks."""
+    return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
 def _ratio(count: int, total: int) -> float:

@@ -1,7 +1,7 @@
-"""The noise contract that every backend keeps: change anything here and every seeded output changes.
+"""The noise contract, which every backend keeps: any change here changes every seeded output.
 
-The counter of a number is (index, position low word, position high word, domain). The index is a block or token id; in
-accept decisions it is 0, but in those of block verification the draft's offset in its step.
+The counter of a number is (index, position low word, position high word, domain). The index is a block or token id. In
+accept decisions it is 0, except in block verification, where it is the draft's offset in its step.
 """
 
 from enum import IntEnum
@@ -10,7 +10,8 @@ BLOCK_SIZE = 1024
 """Tokens per block of two-level selection.
 
 Measured on an H200, blocks of 1,024, 2,048 and 4,096 stream rows equally fast, to within a few percent
-(tests/benchmarks/records/block_size.json); the smallest draws the fewest numbers and couples target and draft best.
+(tests/benchmarks/records/block_size.json). The smallest needs the fewest random numbers, and with shared noise target and
+draft agree most often.
 """
 
 
@@ -25,13 +26,17 @@ class Domain(IntEnum):
 
 
 SELECT = (Domain.SELECT_BLOCK, Domain.SELECT_TOKEN)
-"""Domains of a token that the target emits, and of drafts that are to share its noise (strict)."""
+"""Domains of a token that the target emits, and of drafts that share its noise (strict)."""
 
 DRAFT = (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN)
 """Domains of drafts that must not share the target's noise (every other method)."""
 
 
 def draft_domains(offset: int) -> tuple[int, int]:
-    """Return `DRAFT` for the draft at an offset of its step: position and offset together say which step it is."""
+    """Return the domains of the draft at an offset in its step, `DRAFT` for offset 0.
+
+    The offset is shifted by 8 bits, so that the domains of two offsets are never the same. Position and offset together
+    identify the step, so drafts of different steps have different noise.
+    """
     block_domain, token_domain = DRAFT
     return block_domain + (offset << 8), token_domain + (offset << 8)

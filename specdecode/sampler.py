@@ -1,10 +1,11 @@
-"""The public face: check the arguments, hand the bundle to a backend, return what it decided."""
+"""RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from specdecode import backends, eager
+from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
 from specdecode.batch import MOST_DRAFT_TOKENS, RowBatch, SamplerOutput, VerificationBatch, check_choice, check_count
 from specdecode.drafting import DraftOutput
@@ -15,50 +16,69 @@ Method = Literal["strict", "probabilistic", "block", "synthetic"]
 
 
 class RejectionSampler:
-    """Verify drafted tokens against the target model's logits.
+    """Decide which draft tokens are accepted and which token comes next, given the target model's logits.
 
     | method | accepts draft x at a position | on rejection emits |
     |---|---|---|
-    | `"strict"` | iff x is the target's own seeded sample y | y |
+    | `"strict"` | iff x equals the target's own seeded sample y | y |
     | `"probabilistic"` | with probability min(1, p(x) / q(x)) | a draw from max(0, p - q), normalised |
-    | `"block"` | jointly with those before it, at least as many in the mean | a draw from max(0, c p - q), normalised |
-    | `"synthetic"` | at the scheduled rate, whatever the logits say | what the method it imitates would |
+    | `"block"` | jointly with the drafts before it | a draw from max(0, c p - q), normalised |
+    | `"synthetic"` | at the scheduled rate, whatever the logits are | what the method that it imitates would emit |
 
-    p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last draft stood, a
-    bonus token is drawn from p. Requests of temperature 0 are greedy: a draft stands iff it is the argmax of the raw
-    target logits (`"synthetic"` keeps to its schedule and emits the argmax).
+    p is softmax(target_logits / temperature) and q is softmax(draft_logits / temperature). After the last accepted draft of
+    a request whose drafts are all accepted, a bonus token is drawn from p. Requests of temperature 0 are greedy: a draft is
+    accepted iff it is the argmax of the raw target logits (`"synthetic"` keeps to its schedule), and the argmax is emitted.
 
-    The output of `"strict"` and, for drafts from [`draft`][specdecode.RejectionSampler.draft] or of any generator that
-    shares no noise with it, of `"probabilistic"` and `"block"` is distributed exactly as if the target had sampled alone;
-    that of `"strict"` is, token for token, what [`sample`][specdecode.sample] returns without any drafts.
+    `"strict"` returns, token for token, what [`sample`][specdecode.sample] returns without any drafts. The output of
+    `"probabilistic"` and `"block"` has exactly the distribution of the target's own samples if every draft was drawn from
+    its q, either by [`draft`][specdecode.RejectionSampler.draft] or with random numbers independent of this sampler's.
+    Drafts that were not drawn, such as those of n-gram look-up or an argmax, must come with `draft_logits=None`.
 
-    `"block"` judges the drafts of a request together: i drafts or more stand with probability c, the running ratio after
-    them. It is 1 before the first draft, and each draft x makes it min(1, c p(x) / q(x)). No exact method that sees one
-    draft path accepts more in the mean; without draft logits it accepts as `"probabilistic"` does.
+    `"block"` decides on the drafts of a request together. Its running ratio c is 1 before the first draft, and each draft x
+    makes it min(1, c p(x) / q(x)). For drafts drawn from q, the first i drafts are all accepted with probability c_i, given
+    these i drafts, and no exact method that sees one draft path accepts more drafts on average. Without draft logits it
+    accepts what `"probabilistic"` accepts.
 
-    `"synthetic"` is for load tests: it costs what `"probabilistic"` does with the same arguments (what `"strict"` does
-    without draft logits) and only the verdict is scheduled.
+    `"synthetic"` is for load tests. It costs what `"probabilistic"` costs with the same arguments (without draft logits,
+    what `"strict"` costs), and only the decision to accept is scheduled.
 
     Args:
         method: `"strict"`, `"probabilistic"`, `"block"` or `"synthetic"`.
-        backend: `"triton"` are kernels for NVIDIA GPUs, computing in float32; `"eager"` is batched PyTorch for any device;
-            `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
-        schedule: how often `"synthetic"` accepts, and for it alone.
+        backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32; `"eager"` is batched PyTorch for any
+            device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
+        schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an unknown method or backend, or a schedule missing or out of place.
+        ValueError: an unknown method or backend, a missing schedule, or a schedule for another method than `"synthetic"`.
 
     Example:
         >>> import torch
         >>> from specdecode import RejectionSampler
         >>> sampler = RejectionSampler("probabilistic")
-        >>> target_logits = torch.randn(2, 4, 100, generator=torch.Generator().manual_seed(0))
-        >>> draft_logits = target_logits[:, :3] + 0.1
-        >>> draft_token_ids = draft_logits.argmax(dim=-1)
-        >>> output = sampler(target_logits, draft_token_ids, draft_logits, temperature=0.7, seeds=1)
-        >>> output.num_accepted  # the draft's distribution is the target's: all stand
-        tensor([3, 3], dtype=torch.int32)
+        >>> draft_logits = torch.tensor([1.0, 2.0, 0.0, 0.0]).expand(2, 3, 4)  # 2 requests, 3 drafts, 4 tokens
+        >>> target_logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(2, 4, 4)  # one row more than drafts
+        >>> options = {"temperature": 0.7, "seeds": torch.tensor([12, 13])}  # one seed per request
+        >>> positions = torch.tensor([12, 40])  # tokens that each request has so far
+        >>> steps = [sampler.draft(draft_logits[:, i], positions=positions + i, offset=i, **options) for i in range(3)]
+        >>> draft_token_ids = torch.stack([step.token_ids for step in steps], dim=1)
+        >>> draft_token_ids
+        tensor([[0, 2, 1],
+                [0, 1, 1]])
+        >>> draft_logsumexp = torch.stack([step.logsumexp for step in steps], dim=1)
+        >>> output = sampler(
+        ...     target_logits,
+        ...     draft_token_ids,
+        ...     draft_logits,
+        ...     positions=positions,
+        ...     draft_logsumexp=draft_logsumexp,
+        ...     **options,
+        ... )
+        >>> output.token_ids  # 3 drafts accepted, then bonus token 0; 1 draft accepted, then 0 recovered in place of 1
+        tensor([[ 0,  2,  1,  0],
+                [ 0,  0, -1, -1]])
+        >>> output.num_accepted
+        tensor([3, 1], dtype=torch.int32)
 
     References:
         Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2
@@ -82,7 +102,7 @@ class RejectionSampler:
         self.schedule = schedule
 
     def __repr__(self) -> str:
-        """Show how the sampler was made."""
+        """Return the call that makes this sampler."""
         schedule = "" if self.schedule is None else f", schedule={self.schedule!r}"
         return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule})"
 
@@ -99,24 +119,27 @@ class RejectionSampler:
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
-        A request's result depends on its own logits, drafts, temperature, seed and positions alone: not on the batch,
-        its slot or the padding.
+        A request's result depends only on its own logits, drafts, temperature, seed and positions: not on the batch, its
+        slot or the padding.
+
+        Under torch.compile a call is one operator of the graph, which raises its errors when the compiled code runs. A
+        temperature that is a number is a constant there: pass a tensor if it changes.
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
-                is the target's distribution of the token at draft i, the last row that of the bonus token. Any strides will
-                do; the kernels are fastest where they and the vocabulary are multiples of 16. NaN counts as -inf; a row that
-                holds +inf is the point mass on its first.
+                is the target's distribution of the token at draft i, the last row that of the bonus token. Any strides are
+                allowed; the kernels are fastest if strides and vocabulary size are multiples of 16. NaN counts as -inf; a
+                row with +inf is the point mass on its first +inf.
             draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and what follows
                 are ignored, and the row at that place gives the bonus token.
-            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, scaled by the same
-                temperature. None means a deterministic drafter (n-gram look-up, greedy). `"strict"` has no use for them.
+            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same
+                temperature. None means a deterministic drafter (n-gram look-up, greedy). `"strict"` does not use them.
             temperature: one number >= 0 or a [batch] float tensor; 0 is greedy.
             seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
             positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
-                means 0. A request that keeps its seed over several steps must pass them, or noise repeats.
-            draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft], which
-                saves reading the draft rows again (but for the eager backend on a GPU, which reads them).
+                means 0. A request that keeps its seed over several steps must pass them: otherwise its noise repeats.
+            draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft]. It saves
+                reading the draft rows again, except in the eager backend on a GPU.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -124,12 +147,13 @@ class RejectionSampler:
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where that cannot run. On a
-                CUDA device values are not looked at: an id outside the vocabulary counts as -1, a temperature that is NaN
+                CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
                 or negative as 0.
         """
-        batch = self._check(
-            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        )
+        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        if torch.compiler.is_compiling():
+            return compiled.verify(self.method, self.backend, self.schedule, *arguments)
+        batch = self._checked(VerificationBatch.check(*arguments))
         output: SamplerOutput = backends.choose(self.backend, target_logits).verify(self.method, batch, self.schedule)
         return output
 
@@ -144,22 +168,23 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
     ) -> None:
-        """Compile what calls with arguments like these need, so that no call has to, whatever its sizes.
+        """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
-        Arguments are alike if they have the same dtypes and are a tensor, a number or None as these are. Sizes do not
-        matter, with two exceptions. Rows whose vocabulary, strides or start are no multiples of 16 logits are read in
-        another way, which is markedly slower too. And more than 31 drafts or 262,144 tokens need larger kernels. Compiled
-        kernels are kept on disk too, in Triton's cache. For the eager backend there is nothing to do. The first call of
-        each combination of sizes still takes somewhat longer: its launches are planned then.
+        Arguments are alike if they have the same dtypes, and each is a tensor, a number or None in both. Sizes do not
+        matter, with two exceptions. Rows whose vocabulary, strides or start are not multiples of 16 logits need other
+        kernels, which are also much slower. More than 31 drafts or 262,144 tokens need larger kernels. Compiled kernels are
+        also kept on disk, in Triton's cache. The eager backend compiles nothing. The first call of each combination of
+        sizes still takes somewhat longer, because it plans its launches.
 
         Args:
             target_logits: as for a call; one request is enough.
-            draft_token_ids: likewise, as all that follow. Without a draft only what steps without drafts need is compiled.
-            draft_logits: where given, what [`draft`][specdecode.RejectionSampler.draft] needs is compiled too.
-            temperature: see above.
-            seeds: see above.
-            positions: see above.
-            draft_logsumexp: see above.
+            draft_token_ids: as for a call. With no drafts, only the kernels for steps without drafts are compiled.
+            draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are compiled
+                too.
+            temperature: as for a call.
+            seeds: as for a call.
+            positions: as for a call.
+            draft_logsumexp: as for a call.
 
         Raises:
             TypeError: as for a call.
@@ -171,8 +196,10 @@ class RejectionSampler:
             >>> sampler = RejectionSampler("strict")
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
-        batch = self._check(
-            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        batch = self._checked(
+            VerificationBatch.check(
+                target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+            )
         )
         backend = backends.choose(self.backend, target_logits)
         if backend is eager:
@@ -181,20 +208,8 @@ class RejectionSampler:
         if draft_logits is not None and draft_logits.shape[1] > 0:
             self.draft(draft_logits[:, 0], temperature, seeds, positions)
 
-    def _check(
-        self,
-        target_logits: Tensor,
-        draft_token_ids: Tensor,
-        draft_logits: Tensor | None,
-        draft_logsumexp: Tensor | None,
-        temperature: float | Tensor,
-        seeds: int | Tensor | None,
-        positions: Tensor | None,
-    ) -> VerificationBatch:
-        """Return a call's arguments, checked."""
-        batch = VerificationBatch.check(
-            target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        )
+    def _checked(self, batch: VerificationBatch) -> VerificationBatch:
+        """Return the batch if the schedule has a rate for each of its drafts."""
         if self.schedule is not None and batch.draft_token_ids.shape[1] > self.schedule.num_draft_tokens:
             most, got = self.schedule.num_draft_tokens, batch.draft_token_ids.shape[1]
             raise ValueError(
@@ -211,21 +226,22 @@ class RejectionSampler:
         *,
         offset: int = 0,
     ) -> DraftOutput:
-        """Draw one draft token per request with the noise that this sampler's method wants.
+        """Draw one draft token per request, with the noise that this sampler's method needs.
 
-        `"strict"` wants its drafts to share the target's noise, which is what makes them agree; every other method must
-        have drafts that do not, or its output is not distributed as the target's. This method cannot pick the wrong one.
+        With `"strict"`, drafts share the target's noise: that is why they agree. With every other method they must not
+        share it, or the output does not have the target's distribution. This method always uses the right noise.
 
-        `"block"` looks at the noise of all drafts of a step, those that it rejects too, and the next step drafts the same
-        positions again. Were that noise used again, a request that keeps its seed over steps would not get the target's
-        law. So pass the offset, by which each step's drafts have noise of their own; the other methods ignore it.
+        `"block"` looks at all drafts of a step, including those that it rejects, and the next step drafts some of these
+        positions again. With the same noise again, a request that keeps its seed over several steps would not get the
+        target's distribution. The offset gives the drafts of each step their own noise, so always pass it; the other methods
+        ignore it.
 
         Args:
             logits: [batch, vocab] the draft model's raw logits.
-            temperature: as for the sampler.
-            seeds: as for the sampler; pass the same ones.
+            temperature: as for verification; pass the same.
+            seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
-            offset: which of its step's drafts it is, counted from 0.
+            offset: index of this draft in its step, from 0.
 
         Returns:
             Token ids, and the logsumexp that verification takes as `draft_logsumexp`.
@@ -242,7 +258,9 @@ class RejectionSampler:
             >>> draft.token_ids, draft.logsumexp
             (tensor([1]), tensor([9.0001]))
         """
-        batch = RowBatch.check(logits, temperature, seeds, positions)
         offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
         domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
+        if torch.compiler.is_compiling():
+            return DraftOutput(*compiled.sample(self.backend, domains, logits, temperature, seeds, positions))
+        batch = RowBatch.check(logits, temperature, seeds, positions)
         return DraftOutput(*backends.choose(self.backend, logits).sample(batch, domains))

@@ -2,11 +2,11 @@
 
 Position i of a step (counted from 0) is accepted, given that all drafts before it were, with the conditional rate c_i;
 so all drafts through i are accepted with the joint rate J_i = c_0 * ... * c_i. The mean number of accepted drafts is
-J_0 + ... + J_{K-1}, which ties the two numbers that benchmarks quote to each other:
+J_0 + ... + J_{K-1}, which relates the two numbers that benchmarks quote:
 
     mean rate r = mean(J_0 .. J_{K-1})        acceptance length L = 1 + K * r
 
-This file only turns r, L or measured rates into a schedule. Using one is the sampler's job.
+This file only turns r, L or measured rates into a schedule; the sampler uses it.
 """
 
 import math
@@ -24,16 +24,18 @@ Shape = Literal["decay", "constant", "minimum_variance"]
 
 @dataclass(frozen=True)
 class AcceptanceSchedule:
-    """Say how often synthetic verification accepts the draft at each position of a step.
+    """How often synthetic verification accepts the draft at each position of a step.
 
-    Build one with `from_mean_rate`, `from_length` or `from_rates`. The first two know three shapes, which agree in the
-    mean number of accepted drafts, m, and differ in how that number varies from step to step:
+    Build one with `from_mean_rate`, `from_length` or `from_rates`. The first two have three shapes. All have the same mean
+    number of accepted drafts, m; they differ in how that number varies from step to step:
 
-    | shape | conditional rate at position i | known from |
+    | shape | conditional rate at position i | as in |
     |---|---|---|
     | `"decay"` | `base_rate * decay**i`: later drafts are harder, as real drafters show | vLLM |
     | `"constant"` | `base_rate` at every position (decay 1) | llama.cpp |
-    | `"minimum_variance"` | 1 floor(m) times, the fraction of m, 0: every step accepts m rounded down or up | vLLM |
+    | `"minimum_variance"` | 1 floor(m) times, once m - floor(m), then 0 | vLLM |
+
+    With `"minimum_variance"` every step accepts m drafts, rounded down or up.
 
     Attributes:
         joint_rates: one float in [0, 1] per draft position, non-increasing: the probability that every draft through
@@ -74,14 +76,14 @@ class AcceptanceSchedule:
     ) -> "AcceptanceSchedule":
         """Build the schedule whose joint rates have the mean `rate`.
 
-        With `"decay"`, `J_i = base_rate**(i + 1) * decay**(i * (i + 1) / 2)`. The decay is the smallest one in
-        [min_decay, 1] with which a base rate of at most 1 reaches the mean, so it leaves `min_decay` only where it
-        must; at `rate` 1 both are 1.
+        With `"decay"`, `J_i = base_rate**(i + 1) * decay**(i * (i + 1) / 2)`. The decay is the smallest number in
+        [min_decay, 1] with which a base rate of at most 1 reaches the mean. So it is above `min_decay` only where it must
+        be; at `rate` 1 both are 1.
 
         Args:
             rate: mean of the joint rates, that is accepted / drafted tokens, in [0, 1].
             num_draft_tokens: K, the drafts per step, at least 1.
-            min_decay: the decay to prefer, in [0, 1]. Only the shape `"decay"` has a use for it.
+            min_decay: the smallest decay allowed, in [0, 1]. Only the shape `"decay"` uses it.
             shape: `"decay"`, `"constant"` or `"minimum_variance"`; see the class.
 
         Returns:
@@ -114,15 +116,15 @@ class AcceptanceSchedule:
         min_decay: float = 0.85,
         shape: Shape = "minimum_variance",
     ) -> "AcceptanceSchedule":
-        """Build the schedule that emits `length` tokens per step in the mean.
+        """Build the schedule that emits `length` tokens per step on average.
 
-        The same as `from_mean_rate((length - 1) / num_draft_tokens, ...)` but for the default shape, which is vLLM's
+        The same as `from_mean_rate((length - 1) / num_draft_tokens, ...)`, except for the default shape, which is vLLM's
         for a length: every step then emits `length` tokens rounded down or up, and no other shape varies less.
 
         Args:
             length: mean emitted tokens per step, the recovered or bonus token counted, in [1, num_draft_tokens + 1].
             num_draft_tokens: K, the drafts per step, at least 1.
-            min_decay: the decay to prefer, in [0, 1]. Only the shape `"decay"` has a use for it.
+            min_decay: the smallest decay allowed, in [0, 1]. Only the shape `"decay"` uses it.
             shape: `"decay"`, `"constant"` or `"minimum_variance"`; see the class.
 
         Returns:
@@ -190,7 +192,7 @@ class AcceptanceSchedule:
 
     @classmethod
     def _with_mean(cls, accepted: float, num_draft_tokens: int, min_decay: float, shape: Shape) -> "AcceptanceSchedule":
-        """Build the schedule of `shape` that accepts `accepted` drafts per step in the mean."""
+        """Build the schedule of `shape` that accepts `accepted` drafts per step on average."""
         min_decay = _checked_real("min_decay", min_decay, 0, 1)
         check_choice("shape", shape, get_args(Shape))
         if shape == "minimum_variance":
@@ -208,11 +210,11 @@ def _joint_rates(base_rate: float, decay: float, num_draft_tokens: int) -> tuple
 def _solve(accepted: float, num_draft_tokens: int, min_decay: float) -> tuple[float, float]:
     """Return the base rate and decay whose joint rates sum to `accepted`.
 
-    The sum rises in the base rate and in the decay, so both are found by bisection: first the smallest decay that can
-    reach the sum at all, with a base rate of 1, then the base rate.
+    The sum increases with the base rate and with the decay, so both are found by bisection: first the smallest decay that
+    reaches the sum with a base rate of 1, then the base rate.
     """
     if accepted >= num_draft_tokens:
-        return 1.0, 1.0  # every draft stands, which takes no decay at all
+        return 1.0, 1.0  # every draft is accepted, so there is no decay
 
     def reached(base_rate: float, decay: float) -> bool:
         return math.fsum(_joint_rates(base_rate, decay, num_draft_tokens)) >= accepted
@@ -224,7 +226,7 @@ def _solve(accepted: float, num_draft_tokens: int, min_decay: float) -> tuple[fl
 
 
 def _smallest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Return the smallest float in [low, high] at which a condition holds that holds from there up to `high`."""
+    """Return the smallest float in [low, high] at which a condition holds. Where it holds, it holds for all larger ones."""
     if holds(low):
         return low
     while low < (middle := (low + high) / 2) < high:  # ends when low and high are neighbouring floats
@@ -240,7 +242,7 @@ def _checked_real(name: str, value: object, low: int, high: int) -> float:
         raise TypeError(
             f"{name}: expected a real number in [{low}, {high}], got {shown(value)} ({type(value).__name__})"
         )
-    number = cast("float", value)  # any Real compares; only mypy does not know
+    number = cast("float", value)  # any Real can be compared, which mypy does not know
     if not low <= number <= high:  # NaN is refused too
         raise ValueError(f"{name}: expected a real number in [{low}, {high}], got {shown(value)}")
     return float(number)

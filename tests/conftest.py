@@ -4,12 +4,17 @@ import importlib.util
 import itertools
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if "--benchmark-only" not in sys.argv:
+    # Threads of PyTorch that wait for work must not spin: they would take the cores from the other test processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from tests.interpreter import prepare_once_per_launch

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import Verdict
+from reference import Outcome
 
 FLOAT32_BAND, FLOAT64_BAND = 1e-4, 1e-9
-"""How close, in nats, a decision of the reference must be for a backend to be allowed to decide otherwise.
+"""A backend may decide otherwise than the reference only where the reference's margin, in nats, is at most this.
 
-float64 rows are worked on in float64 by the eager backend. All others, and all by the Triton one, are in float32, whose
-rounding moves a score of size 40 by about 1e-5. A band of 1e-4 excuses about one request in 2,000; the tests count how many
-it did.
+The eager backend computes float64 rows in float64. All other rows, and all rows of the Triton backend, are computed in
+float32, whose rounding changes a score of size 40 by about 1e-5. About one request in 2,000 has a margin below 1e-4. The
+tests count the requests that differ.
 """
 
 
@@ -59,7 +59,7 @@ class Case:
 
 
 def case(batch: int, drafts: int, vocab: int, dtype: torch.dtype, *, greedy: float = 0.25, seed: int = 0) -> Case:
-    """A batch with drafts near their rows' peaks, ragged -1 padding, and some requests greedy."""
+    """A batch with likely drafts, ragged -1 padding, and some greedy requests."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -81,20 +81,20 @@ def case(batch: int, drafts: int, vocab: int, dtype: torch.dtype, *, greedy: flo
     return Case(target.to(dtype), token_ids, draft.to(dtype), temperature, seeds, positions)
 
 
-def assert_same_tokens(token_ids: Tensor, verdicts: list[Verdict], band: float) -> None:
-    """Each request's tokens are the reference's, but where the reference itself was within the band."""
+def assert_same_tokens(token_ids: Tensor, outcomes: list[Outcome], band: float) -> None:
+    """Check that each request's tokens are the reference's, except where the reference's margin is within the band."""
     excused = 0
-    for got, verdict in zip(token_ids.tolist(), verdicts):
-        padded = verdict.token_ids + [-1] * (len(got) - len(verdict.token_ids))
+    for got, outcome in zip(token_ids.tolist(), outcomes):
+        padded = outcome.token_ids + [-1] * (len(got) - len(outcome.token_ids))
         if got != padded:
-            assert verdict.margin <= band, f"{got} != {padded}, decided by {verdict.margin:.2e} nats"
+            assert outcome.margin <= band, f"{got} != {padded}, decided by {outcome.margin:.2e} nats"
             excused += 1
-    assert excused <= 1 + len(verdicts) // 100
+    assert excused <= 1 + len(outcomes) // 100
 
 
 @contextmanager
 def like_a_device():
-    """Make the CPU take the way of a device that must not be waited for: every row masked, no value looked at."""
+    """Make the CPU compute as a device that must not be waited for: no value is read on the host, all rows are masked."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith("specdecode") and hasattr(module, "on_host"):

@@ -1,21 +1,22 @@
-"""Exact laws by enumeration: run the code under proof once for every way that chance can fall.
+"""Exact distributions by enumeration: run the code under test once for every possible outcome of its random numbers.
 
-`law(experiment)` runs `experiment(chance)` along every path of random outcomes and adds up the paths' probabilities. The
-experiment may ask `chance.draw(probabilities)` itself, and inside `ideal_noise(chance)` so does the reference: only the
-noise functions `uniform` and `gumbel` are replaced, by ideal random numbers that are not drawn but *decided as far as
-the code asks*:
+`distribution(experiment)` runs `experiment(chance)` along every path of random outcomes and adds up the paths'
+probabilities. The experiment may call `chance.draw(probabilities)` itself. Inside `ideal_noise(chance)` the reference
+does so too: its noise functions `uniform` and `gumbel` are replaced by ideal random numbers. These have no value. They
+are *decided only as far as the code asks*:
 
-- A uniform number u knows nothing but an interval. Comparing f(u) with a threshold, f monotone, splits the interval in
-  two, and each side is enumerated with its share.
-- Gumbel numbers G(v), added to log w(v) and put through argmax, are a race of exponential clocks that v wins with
-  probability w(v) / W. Each v is enumerated with that.
+- Of a uniform number u only an interval is known. To compare a monotone f(u) with a threshold splits the interval in two.
+  Each side is enumerated with its share of the interval.
+- Gumbel numbers G(v) may be added to log w(v) and given to argmax, which then selects v with probability w(v) / W. Each v
+  is enumerated with that probability.
 
-Both are remembered by (seed, position, index, domain). Asked twice, the same number answers consistently: a uniform with
-what is left of its interval, a race of the same clocks at other weights with its law given the first winner
-(`shared_race`). So noise that is shared where it must not be is seen exactly, too. Where the enumeration would need more
-than this (three different races of the same clocks), it raises instead of guessing.
+Decisions are stored by (seed, position, index, domain). If the code asks the same number twice, the second answer
+agrees with the first: a uniform number has the interval that is left; a second selection with other weights from the
+same Gumbel numbers has its distribution given the first selection (`shared_selection`). So noise that is shared where
+it must not be is found, and exactly. Three different selections from the same Gumbel numbers are not handled: then an
+error is raised.
 
-Left out: margins, which mean nothing here, and the last bits of real noise, which has 2^64 values where ideal noise has a
+Left out: margins, which have no meaning here, and the finite resolution of real noise: it has 2^64 values, ideal noise a
 continuum.
 """
 
@@ -38,44 +39,44 @@ from reference import block, philox, selection
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
-DUST = 1e-14
-"""Probabilities below are rounding errors of the code under proof: not worth a path."""
+NEGLIGIBLE = 1e-14
+"""Smaller probabilities are rounding errors of the code under test: their paths are not run."""
 
 Key = tuple[int, int, int]  # (seed, position, domain)
 Domains = tuple[int, int] | Callable[[int], tuple[int, int]]
 
 
 class Chance:
-    """The choices of one run: those of `plan` first, then the first possible one each time.
+    """The choices of one run: first those of `plan`, then always the first possible one.
 
-    The runs that were not taken are left in `pending`.
+    The plans of the other runs are put into `pending`.
     """
 
     def __init__(self, plan: tuple[int, ...] = ()) -> None:
         self.plan = plan
-        self.taken: tuple[int, ...] = ()
+        self.choices: tuple[int, ...] = ()
         self.pending: list[tuple[int, ...]] = []
         self.probability: Fraction | float = 1
 
     def draw(self, probabilities: Sequence) -> int:
-        """Return an index of `probabilities`, which must be a law."""
-        assert all(probability >= -DUST for probability in probabilities), f"not a law: {probabilities}"
-        assert abs(sum(probabilities) - 1) < 1e-12, f"not a law, the sum is {sum(probabilities)}"
-        if len(self.taken) < len(self.plan):
-            choice = self.plan[len(self.taken)]
+        """Return an index of `probabilities`, which must be a distribution."""
+        assert all(probability >= -NEGLIGIBLE for probability in probabilities), f"no distribution: {probabilities}"
+        assert abs(sum(probabilities) - 1) < 1e-12, f"no distribution, the sum is {sum(probabilities)}"
+        if len(self.choices) < len(self.plan):
+            choice = self.plan[len(self.choices)]
         else:
-            choice, *others = (index for index, probability in enumerate(probabilities) if probability > DUST)
-            self.pending += [(*self.taken, other) for other in others]
-        self.taken += (choice,)
+            choice, *others = (index for index, probability in enumerate(probabilities) if probability > NEGLIGIBLE)
+            self.pending += [(*self.choices, other) for other in others]
+        self.choices += (choice,)
         self.probability *= probabilities[choice]
         return choice
 
 
-def law(experiment: Callable[[Chance], Hashable]) -> dict:
-    """Return the probability of each outcome of the experiment; a fraction where all that it drew from were fractions.
+def distribution(experiment: Callable[[Chance], Hashable]) -> dict:
+    """Return the probability of each outcome of the experiment: a fraction if it drew from fractions only.
 
     >>> fair, biased = [Fraction(1, 2), Fraction(1, 2)], [Fraction(2, 3), Fraction(1, 3)]
-    >>> heads = law(lambda chance: chance.draw(fair) + chance.draw(biased))
+    >>> heads = distribution(lambda chance: chance.draw(fair) + chance.draw(biased))
     >>> {number: str(probability) for number, probability in sorted(heads.items())}
     {0: '1/3', 1: '1/2', 2: '1/6'}
     """
@@ -90,7 +91,7 @@ def law(experiment: Callable[[Chance], Hashable]) -> dict:
 
 
 def marginal(joint: Mapping, part: Callable) -> dict:
-    """Return the law of `part(outcome)`."""
+    """Return the distribution of `part(outcome)`."""
     outcomes: dict = defaultdict(int)
     for outcome, probability in joint.items():
         outcomes[part(outcome)] += probability
@@ -98,20 +99,21 @@ def marginal(joint: Mapping, part: Callable) -> dict:
 
 
 def total_variation(one: Mapping, other: Mapping) -> Fraction | float:
-    """Return half the sum of the differences: 0 iff the laws are the same."""
+    """Return half the sum of the absolute differences: 0 if and only if the distributions are equal."""
     return sum(abs(one.get(outcome, 0) - other.get(outcome, 0)) for outcome in {*one, *other}) / 2
 
 
-def shared_race(first: Sequence, second: Sequence) -> list[list]:
-    """Return joint[i][j], the probability that the same clocks let i win at the weights `first` and j at `second`.
+def shared_selection(first: Sequence, second: Sequence) -> list[list]:
+    """Return joint[i][j]: with the same Gumbel numbers, i is selected at the weights `first` and j at `second`.
 
-    Clock v rings at E_v / w_v, the E_v being standard exponential. Let i win the first race at time s and j != i the
-    second at time r s. Neither may be beaten in the other's race, so first[j] / second[j] < r < first[i] / second[i], and
-    no E_v may be less than max(first[v], r second[v]) s. Integrating s out leaves first[i] second[j] / A(r)^2 with
-    A(r) = sum of max(first[v], r second[v]) over all v, which is linear in r between the ratios first[v] / second[v], and
-    the integral of 1 / (a + b r)^2 is -1 / (b (a + b r)). What is left of P(i wins the first race) is joint[i][i].
+    A Gumbel number is -log E_v with E_v exponential, so the selected v is the one with the smallest E_v / w_v (an
+    exponential race). Let i be selected at the weights `first` with the smallest value s, and j != i at `second` with
+    the smallest value r s. Then first[j] / second[j] < r < first[i] / second[i], and no E_v is below max(first[v], r
+    second[v]) s. The integral over s is first[i] second[j] / A(r)^2, where A(r) is the sum of max(first[v], r
+    second[v]) over all v. A(r) is linear in r between the ratios first[v] / second[v], and the integral of 1 / (a + b
+    r)^2 is -1 / (b (a + b r)). Finally joint[i][i] is the rest of P(i is selected at `first`).
 
-    >>> for row in shared_race([Fraction(1, 3), Fraction(2, 3)], [Fraction(2, 3), Fraction(1, 3)]):
+    >>> for row in shared_selection([Fraction(1, 3), Fraction(2, 3)], [Fraction(2, 3), Fraction(1, 3)]):
     ...     print(*row)
     1/3 0
     1/3 1/3
@@ -134,25 +136,25 @@ def shared_race(first: Sequence, second: Sequence) -> list[list]:
 
 
 class Noise:
-    """What has been decided about the ideal random numbers of one run."""
+    """What is decided so far about the ideal random numbers of one run."""
 
     def __init__(self, chance: Chance) -> None:
         self.chance = chance
         self.intervals: dict[tuple[Key, int], tuple[float, float]] = {}
-        self.races: dict[Key, list[tuple[dict[int, float], int]]] = {}
+        self.selections: dict[Key, list[tuple[dict[int, float], int]]] = {}
 
     def uniform(self, seed: int, position: int, index: int, domain: int) -> "Uniform":
-        """Stand in for `reference.philox.uniform`."""
+        """Replace `reference.philox.uniform`."""
         return Uniform(self, ((seed, position, domain), int(index)))
 
     def gumbel(self, seed: int, position: int, index: np.ndarray, domain: int) -> "Gumbels":
-        """Stand in for `reference.philox.gumbel`."""
+        """Replace `reference.philox.gumbel`."""
         return Gumbels(self, (seed, position, domain), [int(i) for i in index])
 
     def is_below(self, number: tuple[Key, int], threshold: float) -> bool:
         """Decide whether a uniform number is below the threshold."""
-        if number[0] in self.races:
-            raise NotImplementedError(f"{number} is both a uniform number and a clock")
+        if number[0] in self.selections:
+            raise NotImplementedError(f"{number} is both a uniform and a Gumbel number")
         low, high = self.intervals.get(number, (0.0, 1.0))
         middle = min(max(float(threshold), low), high)
         share = (middle - low) / (high - low)
@@ -160,40 +162,40 @@ class Noise:
         self.intervals[number] = (low, middle) if below else (middle, high)
         return below
 
-    def winner(self, key: Key, weights: dict[int, float]) -> int:
-        """Decide which index wins the race of the key's clocks at these weights."""
+    def selected(self, key: Key, weights: dict[int, float]) -> int:
+        """Decide which index the key's Gumbel numbers select at these weights."""
         if any(key == other for other, _ in self.intervals):
-            raise NotImplementedError(f"{key} is both a uniform number and a clock")
+            raise NotImplementedError(f"{key} is both a uniform and a Gumbel number")
         total = sum(weights.values())
         weights = {index: weight / total for index, weight in weights.items()}
-        earlier = [race for race in self.races.setdefault(key, []) if not weights.keys().isdisjoint(race[0])]
-        for before, won in earlier:
-            if before.keys() == weights.keys() and all(abs(before[i] - weights[i]) < DUST for i in weights):
-                return won
+        earlier = [made for made in self.selections.setdefault(key, []) if not weights.keys().isdisjoint(made[0])]
+        for before, index in earlier:
+            if before.keys() == weights.keys() and all(abs(before[i] - weights[i]) < NEGLIGIBLE for i in weights):
+                return index
         indices = sorted(weights)
         if not earlier:
             probabilities = [weights[i] for i in indices]
         elif len(earlier) == 1:
-            before, won = earlier[0]
+            before, index = earlier[0]
             indices = sorted({*before, *weights})
-            joint = shared_race(*([float(race.get(i, 0)) for i in indices] for race in (before, weights)))
-            given = joint[indices.index(won)]
+            joint = shared_selection(*([float(side.get(i, 0)) for i in indices] for side in (before, weights)))
+            given = joint[indices.index(index)]
             probabilities = [probability / sum(given) for probability in given]
         else:
-            raise NotImplementedError(f"three different races of the clocks {key}")
-        won = indices[self.chance.draw(probabilities)]
-        self.races[key].append((weights, won))
-        return won
+            raise NotImplementedError(f"three different selections from the Gumbel numbers {key}")
+        index = indices[self.chance.draw(probabilities)]
+        self.selections[key].append((weights, index))
+        return index
 
 
 class Uniform(NDArrayOperatorsMixin):
-    """A monotone function of a uniform number that is decided only by comparing it."""
+    """A monotone function of a uniform number. Only comparisons decide it."""
 
     def __init__(self, noise: Noise, number, inverse: Callable = lambda value: value, rising: bool = True) -> None:
         self.noise, self.number, self.inverse, self.rising = noise, number, inverse, rising
 
     def __array_ufunc__(self, ufunc, method, *inputs):
-        """Follow log, differences with numbers, comparisons with numbers, and nothing else."""
+        """Support log, differences with numbers and comparisons with numbers, and nothing else."""
         left, right = (*inputs, None)[:2]
         if ufunc is np.log:
             return Uniform(self.noise, self.number, lambda value: self.inverse(np.exp(value)), self.rising)
@@ -212,30 +214,30 @@ class Uniform(NDArrayOperatorsMixin):
         return np.bool_(below == (asked_below == self.rising))
 
     def __float__(self) -> float:
-        """A margin, too."""
+        """Return a margin."""
         return np.inf
 
     __hash__ = None
 
 
 class Gumbels(NDArrayOperatorsMixin):
-    """Gumbel numbers that can be added to log-weights, and then raced."""
+    """Gumbel numbers that can be added to log-weights and given to argmax."""
 
     def __init__(self, noise: Noise, key: Key, indices: list[int], log_weights: np.ndarray | None = None) -> None:
         self.noise, self.key, self.indices, self.log_weights = noise, key, indices, log_weights
 
     def __array_ufunc__(self, ufunc, method, *inputs):
-        """Follow one addition, and nothing else."""
+        """Support one addition, and nothing else."""
         (log_weights,) = (part for part in inputs if part is not self)
         if ufunc is not np.add or self.log_weights is not None or len(log_weights) != len(self.indices):
             return NotImplemented
         return Gumbels(self.noise, self.key, self.indices, np.asarray(log_weights))
 
     def __array_function__(self, function, types, args, kwargs):
-        """Follow argmax. Without the winner nothing is left: margins are not followed."""
+        """Support argmax, and delete as it is used for margins: nothing is left, so the margin is infinite."""
         if function is np.argmax:
             weights = np.exp(self.log_weights - self.log_weights.max())
-            return self.indices.index(self.noise.winner(self.key, dict(zip(self.indices, weights.tolist()))))
+            return self.indices.index(self.noise.selected(self.key, dict(zip(self.indices, weights.tolist()))))
         return np.empty(0) if function is np.delete else NotImplemented
 
     __hash__ = None
@@ -243,20 +245,20 @@ class Gumbels(NDArrayOperatorsMixin):
 
 @contextmanager
 def ideal_noise(chance: Chance) -> Iterator[Noise]:
-    """Replace the noise of every room of the reference that draws any, while the context lasts."""
+    """Replace the noise functions in every module of the reference that uses them, while the context lasts."""
     noise = Noise(chance)
     with ExitStack() as patches:
-        for stand_in in (noise.uniform, noise.gumbel):
-            for room in rooms_that_use(getattr(philox, stand_in.__name__)):
-                if room is not philox:  # where they are at home they compute what is not replaced
-                    patches.enter_context(mock.patch.object(room, stand_in.__name__, stand_in))
-        # A margin alone: it asks for the very value of a uniform number.
+        for replacement in (noise.uniform, noise.gumbel):
+            for room in rooms_that_use(getattr(philox, replacement.__name__)):
+                if room is not philox:  # which defines them
+                    patches.enter_context(mock.patch.object(room, replacement.__name__, replacement))
+        # Used for margins only, and it needs the value of a uniform number.
         patches.enter_context(mock.patch.object(block, "log_critical_ratio", return_value=-np.inf))
         yield noise
 
 
 def rooms_that_use(function: Callable) -> list:
-    """Return the modules of the reference that know the function by its name."""
+    """Return the modules of the reference that define or import the function."""
     return [room for room in ROOMS if getattr(room, function.__name__, None) is function]
 
 
@@ -272,12 +274,12 @@ def normalised(weights: Sequence) -> list[Fraction]:
 
 
 def iid(*weights: int) -> Table:
-    """A model that does not listen."""
+    """A model that ignores the text so far."""
     return lambda prefix: normalised(weights)
 
 
 def history(seed: int, vocab_size: int, zeros: int = 0) -> Table:
-    """A model with another random row after every prefix, `zeros` of each row's probabilities being 0."""
+    """A model with another random row after every prefix; in each row `zeros` probabilities are 0."""
 
     @cache
     def row(prefix: tuple[int, ...]) -> list[Fraction]:
@@ -289,8 +291,8 @@ def history(seed: int, vocab_size: int, zeros: int = 0) -> Table:
     return row
 
 
-def likeliest(model: Table) -> Table:
-    """A model that is certain of what the given one thinks likeliest."""
+def most_likely(model: Table) -> Table:
+    """The point mass on the given model's most likely token."""
 
     def row(prefix: tuple[int, ...]) -> list[Fraction]:
         probabilities = model(prefix)
@@ -301,13 +303,13 @@ def likeliest(model: Table) -> Table:
 
 
 def logits(probabilities: Sequence[Fraction], temperature: float = 1.0) -> np.ndarray:
-    """Return raw logits whose softmax at the temperature has the probabilities; their own sum of exponentials is not 1."""
+    """Return raw logits whose softmax at the temperature is the probabilities. They are not normalised."""
     with np.errstate(divide="ignore"):
         return temperature * (1.5 + np.log(np.array(probabilities, dtype=np.float64)))
 
 
-def sequence_law(model: Table, num_tokens: int) -> dict[tuple[int, ...], Fraction]:
-    """Return the probability of every sequence of tokens that the model alone would say."""
+def sequence_distribution(model: Table, num_tokens: int) -> dict[tuple[int, ...], Fraction]:
+    """Return the probability of every sequence of tokens that the model alone can generate."""
     sequences: dict[tuple[int, ...], Fraction] = {(): Fraction(1)}
     for _ in range(num_tokens):
         sequences = {
@@ -321,19 +323,19 @@ def sequence_law(model: Table, num_tokens: int) -> dict[tuple[int, ...], Fractio
 
 @dataclass(frozen=True)
 class Case:
-    """A pair of models, and how to decode with them."""
+    """A pair of models, and how to generate tokens with them."""
 
     target: Table
     draft: Table
     drafts: tuple[int, ...]
-    """Draft tokens of each speculative step. After the last step the target goes on alone."""
+    """Draft tokens of each speculative step. After the last step the target continues alone."""
 
     num_tokens: int
-    """How many tokens to look at: what the last step says beyond is cut off."""
+    """How many tokens to compare: further tokens of the last step are cut off."""
 
     temperature: float = 1.0
     slots: int = 0
-    """Width of a ragged batch: the step's arrays have at least so many draft slots, unused ones filled with rubbish."""
+    """Width of a ragged batch: the step's arrays have at least this many draft slots. Unused ones hold arbitrary values."""
 
     @property
     def vocab_size(self) -> int:
@@ -342,12 +344,12 @@ class Case:
 
 
 def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed: int = 11, position: int = 7) -> tuple:
-    """Decode speculatively with ideal noise; return (tokens, accepted drafts of each step).
+    """Generate tokens speculatively with ideal noise; return (tokens, accepted drafts of each step).
 
     Args:
-        chance: what decides.
+        chance: decides the random outcomes.
         case: the models.
-        verify: (target_logits, draft_token_ids, draft_logits, *, temperature, seed, position) -> Verdict.
+        verify: (target_logits, draft_token_ids, draft_logits, *, temperature, seed, position) -> Outcome.
         domains: of the drafts' noise, or a function of a draft's offset in its step that returns them.
         seed: the request's seed.
         position: absolute position of the first token.
@@ -372,17 +374,17 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
                 )
                 drafts += (proposal.index,)
             padding = max(case.slots - num_drafts, 0)
-            rubbish = [np.full(case.vocab_size, np.nan)] * padding
-            verdict = verify(
-                [*(row(case.target, tokens + drafts[:offset]) for offset in range(num_drafts + 1)), *rubbish],
+            unused = [np.full(case.vocab_size, np.nan)] * padding
+            outcome = verify(
+                [*(row(case.target, tokens + drafts[:offset]) for offset in range(num_drafts + 1)), *unused],
                 [*drafts, -1, *([0] * padding)][: num_drafts + padding],
-                [*(row(case.draft, tokens + drafts[:offset]) for offset in range(num_drafts)), *rubbish],
+                [*(row(case.draft, tokens + drafts[:offset]) for offset in range(num_drafts)), *unused],
                 **keywords,
                 position=position + len(tokens),
             )
-            assert not verdict.invalid, "a row was looked at that does not matter"
-            tokens += tuple(verdict.token_ids)
-            accepted += (verdict.num_accepted,)
+            assert not outcome.invalid, "a row was read that must not be"
+            tokens += tuple(outcome.token_ids)
+            accepted += (outcome.num_accepted,)
         while len(tokens) < case.num_tokens:
             tokens += (selection.sample(row(case.target, tokens), **keywords, position=position + len(tokens)).index,)
     return tokens[: case.num_tokens], accepted

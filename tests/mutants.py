@@ -1,7 +1,7 @@
-"""Mutants: the reference with one snippet of one function's source replaced by a mistake that people make.
+"""Mutants: the reference with one piece of one function's source replaced by a mistake that people make.
 
-A check that passes the reference and fails on its mutants is known to see what it claims to see. A snippet that is no
-longer in the source, because the reference was rewritten, is an error: the mutant has to be written anew.
+A check that passes on the reference and fails on its mutants detects what it claims to detect. If the piece is no
+longer in the source, because the reference was rewritten, that is an error: the mutant must be written again.
 """
 
 import inspect
@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Run the reference with the mistake in it, in every room that uses the function."""
+    """Run the reference with the mistake in it, in every module that uses the function."""
     source, name = inspect.getsource(mutant.function), mutant.function.__name__
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant}: the snippet is there {source.count(mutant.old)} times: {mutant.old}")
@@ -45,6 +45,6 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def assert_caught(mutant: Mutant) -> None:
-    """The check fails, on an assertion and not by accident."""
+    """Require that the check fails, and that it fails on an assertion."""
     with planted(mutant), pytest.raises(AssertionError):
         mutant.check()

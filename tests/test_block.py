@@ -7,7 +7,7 @@ import torch
 from reference import block
 from specdecode import RejectionSampler, sample
 from specdecode.eager import probabilistic
-from specdecode.eager.block import log_residual_mass
+from specdecode.eager.block import residual_mass
 from tests import laws
 from tests.differential import assert_same_tokens, case
 
@@ -153,7 +153,7 @@ def test_residual_masses_keep_their_relative_precision_where_target_and_draft_ne
     log_ratio = torch.full((4,), -behind * closeness)
     temperature = torch.full((4,), 0.7)
     masses = [
-        log_residual_mass(*(tensor.to(dtype) for tensor in (target, draft, temperature, log_ratio)))[0].double().exp()
+        residual_mass(*(tensor.to(dtype) for tensor in (target, draft, temperature, log_ratio))).double()
         for dtype in (torch.float32, torch.float64)
     ]
     probs = [torch.softmax(row.double() / temperature.double()[:, None], dim=1) for row in (target, draft)]
@@ -170,8 +170,13 @@ def test_residual_masses_keep_their_relative_precision_where_target_and_draft_ne
 def test_only_what_decides_is_read(monkeypatch):
     # No residual mass of a draft whose uniform is above its ratio, none below the first success, no row past a ratio of 0.
     rows = []
-    centre = probabilistic.centre
-    monkeypatch.setattr(probabilistic, "centre", lambda *args: rows.append(len(args[0])) or centre(*args))
+    read = probabilistic.read
+
+    def counted(models, dtype):
+        rows.extend(logits.shape[:-1].numel() for logits in models)
+        return read(models, dtype)
+
+    monkeypatch.setattr(probabilistic, "read", counted)
     same = torch.zeros(50, 5, 30)
     drafts = torch.zeros(50, 4, dtype=torch.int64)
     sampler = RejectionSampler("block", backend="eager")
@@ -187,6 +192,26 @@ def test_only_what_decides_is_read(monkeypatch):
     rows.clear()
     output = sampler(target, drafts, seeds=0)
     assert sum(rows) == 50 * (2 + 1)  # deterministic: no draft rows, no residual masses
+
+
+def test_requests_whose_drafts_are_all_accepted_need_no_residual_mass(monkeypatch):
+    # Every ratio is below 1, so any shorter block would need one to be decided on.
+    rows = []
+    read = probabilistic.read
+
+    def counted(models, dtype):
+        rows.extend(logits.shape[:-1].numel() for logits in models)
+        return read(models, dtype)
+
+    target, draft = torch.zeros(400, 5, 30), torch.zeros(400, 4, 30)
+    target[:, :, 0] = -0.1
+    drafts, seeds = torch.zeros(400, 4, dtype=torch.int64), torch.arange(400)
+    sampler = RejectionSampler("block", backend="eager")
+    everything = sampler(target, drafts, draft, seeds=seeds).num_accepted == 4
+    assert 100 < int(everything.sum()) < 400
+    monkeypatch.setattr(probabilistic, "read", counted)
+    sampler(target[everything], drafts[everything], draft[everything], seeds=seeds[everything])
+    assert sum(rows) == int(everything.sum()) * (4 + 4)
 
 
 def test_rows_past_the_emitted_one_raise_no_flag(place):

@@ -1,10 +1,22 @@
 """The command line, on the models that come with the package."""
 
 import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
+import specdecode
 from specdecode import cli
+from specdecode.demo import DRAFT
+from specdecode.integrations import transformers as integration
+from specdecode.sampler import Method
+from specdecode.synthetic import Shape
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +33,103 @@ def run(capsys, *arguments):
 
 
 def unmarked(text):
-    """What was generated, without the marks of recovered, bonus and undrafted tokens."""
+    """The text without the marks of recovered, bonus and undrafted tokens."""
     return re.sub(
         r"\[-(.*?)-\]|\{\+(.*?)\+\}|\[=(.*?)=\]", lambda match: "".join(filter(None, match.groups())), text, flags=re.S
     )
 
 
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_does_not_wait_for_pytorch():
+    program = (
+        "import sys\nfrom specdecode import cli\n"
+        "try:\n    cli.main(sys.argv[1:])\nfinally:\n    assert not {'torch', 'rich', 'numpy'} & set(sys.modules)"
+    )
+    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+        done = python(program, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "specdecode" in done.stdout
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"specdecode {specdecode.__version__}\n"
+
+
+def test_choices_are_those_of_the_library():
+    assert tuple(method for method in get_args(Method) if method != "synthetic") == cli.METHODS
+    assert get_args(Shape) == cli.SHAPES
+
+
+INTERRUPT = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from specdecode.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("torch", ["solve", "--rate", "0.5", "--num-draft-tokens", "3"]),
+        ("rich.table", ["demo"]),
+        ("transformers", ["generate", "--prompt", "x"]),
+    ],
+)
+def test_an_interrupted_import_ends_in_one_line(module, command):
+    done = python(INTERRUPT, module, *command)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "specdecode: interrupted\n")
+
+
+def test_an_interrupted_generation_ends_in_one_line():
+    command = [sys.executable, "-m", "specdecode.cli", "generate", "--prompt", "class", "--max-new-tokens", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline()  # it has begun
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "specdecode: interrupted\n")
+
+
+def test_an_interrupted_demo_ends_in_one_line(capsys, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(integration, "generate", interrupted)
+    status, _, err = run(capsys, "demo")
+    assert (status, err) == (130, "specdecode: interrupted\n")
+
+
+def test_no_color_means_no_escape_sequences(capsys, monkeypatch):
+    commands = (
+        ("solve", "--rate", "0.69", "--num-draft-tokens", "3"),
+        ("generate", "--prompt", "def main(", "--max-new-tokens", "8"),
+        ("demo", "--prompt", "def main(", "--max-new-tokens", "4"),
+    )
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    for command in commands:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert "\x1b[" in run(capsys, *command)[1]
+        monkeypatch.setenv("NO_COLOR", "1")
+        status, out, err = run(capsys, *command)
+        assert status == 0
+        assert "\x1b" not in out + err
+
+
 def test_solve_shows_the_schedule(capsys):
-    status, out, _ = run(capsys, "solve", "--rate", "0.69", "--drafts", "3")
+    status, out, _ = run(capsys, "solve", "--rate", "0.69", "--num-draft-tokens", "3")
     assert status == 0
     assert "base rate 0.908360   decay 0.850000" in out
     assert "mean rate 0.690000   acceptance length 3.0700" in out
@@ -38,20 +139,22 @@ def test_solve_shows_the_schedule(capsys):
 
 
 def test_solve_for_a_length_has_the_shape_that_the_library_has(capsys):
-    _, out, _ = run(capsys, "solve", "--length", "2.5", "--drafts", "3")
+    _, out, _ = run(capsys, "solve", "--length", "2.5", "--num-draft-tokens", "3")
     assert "base rate" not in out
     assert re.findall(r"\d +\S+ +(\d\.\d{6})", out) == ["1.000000", "0.500000", "0.000000"]
-    _, out, _ = run(capsys, "solve", "--length", "1.75", "--drafts", "2", "--shape", "constant")
+    _, out, _ = run(capsys, "solve", "--length", "1.75", "--num-draft-tokens", "2", "--shape", "constant")
     assert "base rate 0.500000   decay 1.000000" in out
 
 
 def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
     for arguments, message in [
-        (("solve", "--rate", "1.5", "--drafts", "3"), "rate: expected a real number in [0, 1], got 1.5"),
-        (("solve", "--rate", "0.5", "--drafts", "0"), "num_draft_tokens: expected a positive int, got 0"),
+        (("solve", "--rate", "1.5", "--num-draft-tokens", "3"), "rate: expected a real number in [0, 1], got 1.5"),
+        (("solve", "--rate", "0.5", "--num-draft-tokens", "0"), "num_draft_tokens: expected a positive int, got 0"),
         (("generate", "--prompt", "x", "--temperature", "-1"), "temperature: expected a finite float >= 0, got -1.0"),
         (("generate", "--prompt", ""), "--prompt: expected at least one token, got ''"),
-        (("generate", "--prompt", "x", "--target", str(tmp_path)), "--draft: expected a folder, as --target is given"),
+        (("generate", "--prompt", "x", "--target", str(tmp_path)), "--draft: expected a folder, because --target"),
+        (("generate", "--prompt", "x", "--device", "nowhere"), "--device: expected a device that PyTorch can use here"),
+        (("demo", "--device", "cuda:99"), "--device: expected a device that PyTorch can use here, got 'cuda:99'"),
         (("demo", "--target", str(tmp_path), "--draft", str(tmp_path)), "expected a folder with a model"),
     ]:
         status, out, err = run(capsys, *arguments)
@@ -60,8 +163,58 @@ def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
         assert "Traceback" not in err
 
 
+UNREADABLE = {
+    "nothing": lambda folder: shutil.rmtree(folder),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "a config that is not JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "a config of no model": lambda folder: (folder / "config.json").write_text("{}"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "broken weights": lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256))),
+    "broken tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"model": 1}'),
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "case"),
+    [("--target", case) for case in UNREADABLE] + [("--draft", "nothing"), ("--draft", "broken weights")],
+)
+def test_folders_that_cannot_be_read_end_in_one_line(capsys, tmp_path, option, case):
+    folder = tmp_path / "model"
+    shutil.copytree(DRAFT, folder)
+    UNREADABLE[case](folder)
+    models = ("--target", str(folder), "--draft", str(DRAFT)) if option == "--target" else ("--draft", str(folder))
+    status, out, err = run(capsys, "generate", "--prompt", "x", *models)
+    assert (status, out) == (2, "")
+    line = err.splitlines()[-1]
+    assert line.startswith(
+        f"specdecode: {option}: expected a folder with a model in Hugging Face format, got {folder}: "
+    )
+    assert "Traceback" not in err
+
+
+def test_a_folder_that_may_not_be_read_ends_in_one_line(capsys, monkeypatch, tmp_path):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    status, out, err = run(capsys, "generate", "--prompt", "x", "--target", str(tmp_path), "--prompt-lookup")
+    assert (status, out) == (2, "")
+    assert err.startswith("specdecode: --target: expected a folder with a model in Hugging Face format")
+    assert "Permission denied" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_models_run_on_the_device_asked_for(capsys):
+    for command in (("generate", "--prompt", "def main("), ("demo",)):
+        status, out, _ = run(capsys, *command, "--device", "cuda", "--max-new-tokens", "8")
+        assert status == 0
+        assert out
+
+
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
-def test_generate_marks_what_became_of_each_draft(capsys, method):
+def test_generate_marks_recovered_and_bonus_tokens(capsys, method):
     status, out, _ = run(capsys, "generate", "--prompt", "def main(", "--max-new-tokens", "40", "--method", method)
     assert status == 0
     assert "def main(" in out
@@ -70,9 +223,9 @@ def test_generate_marks_what_became_of_each_draft(capsys, method):
     assert "Acceptance rate (%):" in out
 
 
-def test_strict_says_the_same_whoever_drafts(capsys):
+def test_strict_generates_the_same_text_with_any_drafter(capsys):
     texts = []
-    for drafter in ((), ("--drafts", "1"), ("--prompt-lookup",)):
+    for drafter in ((), ("--num-draft-tokens", "1"), ("--prompt-lookup",)):
         _, out, _ = run(
             capsys, "generate", "--prompt", "class A:", "--max-new-tokens", "40", "--method", "strict", *drafter
         )
@@ -86,7 +239,7 @@ def test_demo_compares_the_methods_and_says_that_strict_is_plain_decoding(capsys
     assert status == 0
     for method in ("plain", "strict", "probabilistic", "block", "greedy", "prompt lookup", "synthetic"):
         assert re.search(rf"^ +{method} .*\d+ +\d+\.\d\dx", out, flags=re.M)
-    # Given its drafts, no block is accepted less in the mean, so the gain is a mean of numbers >= 0.
+    # Given its drafts, a block is accepted at least as often on average, so the gain is a mean of numbers >= 0.
     gain, error = map(float, re.search(r"^ +block .* (\d\.\d{3})±(\d\.\d{3}) ", out, flags=re.M).groups())
     assert 0 < error <= gain < 0.5
     assert "strict was identical to plain decoding, token for token (6 texts, 144 tokens)" in out

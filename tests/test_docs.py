@@ -1,4 +1,4 @@
-"""The site's examples run; the site builds strictly, asks nothing of other hosts, and works in a browser."""
+"""The site's examples run; the site builds strictly, needs nothing from other hosts, and works in a browser."""
 
 import contextlib
 import doctest
@@ -55,7 +55,7 @@ def fences(page: str) -> list[Example]:
 
 
 def examples(page: str) -> list[Example]:
-    """Return a page's Python, which is not there merely to be included from a file."""
+    """Return a page's Python examples, without those that are included from a file."""
     return [fence for fence in fences(page) if fence.language in ("python", "pycon") and "--8<--" not in fence.code]
 
 
@@ -64,7 +64,7 @@ def needs_gpu(example: Example) -> bool:
 
 
 def run(page: str, on_gpu: bool) -> None:
-    """Run a page's examples, top to bottom in one namespace; compare what is printed with what the page says it is."""
+    """Run a page's examples, top to bottom in one namespace. Compare what they print with what the page shows."""
     namespace = {"__name__": "__main__"}
     blocks = fences(page)
     for number, example in enumerate(blocks):
@@ -84,7 +84,7 @@ def run(page: str, on_gpu: bool) -> None:
 
 def run_doctest(example: Example, namespace: dict, where: str) -> None:
     test = doctest.DocTestParser().get_doctest(example.code, {}, where, str(DOCS), example.line)
-    test.globs = namespace  # shared by the page, as in a reader's session
+    test.globs = namespace  # shared by all examples of the page
     report = io.StringIO()
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     results = doctest.DocTestRunner(optionflags=options).run(test, out=report.write, clear_globs=False)
@@ -105,8 +105,8 @@ def test_the_gpu_examples_of_a_page_run(page):
     run(page, on_gpu=True)
 
 
-def test_every_test_that_a_page_names_is_there():
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+def test_every_test_that_a_page_names_exists():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for page in PAGES:
         for name in re.findall(r"`(test_\w+)`", (DOCS / page).read_text()):
             assert f"def {name}(" in tests, f"{page}: {name}"
@@ -164,7 +164,7 @@ def child_seconds() -> float:
 
 
 class Elements(HTMLParser):
-    """A page's elements, with the text that is directly in each and what each is inside of."""
+    """A page's elements, each with its own text and the tags that it is inside of."""
 
     VOID: ClassVar = {
         "area",
@@ -270,7 +270,7 @@ def test_the_font_has_every_character_of_every_formula(site):
     from fontTools.ttLib import TTFont
 
     characters = set(TTFont(site.folder / "fonts" / "math.woff2").getBestCmap())
-    characters.add(0xFE00)  # no character, but a choice of its glyph
+    characters.add(0xFE00)  # not a character: it selects a glyph
     italic = {chr(i): 0x1D434 + i - ord("A") for i in range(ord("A"), ord("Z") + 1)}
     italic |= {chr(i): 0x1D44E + i - ord("a") for i in range(ord("a"), ord("z") + 1)} | {"h": 0x210E}
     missing = {}
@@ -283,7 +283,7 @@ def test_the_font_has_every_character_of_every_formula(site):
     assert not missing
 
 
-def test_what_pages_ask_of_records_and_sources_must_be_there():
+def test_records_and_sources_that_a_page_names_must_exist():
     records = pytest.importorskip("docs._tools.records", exc_type=ImportError)
     source = pytest.importorskip("docs._tools.source", exc_type=ImportError)
     for where in ("h200; 256, 3, 0.7; nobody", "h200; 255, 3, 0.7; triton", "h200; colour", "h2000; gpu"):
@@ -291,7 +291,7 @@ def test_what_pages_ask_of_records_and_sources_must_be_there():
             records.look_up(where)
     with pytest.raises(LookupError):
         source.extract((ROOT / "reference" / "strict.py").read_text(), "nothing")
-    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Verdict.num_accepted")
+    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Outcome.num_accepted")
     assert text.startswith("@property\ndef num_accepted")
     assert source.extract('A = 1\n"""Says\nwhat."""\nB = 2\n', "A") == 'A = 1\n"""Says\nwhat."""'
     assert source.extract("A = (\n    1,\n)\nB = 2\n", "A") == "A = (\n    1,\n)"
@@ -307,7 +307,7 @@ class Server(NamedTuple):
     browser: object
 
 
-@pytest.fixture(scope="module")  # two drivers at once, as for another module's tests, would clash
+@pytest.fixture(scope="module")  # not longer: a second driver, for another module's tests, would conflict with it
 def server(site):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = (
@@ -339,7 +339,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def opened(server, width: int = 1440):
-    """Open a tab in which every other host is blocked; collect what it complains of."""
+    """Open a tab in which every other host is blocked; collect its errors."""
     context = server.browser.new_context(viewport={"width": width, "height": 800})
     complaints = []
 

@@ -1,9 +1,9 @@
-"""The reference's output has the target's law: proved by enumeration, and every known way to break it is seen to break it.
+"""The reference's output is distributed as the target: checked by exact enumeration of small cases.
 
-The code under proof is the reference's `verify` itself, driven through every draft path, accept decision and emission by
-`tests.enumeration`, whose only stand-in is ideal noise. Laws are compared to 1e-12; the text-book formulas, which take
-fractions, exactly. Each check is then run against *mutants*: the reference with one snippet of its source replaced by a
-mistake that people make. A check that does not fail on its mutants proves nothing.
+`tests.enumeration` runs the reference's own `verify` along every path of drafts, accept decisions and emitted tokens. Only
+the noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book formulas also take
+fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its source
+replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
 """
 
 import math
@@ -30,23 +30,23 @@ from tests.enumeration import (
     Chance,
     Domains,
     decode,
+    distribution,
     history,
     ideal_noise,
     iid,
-    law,
-    likeliest,
     logits,
     marginal,
+    most_likely,
     normalised,
-    sequence_law,
-    shared_race,
+    sequence_distribution,
+    shared_selection,
     total_variation,
 )
 from tests.laws import FALSE_ALARM, assert_law
 from tests.mutants import Mutant, assert_caught
 
 EXACT = 1e-12
-"""Laws of the float64 code agree with the fractions to this; they do to about 3e-16."""
+"""Distributions that the float64 code gives agree with the fractions to this; the largest difference seen is about 3e-16."""
 
 CASES = {
     "iid-V3-K2": Case(iid(1, 2, 3), iid(3, 1, 1), (2,), 3),
@@ -59,8 +59,8 @@ CASES = {
     "same-models": Case(history(1, 3), history(1, 3), (2,), 3),
     "disjoint-supports": Case(iid(1, 2, 0, 0), iid(0, 0, 1, 2), (2,), 3),
     "truncated-supports": Case(history(1, 4, zeros=2), history(2, 4, zeros=1), (2,), 3),
-    "point-mass-draft": Case(history(1, 3), likeliest(history(2, 3)), (2,), 3),
-    "point-mass-target": Case(likeliest(history(1, 3)), history(2, 3), (2,), 3),
+    "point-mass-draft": Case(history(1, 3), most_likely(history(2, 3)), (2,), 3),
+    "point-mass-target": Case(most_likely(history(1, 3)), history(2, 3), (2,), 3),
     "ragged-1-of-3": Case(history(1, 3), history(2, 3), (1,), 3, slots=3),
     "ragged-2-of-4": Case(history(1, 3), history(2, 3), (2,), 3, slots=4),
     "ragged-0-of-2": Case(history(1, 3), history(2, 3), (0,), 2, slots=2),
@@ -76,12 +76,12 @@ CASES = {
 
 
 class Method(NamedTuple):
-    """A way to verify: `verify` of a room, which noise its drafts are drawn with, and how often a draft stands."""
+    """A way to verify: the `verify` of a module, which noise its drafts are drawn with, and how many drafts it accepts."""
 
     verify: Callable
     domains: Domains
-    accepted_law: Callable[[Case], dict]
-    """The law of the first step's number of accepted drafts."""
+    accepted_distribution: Callable[[Case], dict]
+    """The distribution of the number of drafts that the first step accepts."""
 
 
 def overlap(target_row: list, draft_row: list) -> list:
@@ -93,42 +93,45 @@ def agreement(target_row: list, draft_row: list) -> list:
 
 
 def coupled(target_row: list, draft_row: list) -> list:
-    joint = shared_race(target_row, draft_row)
+    joint = shared_selection(target_row, draft_row)
     return [joint[token][token] for token in range(len(target_row))]
 
 
-def accepted_law(case: Case, stands: Callable) -> dict[int, Fraction]:
-    """Return the law of the number accepted; `stands` gives, for each token, the chance that it is the draft and stands."""
+def accepted_distribution(case: Case, accepted_draft: Callable) -> dict[int, Fraction]:
+    """Return the distribution of the number of accepted drafts.
+
+    `accepted_draft` takes a target and a draft row, and returns for each token: P(it is drafted and accepted).
+    """
     reached, at_least = {(): Fraction(1)}, [Fraction(1)]
     for _ in range(case.drafts[0]):
         reached = {
             (*prefix, token): probability * share
             for prefix, probability in reached.items()
-            for token, share in enumerate(stands(case.target(prefix), case.draft(prefix)))
+            for token, share in enumerate(accepted_draft(case.target(prefix), case.draft(prefix)))
         }
         at_least.append(sum(reached.values()))
     return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
 
 
-def standing_blocks(case: Case) -> list[dict]:
-    """Return, for each length, the probability of each block of drafts that it is drafted and accepted, or more is.
+def accepted_blocks(case: Case) -> list[dict]:
+    """Return, for each length i and each block of i drafts: P(it is drafted, and i drafts or more are accepted).
 
-    That is Q(x) p_i(x), Q(x) being the probability that it is drafted. With p_{i+1} = min(1, p_i p(v) / q(v)) a block and
-    another token v have min(Q q(v), Q p_i p(v)).
+    It is Q(x) c_i(x), where Q(x) is the probability that the block x is drafted and c_i the running ratio. By
+    c_{i+1} = min(1, c_i p(v) / q(v)), the block followed by the token v has the probability min(Q q(v), Q c_i p(v)).
     """
-    drafted, standing = {(): Fraction(1)}, [{(): Fraction(1)}]
+    drafted, accepted = {(): Fraction(1)}, [{(): Fraction(1)}]
     for _ in range(case.drafts[0]):
         longer = {}
-        for prefix, probability in standing[-1].items():
+        for prefix, probability in accepted[-1].items():
             for token, (p, q) in enumerate(zip(case.target(prefix), case.draft(prefix))):
                 drafted[*prefix, token] = drafted[prefix] * q
                 longer[*prefix, token] = min(drafted[prefix] * q, probability * p)
-        standing.append(longer)
-    return standing
+        accepted.append(longer)
+    return accepted
 
 
-def accepted_law_of_blocks(case: Case) -> dict[int, Fraction]:
-    at_least = [sum(blocks.values()) for blocks in standing_blocks(case)]
+def accepted_distribution_of_blocks(case: Case) -> dict[int, Fraction]:
+    at_least = [sum(blocks.values()) for blocks in accepted_blocks(case)]
     return {n: here - after for n, (here, after) in enumerate(zip(at_least, [*at_least[1:], 0]))}
 
 
@@ -149,7 +152,7 @@ def verify_block_without_draft_logits(target_logits, draft_token_ids, draft_logi
 
 
 def fresh_domains(offset: int) -> tuple[int, int]:
-    return block.draft_domains(offset)  # looked up late, for a mutant to be seen
+    return block.draft_domains(offset)  # looked up at each call, so that a mutant of it takes effect
 
 
 def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
@@ -157,41 +160,49 @@ def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
 
 
 METHODS = {
-    "probabilistic": Method(verify_probabilistic, selection.DRAFT, partial(accepted_law, stands=overlap)),
-    # Whatever the drafter is, taking its draft for certain gives p; it is accepted as often as by strict.
-    "no-draft-logits": Method(verify_without_draft_logits, selection.DRAFT, partial(accepted_law, stands=agreement)),
-    "block": Method(verify_block, fresh_domains, accepted_law_of_blocks),
-    "block-no-draft-logits": Method(
-        verify_block_without_draft_logits, fresh_domains, partial(accepted_law, stands=agreement)
+    "probabilistic": Method(
+        verify_probabilistic, selection.DRAFT, partial(accepted_distribution, accepted_draft=overlap)
     ),
-    "strict": Method(verify_strict, selection.DRAFT, partial(accepted_law, stands=agreement)),
-    "strict-shared-noise": Method(verify_strict, selection.SELECT, partial(accepted_law, stands=coupled)),
+    # To treat the draft as certain is exact for every drafter. It is then accepted as often as by strict.
+    "no-draft-logits": Method(
+        verify_without_draft_logits, selection.DRAFT, partial(accepted_distribution, accepted_draft=agreement)
+    ),
+    "block": Method(verify_block, fresh_domains, accepted_distribution_of_blocks),
+    "block-no-draft-logits": Method(
+        verify_block_without_draft_logits, fresh_domains, partial(accepted_distribution, accepted_draft=agreement)
+    ),
+    "strict": Method(verify_strict, selection.DRAFT, partial(accepted_distribution, accepted_draft=agreement)),
+    "strict-shared-noise": Method(
+        verify_strict, selection.SELECT, partial(accepted_distribution, accepted_draft=coupled)
+    ),
 }
 
 BEYOND = {("strict-shared-noise", "steps-history")}
-"""Three different races of the same clocks: the enumeration says that it cannot do them."""
+"""Three different selections from the same Gumbel numbers: the enumeration raises, because it handles two."""
 
 
-def assert_same_law(got: dict, expected: dict) -> None:
+def assert_same_distribution(got: dict, expected: dict) -> None:
     assert abs(sum(got.values()) - 1) < EXACT
     distance = float(total_variation(got, expected))
-    assert distance < EXACT, f"the law is wrong by a total variation of {distance:.3g}"
+    assert distance < EXACT, f"the distribution is wrong by a total variation of {distance:.3g}"
 
 
 def check_method(name: str, case: Case) -> None:
-    """The joint law of the tokens is the target's, and the number of accepted drafts has the promised law."""
+    """The joint distribution of the tokens is the target's, and the number of accepted drafts is distributed as promised."""
     method = METHODS[name]
-    joint = law(lambda chance: decode(chance, case, method.verify, method.domains))
-    assert_same_law(marginal(joint, lambda outcome: outcome[0]), sequence_law(case.target, case.num_tokens))
+    joint = distribution(lambda chance: decode(chance, case, method.verify, method.domains))
+    assert_same_distribution(
+        marginal(joint, lambda outcome: outcome[0]), sequence_distribution(case.target, case.num_tokens)
+    )
     accepted = marginal(joint, lambda outcome: outcome[1][0])
-    assert_same_law(accepted, method.accepted_law(case))
+    assert_same_distribution(accepted, method.accepted_distribution(case))
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_the_joint_law_of_the_tokens_is_the_targets(method, case):
+def test_the_joint_distribution_of_the_tokens_is_the_targets(method, case):
     if (method, case) in BEYOND:
-        with pytest.raises(NotImplementedError, match="three different races"):
+        with pytest.raises(NotImplementedError, match="three different selections"):
             check_method(method, CASES[case])
     else:
         check_method(method, CASES[case])
@@ -201,7 +212,7 @@ def test_the_joint_law_of_the_tokens_is_the_targets(method, case):
 
 
 def text_book_step(chance: Chance, case: Case, num_drafts: int) -> tuple:
-    """Algorithm 1 of Leviathan et al. with the reference's formulas on fractions; return (tokens, accepted drafts)."""
+    """Algorithm 1 of Leviathan et al. by the reference's formulas, in fractions; return (tokens, accepted drafts)."""
     tokens: tuple = ()
     while len(tokens) < num_drafts:
         target_row, draft_row = (np.array(model(tokens), dtype=object) for model in (case.target, case.draft))
@@ -221,11 +232,11 @@ def text_book_step(chance: Chance, case: Case, num_drafts: int) -> tuple:
 
 def check_formulas(case: Case) -> None:
     num_drafts = case.drafts[0]
-    joint = law(lambda chance: text_book_step(chance, case, num_drafts))
+    joint = distribution(lambda chance: text_book_step(chance, case, num_drafts))
     tokens = marginal(joint, lambda outcome: outcome[0])
-    assert tokens == sequence_law(case.target, num_drafts + 1)
+    assert tokens == sequence_distribution(case.target, num_drafts + 1)
     accepted = marginal(joint, lambda outcome: outcome[1])
-    expected = accepted_law(case, overlap)
+    expected = accepted_distribution(case, overlap)
     assert accepted == {n: probability for n, probability in expected.items() if probability}
 
 
@@ -235,11 +246,13 @@ def test_the_formulas_are_exact_in_fractions(case):
 
 
 def check_closed_forms(target_weights: tuple, draft_weights: tuple, num_drafts: int) -> None:
-    """With models that do not listen the accepted length is a stopped geometric number."""
+    """With models that ignore the text the number of accepted drafts is a geometric number, cut off at K."""
     case = Case(iid(*target_weights), iid(*draft_weights), (num_drafts,), num_drafts + 1)
     rows = (np.array(model(()), dtype=object) for model in (case.target, case.draft))
     alpha = probabilistic.acceptance_rate(*rows)
-    accepted = marginal(law(lambda chance: text_book_step(chance, case, num_drafts)), lambda outcome: outcome[1])
+    accepted = marginal(
+        distribution(lambda chance: text_book_step(chance, case, num_drafts)), lambda outcome: outcome[1]
+    )
     geometric = {n: alpha**n * (1 - alpha) for n in range(num_drafts)} | {num_drafts: alpha**num_drafts}
     assert accepted == {n: probability for n, probability in geometric.items() if probability}
     mean_tokens = 1 + sum(n * probability for n, probability in accepted.items())
@@ -286,12 +299,12 @@ def test_expected_tokens_are_the_published_speedups():
 
 
 def check_deterministic(case: Case) -> None:
-    """A drafter that always says its likeliest token, and gives no logits: the draft stands with p(x)."""
-    certain = replace(case, draft=likeliest(case.draft))
+    """A drafter that always proposes its most likely token and gives no logits: x is accepted with probability p(x)."""
+    certain = replace(case, draft=most_likely(case.draft))
     check_method("no-draft-logits", certain)
-    with_logits = law(lambda chance: decode(chance, certain, verify_probabilistic, selection.DRAFT))
-    without = law(lambda chance: decode(chance, certain, verify_without_draft_logits, selection.DRAFT))
-    assert_same_law(without, with_logits)
+    with_logits = distribution(lambda chance: decode(chance, certain, verify_probabilistic, selection.DRAFT))
+    without = distribution(lambda chance: decode(chance, certain, verify_without_draft_logits, selection.DRAFT))
+    assert_same_distribution(without, with_logits)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -300,7 +313,7 @@ def test_a_deterministic_drafter_needs_no_logits(case):
 
 
 def check_impossible_drafts() -> None:
-    """A draft that either model holds impossible never stands, however it came to be proposed."""
+    """A draft with p(x) = 0 or q(x) = 0 is never accepted."""
     possible, impossible = [Fraction(1, 2), Fraction(1, 2)], [Fraction(0), Fraction(1)]
     for target_row, draft_row in product([possible, impossible], repeat=2):
         if target_row is draft_row is possible:
@@ -312,10 +325,10 @@ def check_impossible_drafts() -> None:
             with ideal_noise(chance):
                 return probabilistic.verify(target_logits, [0], draft_logits).num_accepted
 
-        assert_same_law(law(step), {0: 1})
+        assert_same_distribution(distribution(step), {0: 1})
 
 
-def test_impossible_drafts_never_stand():
+def test_impossible_drafts_are_never_accepted():
     check_impossible_drafts()
 
 
@@ -337,12 +350,12 @@ VERIFIERS = {
 }
 
 
-def likeliest_token(row: list[float]) -> int:
+def most_likely_token(row: list[float]) -> int:
     return min(range(len(row)), key=lambda token: (-row[token] if row[token] == row[token] else math.inf, token))
 
 
 def check_greedy(name: str, num_drafts: int = 2) -> None:
-    """Every draft path, over targets whose row depends on the whole path, gives what the target alone would say."""
+    """Every draft path, over targets whose rows depend on the whole path, gives the tokens of greedy decoding."""
     for start in range(len(GREEDY_ROWS)):
         check_greedy_from(start, VERIFIERS[name], num_drafts)
 
@@ -353,12 +366,12 @@ def check_greedy_from(start: int, verify: Callable, num_drafts: int) -> None:
 
     alone: tuple = ()
     while len(alone) <= num_drafts:
-        alone += (likeliest_token(row(alone)),)
+        alone += (most_likely_token(row(alone)),)
     for drafts in product(range(3), repeat=num_drafts):
         rows = [row(drafts[:offset]) for offset in range(num_drafts + 1)]
         agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
         assert verify(rows, list(drafts)).token_ids == list(alone[: agreed + 1])
-        # The first `n` drafts of a ragged request, rubbish behind them.
+        # A ragged request: its first `n` drafts, then -1 and arbitrary values.
         for n in range(num_drafts):
             padded = [*drafts[:n], -1, *alone[n + 1 : num_drafts]]
             ragged = [*rows[: n + 1], *([[9.0, 0.0, 0.0]] * (num_drafts - n))]
@@ -366,12 +379,12 @@ def check_greedy_from(start: int, verify: Callable, num_drafts: int) -> None:
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
-def test_temperature_0_says_what_the_target_alone_would_say(name):
+def test_temperature_0_emits_what_the_target_alone_would_emit(name):
     check_greedy(name)
 
 
 def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
-    """With real noise, token for token: whatever the drafts are, out comes what plain sampling says."""
+    """With real noise, token for token: whatever the drafts are, the output is that of plain sampling."""
     model = history(9, 3)
     for seed, position in [(0, 0), (1, 5), (-3, 2**40)]:
         where = {"seed": seed, "temperature": 0.8}
@@ -385,7 +398,7 @@ def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
             assert got.token_ids == list(alone[: agreed + 1])
 
 
-def test_strict_says_token_for_token_what_plain_sampling_says():
+def test_strict_emits_token_for_token_what_plain_sampling_emits():
     check_strict_is_plain_sampling()
 
 
@@ -393,7 +406,7 @@ def test_strict_says_token_for_token_what_plain_sampling_says():
 
 
 def text_book_block(chance: Chance, case: Case, num_drafts: int) -> tuple:
-    """Algorithm 2 of Sun et al. with the reference's formulas on fractions; return (tokens, accepted drafts)."""
+    """Algorithm 2 of Sun et al. by the reference's formulas, in fractions; return (tokens, accepted drafts)."""
     tokens, rows, ratios = (), [], [Fraction(1)]
     for _ in range(num_drafts):
         rows.append([np.array(model(tokens), dtype=object) for model in (case.target, case.draft)])
@@ -417,15 +430,15 @@ def text_book_block(chance: Chance, case: Case, num_drafts: int) -> tuple:
 
 
 def check_block_formulas(case: Case) -> None:
-    """In fractions: the joint law is the target's, and P(accepted >= i, first i drafts = x) is Q(x) p_i(x) for every x."""
+    """In fractions: the joint distribution is the target's, and P(accepted >= i, first i drafts = x) = Q(x) c_i(x)."""
     num_drafts = case.drafts[0]
-    joint = law(lambda chance: text_book_block(chance, case, num_drafts))
-    assert marginal(joint, lambda outcome: outcome[0]) == sequence_law(case.target, num_drafts + 1)
-    for length, blocks in enumerate(standing_blocks(case)):
-        standing = dict.fromkeys(blocks, 0)
+    joint = distribution(lambda chance: text_book_block(chance, case, num_drafts))
+    assert marginal(joint, lambda outcome: outcome[0]) == sequence_distribution(case.target, num_drafts + 1)
+    for length, blocks in enumerate(accepted_blocks(case)):
+        reached = dict.fromkeys(blocks, 0)
         for (tokens, accepted), probability in joint.items():
-            standing[tokens[:length]] += probability if accepted >= length else 0
-        assert standing == blocks
+            reached[tokens[:length]] += probability if accepted >= length else 0
+        assert reached == blocks
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -440,11 +453,11 @@ SEVERAL_STEPS = {
     "V2-K2-2-2": Case(history(3, 2), history(4, 2), (2, 2, 2), 5),
     "V2-K2-1-2": Case(iid(1, 3), iid(2, 1), (2, 1, 2), 5),
 }
-"""Steps that draft and judge positions again that an earlier step did not get to, all of one request with one seed."""
+"""Several steps of one request with one seed: later steps draft positions again whose drafts an earlier step rejected."""
 
 
 @pytest.mark.parametrize("case", SEVERAL_STEPS)
-def test_several_steps_with_one_seed_have_the_law_of_the_target(case):
+def test_several_steps_with_one_seed_are_distributed_as_the_target(case):
     check_method("block", SEVERAL_STEPS[case])
 
 
@@ -453,42 +466,42 @@ def mean(accepted: dict) -> Fraction:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_never_accepted_less_than_tokens_in_the_mean(case):
-    by_blocks, by_tokens = accepted_law_of_blocks(CASES[case]), accepted_law(CASES[case], overlap)
+def test_block_verification_accepts_no_less_than_token_verification_on_average(case):
+    by_blocks, by_tokens = accepted_distribution_of_blocks(CASES[case]), accepted_distribution(CASES[case], overlap)
     assert mean(by_blocks) >= mean(by_tokens)
     for certain in ("target", "draft"):
-        model = likeliest(getattr(CASES[case], certain))
+        model = most_likely(getattr(CASES[case], certain))
         one_sided = replace(CASES[case], **{certain: model})
-        assert accepted_law_of_blocks(one_sided) == accepted_law(one_sided, overlap)
+        assert accepted_distribution_of_blocks(one_sided) == accepted_distribution(one_sided, overlap)
 
 
 def test_the_toy_example_accepts_11_drafts_of_18_by_blocks_and_10_by_tokens():
     toy = Case(iid(1, 2), iid(2, 1), (2,), 3)
-    assert mean(accepted_law_of_blocks(toy)) == Fraction(11, 9)
-    assert mean(accepted_law(toy, overlap)) == Fraction(10, 9)
+    assert mean(accepted_distribution_of_blocks(toy)) == Fraction(11, 9)
+    assert mean(accepted_distribution(toy, overlap)) == Fraction(10, 9)
     check_method("block", toy)
     check_method("probabilistic", toy)
 
 
 def check_deterministic_blocks(case: Case) -> None:
-    """A drafter that always says its likeliest token: with or without its logits, blocks have the law of tokens."""
-    certain = replace(case, draft=likeliest(case.draft))
+    """A drafter that always proposes its most likely token: with or without its logits, as in token verification."""
+    certain = replace(case, draft=most_likely(case.draft))
     check_method("block-no-draft-logits", certain)
-    laws = [
-        law(lambda chance, verify=verify: decode(chance, certain, verify, fresh_domains))
+    distributions = [
+        distribution(lambda chance, verify=verify: decode(chance, certain, verify, fresh_domains))
         for verify in (verify_block, verify_block_without_draft_logits, verify_probabilistic)
     ]
-    assert_same_law(laws[0], laws[2])
-    assert_same_law(laws[1], laws[2])
+    assert_same_distribution(distributions[0], distributions[2])
+    assert_same_distribution(distributions[1], distributions[2])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_of_a_deterministic_drafter_have_the_law_of_tokens(case):
+def test_a_deterministic_drafter_is_accepted_by_blocks_as_by_tokens(case):
     check_deterministic_blocks(CASES[case])
 
 
 def check_impossible_blocks() -> None:
-    """After a draft that either model holds impossible nothing stands, however likely it is."""
+    """A draft with p(x) = 0 or q(x) = 0 is rejected, and so are all drafts after it, however likely they are."""
     fair, certain = [Fraction(1, 2), Fraction(1, 2)], [Fraction(1), Fraction(0)]
     for target_row, draft_row in [(certain, fair), (fair, certain), (certain, certain)]:
         assert block.running_ratio(1, target_row[1], draft_row[1]) == 0
@@ -501,15 +514,15 @@ def check_impossible_blocks() -> None:
             with ideal_noise(chance):
                 return block.verify(target_logits, [0, 1, 0], draft_logits).num_accepted <= 1
 
-        assert_same_law(law(step), {True: 1})
+        assert_same_distribution(distribution(step), {True: 1})
 
 
-def test_no_block_stands_with_an_impossible_draft_in_it():
+def test_no_block_with_an_impossible_draft_is_accepted():
     check_impossible_blocks()
 
 
 def check_margins() -> None:
-    """The margin is how far the running ratio may move before the decision falls the other way, and no further."""
+    """The margin is how far the running ratio can move before the decision changes, and no further."""
     random = np.random.default_rng(0)
     flipped = 0
     for _ in range(2000):
@@ -526,7 +539,7 @@ def check_margins() -> None:
     assert flipped == 2000
 
 
-def test_margins_of_blocks_are_how_far_the_running_ratio_may_move():
+def test_margins_of_blocks_are_how_far_the_running_ratio_can_move():
     check_margins()
 
 
@@ -535,12 +548,12 @@ def test_margins_of_blocks_are_how_far_the_running_ratio_may_move():
 RATES = [Fraction(9, 10), Fraction(1, 3), Fraction(1, 2)]
 
 
-def scheduled_law(case: Case, with_draft_logits: bool) -> dict:
-    """Return the joint law of (tokens, accepted drafts) of a step whose verdicts are scheduled."""
+def scheduled_distribution(case: Case, with_draft_logits: bool) -> dict:
+    """Return the joint distribution of (tokens, accepted drafts) of a step that accepts by a schedule."""
     (num_drafts,) = case.drafts
     outcomes: dict = {}
-    for drafts, probability in sequence_law(case.draft, num_drafts).items():
-        standing = probability
+    for drafts, probability in sequence_distribution(case.draft, num_drafts).items():
+        reached = probability
         for n in range(num_drafts + 1):
             target_row = case.target(drafts[:n])
             emitted = target_row
@@ -550,8 +563,8 @@ def scheduled_law(case: Case, with_draft_logits: bool) -> dict:
             stops = 1 - RATES[n] if n < num_drafts else 1
             for token, share in enumerate(emitted):
                 outcome = (*drafts[:n], token), (n,)
-                outcomes[outcome] = outcomes.get(outcome, 0) + standing * stops * share
-            standing *= 1 - stops
+                outcomes[outcome] = outcomes.get(outcome, 0) + reached * stops * share
+            reached *= 1 - stops
     return outcomes
 
 
@@ -565,7 +578,7 @@ def check_synthetic(case: Case, with_draft_logits: bool) -> None:
         tokens, accepted = decode(chance, replace(case, num_tokens=1 + case.drafts[0]), verify, selection.DRAFT)
         return tokens[: accepted[0] + 1], accepted
 
-    assert_same_law(law(step), scheduled_law(case, with_draft_logits))
+    assert_same_distribution(distribution(step), scheduled_distribution(case, with_draft_logits))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "steps" not in name])
@@ -582,7 +595,7 @@ def check_synthetic_greedy() -> None:
         with ideal_noise(chance):
             return tuple(synthetic.verify(rows, [2, 0], rows, conditional_rates=[0.75, 0.5], temperature=0).token_ids)
 
-    assert_same_law(law(step), {(0,): 0.25, (2, 1): 0.375, (2, 0, 0): 0.375})
+    assert_same_distribution(distribution(step), {(0,): 0.25, (2, 1): 0.375, (2, 0, 0): 0.375})
 
 
 def test_synthetic_at_temperature_0_keeps_the_schedule_and_emits_the_argmax():
@@ -617,12 +630,12 @@ def check_selection(weights: tuple, block_size: int) -> None:
         with ideal_noise(chance), np.errstate(divide="ignore"):
             return selection.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
 
-    assert_same_law(law(draw), dict(enumerate(normalised(weights))))
+    assert_same_distribution(distribution(draw), dict(enumerate(normalised(weights))))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 5, 1024])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_selection_by_blocks_of_any_size_has_the_law_of_the_weights(pair, block_size):
+def test_selection_by_blocks_of_any_size_is_proportional_to_the_weights(pair, block_size):
     for weights in PAIRS[pair]:
         check_selection(weights, block_size)
         # The chain rule, in fractions.
@@ -633,7 +646,7 @@ def test_selection_by_blocks_of_any_size_has_the_law_of_the_weights(pair, block_
 
 
 def check_coupling(target_weights: tuple, draft_weights: tuple, block_size: int | None) -> None:
-    """Target and draft, drawn by `sample` with the same noise, agree as often as the formula says."""
+    """Target and draft, drawn by `sample` with the same noise, are equal as often as the formula says."""
     target_row, draft_row = normalised(target_weights), normalised(draft_weights)
 
     def draw(chance: Chance) -> tuple[int, int]:
@@ -641,16 +654,16 @@ def check_coupling(target_weights: tuple, draft_weights: tuple, block_size: int 
             picks = [selection.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
         return tuple(picks)
 
-    joint = law(draw)
-    for side, row in enumerate((draft_row, target_row)):  # the coupling leaves each side its own law
-        assert_same_law(marginal(joint, lambda picks, side=side: picks[side]), dict(enumerate(row)))
+    joint = distribution(draw)
+    for side, row in enumerate((draft_row, target_row)):  # the coupling does not change either distribution
+        assert_same_distribution(marginal(joint, lambda picks, side=side: picks[side]), dict(enumerate(row)))
     match = strict.match_probability(target_row, draft_row, block_size)
     assert abs(sum(share for (x, y), share in joint.items() if x == y) - match) < EXACT
     distance = total_variation(dict(enumerate(target_row)), dict(enumerate(draft_row)))
     assert match <= 1 - distance
     if block_size is None:
         assert match >= (1 - distance) / (1 + distance)
-        assert match == sum(coupled(target_row, draft_row))  # fractions, by a derivation that shares nothing
+        assert match == sum(coupled(target_row, draft_row))  # in fractions, by an independent derivation
         assert strict.match_probabilities(target_weights, draft_weights) == pytest.approx(
             coupled(target_row, draft_row)
         )
@@ -663,18 +676,18 @@ def test_shared_noise_matches_as_often_as_the_formula_says(pair, block_size):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_race_of_shared_clocks_keeps_both_laws(pair):
+def test_selecting_twice_from_shared_noise_keeps_both_distributions(pair):
     first, second = map(normalised, PAIRS[pair])
-    joint = shared_race(first, second)
+    joint = shared_selection(first, second)
     assert [sum(row) for row in joint] == first
     assert [sum(column) for column in zip(*joint)] == second
     assert all(share >= 0 for row in joint for share in row)
-    assert [list(row) for row in zip(*shared_race(second, first))] == joint
+    assert [list(row) for row in zip(*shared_selection(second, first))] == joint
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_match_formula_is_the_integral_over_the_winning_clock(pair):
-    # Token j wins both races iff its clock e leaves every other clock above max(p_i / p_j, q_i / q_j) e.
+def test_the_match_formula_is_the_integral_over_the_selected_exponential(pair):
+    # Token j, with the exponential number e, is selected by both iff every other E_i is above max(p_i / p_j, q_i / q_j) e.
     target_row, draft_row = (np.array(normalised(weights), dtype=float) for weights in PAIRS[pair])
     formula = strict.match_probabilities(target_row.tolist(), draft_row.tolist())
     for token, (p, q) in enumerate(zip(target_row, draft_row)):
@@ -687,19 +700,19 @@ def test_the_match_formula_is_the_integral_over_the_winning_clock(pair):
 
 
 @pytest.mark.parametrize("block_size", [None, 2, 3])
-def test_the_match_formula_holds_in_a_simulation_of_clocks(block_size):
+def test_the_match_formula_holds_in_a_simulation_of_exponentials(block_size):
     # 400,000 draws; a two-sided false alarm of 1e-6 (4.9 standard deviations) sees an error of about 0.004.
     draws, random = 400_000, np.random.default_rng(0)
     weights = [np.array(row, dtype=float) for row in PAIRS["V5"]]
     size = block_size or 5
     starts = np.arange(0, 5, size)
-    block_clocks = random.exponential(size=(draws, len(starts)))
-    clocks = random.exponential(size=(draws, 5))
+    block_exponentials = random.exponential(size=(draws, len(starts)))
+    exponentials = random.exponential(size=(draws, 5))
     picks = []
     for row in weights:
-        block = (block_clocks / np.add.reduceat(row, starts)).argmin(axis=1)
+        block = (block_exponentials / np.add.reduceat(row, starts)).argmin(axis=1)
         outside = np.arange(5) // size != block[:, None]
-        picks.append(np.where(outside, np.inf, clocks / row).argmin(axis=1))
+        picks.append(np.where(outside, np.inf, exponentials / row).argmin(axis=1))
     match = strict.match_probability(*weights, block_size=block_size)
     low, high = binom.ppf([5e-7, 1 - 5e-7], draws, match)
     assert low <= (picks[0] == picks[1]).sum() <= high
@@ -734,16 +747,16 @@ def test_matches_are_bounded_by_the_total_variation(target_row, draft_row):
 # --- Real noise --------------------------------------------------------------------------------------------------------
 
 GOLDEN = Case(iid(5, 0, 3), iid(3, 5, 0), (1,), 2)
-"""Where recovered tokens from the drafts' own noise are most wrong, by 0.09: golden ratios."""
+"""Recovered tokens that use the draft's noise are wrong by a total variation of 0.09 here."""
 
 CERTAIN = Case(iid(1, 1, 1), iid(0, 1, 0), (1,), 2)
-"""Where recovered tokens from the accept noise are wrong by 1/9: token 0's clock rings late whenever token 1 is rejected."""
+"""Recovered tokens that use the accept noise are wrong by a total variation of 1/9 here, see the power check below."""
 
 REAL_SEEDS = 2_300
 
 
 def check_real_noise(case: Case) -> None:
-    """The joint law of two tokens with the noise that is really used, over 2,300 seeds; false alarm 1e-6."""
+    """The joint distribution of two tokens with the real noise, over 2,300 seeds; the false-alarm rate is 1e-6."""
     target_row, draft_row = (logits(model(())) for model in (case.target, case.draft))
     counts = dict.fromkeys(product(range(3), repeat=2), 0)
     for seed in range(REAL_SEEDS):
@@ -752,30 +765,31 @@ def check_real_noise(case: Case) -> None:
         if len(tokens) == 1:
             tokens.append(selection.sample(target_row, seed=seed, position=1).index)
         counts[tuple(tokens)] += 1
-    expected = sequence_law(case.target, 2)
+    expected = sequence_distribution(case.target, 2)
     assert_law(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
 
 
 @pytest.mark.parametrize("case", [GOLDEN, CERTAIN], ids=["golden", "certain"])
-def test_the_joint_law_holds_with_real_noise(case):
+def test_the_joint_distribution_holds_with_real_noise(case):
     check_real_noise(case)
 
 
 def test_shared_noise_is_wrong_by_more_than_the_statistical_check_sees():
-    # A law wrong by a total variation TV has a chi-square of noncentrality 4 TV^2 N or more.
-    joint = law(lambda chance: decode(chance, GOLDEN, verify_probabilistic, selection.SELECT))
-    wrong = float(total_variation(marginal(joint, lambda outcome: outcome[0]), sequence_law(GOLDEN.target, 2)))
+    # A distribution that is wrong by a total variation TV has a chi-square of noncentrality 4 TV^2 N or more.
+    joint = distribution(lambda chance: decode(chance, GOLDEN, verify_probabilistic, selection.SELECT))
+    wrong = float(total_variation(marginal(joint, lambda outcome: outcome[0]), sequence_distribution(GOLDEN.target, 2)))
     assert 0.089 < wrong < 0.091
-    # A rejection, u > 1/3, means that clock 0 rings after log(3/2): it beats clock 2 with 1/3, not 1/2.
+    # A rejection, u > 1/3, also means that the exponential of token 0 is large: it is selected with 1/3, not 1/2.
     for distance, degrees in [(wrong, 3), (1 / 9, 8)]:
         threshold = chi2.isf(FALSE_ALARM, degrees)
         assert ncx2.cdf(threshold, degrees, 4 * distance**2 * REAL_SEEDS) < 0.001
 
 
 def check_real_selection() -> None:
-    """A token that weighs as much as 64 others together is drawn half of the time.
+    """A token with the weight of 64 others together is drawn half of the time.
 
-    500 seeds and a false alarm of 1e-6 see an error of 0.17. Gumbel noise of the wrong sign would draw it 9 times in 10.
+    With 500 seeds and a false-alarm rate of 1e-6 an error of 0.17 is seen. Gumbel noise of the wrong sign would draw the
+    token 9 times in 10.
     """
     weights = np.ones(65)
     weights[30] = 64
@@ -790,7 +804,7 @@ def test_real_noise_has_the_right_sign():
 # --- Mutants -----------------------------------------------------------------------------------------------------------
 
 
-def laws(method: str, *cases: str) -> Callable[[], None]:
+def method_on(method: str, *cases: str) -> Callable[[], None]:
     def check() -> None:
         for case in cases:
             check_method(method, CASES[case])
@@ -810,13 +824,13 @@ def deterministic() -> None:
     check_deterministic(CASES["history-V3-K2"])
 
 
-def synthetic_laws() -> None:
+def synthetic_cases() -> None:
     check_synthetic(CASES["history-V3-K2"], with_draft_logits=True)
     check_synthetic(CASES["history-V3-K2"], with_draft_logits=False)
     check_synthetic(CASES["ragged-1-of-3"], with_draft_logits=True)
 
 
-def selection_laws() -> None:
+def selection_cases() -> None:
     check_selection((5, 1, 3, 1, 2), block_size=2)
 
 
@@ -856,22 +870,22 @@ def several_steps() -> None:
 
 
 def accepted_by_blocks() -> None:
-    """The accepted length alone, which is not what makes an output exact, but is what the method is for."""
+    """The number of accepted drafts alone. The output is exact without it, but it is the purpose of the method."""
     for case in (CASES["history-V2-K3"], CASES["ragged-1-of-3"]):
-        joint = law(lambda chance, case=case: decode(chance, case, verify_block, fresh_domains))
-        assert_same_law(marginal(joint, lambda outcome: outcome[1][0]), accepted_law_of_blocks(case))
+        joint = distribution(lambda chance, case=case: decode(chance, case, verify_block, fresh_domains))
+        assert_same_distribution(marginal(joint, lambda outcome: outcome[1][0]), accepted_distribution_of_blocks(case))
 
 
-blocks = laws("block", "history-V3-K2", "history-V3-K3")
-ragged_blocks = laws("block", "ragged-1-of-3", "ragged-2-of-4")
-warm_blocks = laws("block", "temperature-0.6")
-joint = laws("probabilistic", "history-V3-K2")
-ragged = laws("probabilistic", "ragged-1-of-3", "ragged-0-of-2")
-warm = laws("probabilistic", "temperature-0.6")
-one_more = laws("probabilistic", "one-more-token")
-strict_joint = laws("strict", "history-V3-K2")
-strict_iid = laws("strict", "iid-V3-K2")
-strict_warm = laws("strict", "temperature-0.6")
+blocks = method_on("block", "history-V3-K2", "history-V3-K3")
+ragged_blocks = method_on("block", "ragged-1-of-3", "ragged-2-of-4")
+warm_blocks = method_on("block", "temperature-0.6")
+joint = method_on("probabilistic", "history-V3-K2")
+ragged = method_on("probabilistic", "ragged-1-of-3", "ragged-0-of-2")
+warm = method_on("probabilistic", "temperature-0.6")
+one_more = method_on("probabilistic", "one-more-token")
+strict_joint = method_on("strict", "history-V3-K2")
+strict_iid = method_on("strict", "iid-V3-K2")
+strict_warm = method_on("strict", "temperature-0.6")
 
 B, P, S = block, probabilistic, selection
 
@@ -887,7 +901,7 @@ MUTANTS = [
     Mutant("residual not normalised", P.residual, "weights / total if", "weights if", formulas),
     Mutant("residual p", P.residual, "weights / total if total > 0 else target_probs", "target_probs", formulas),
     Mutant("alpha from maxima", P.acceptance_rate, "np.minimum(", "np.maximum(", closed_forms),
-    Mutant("no bonus token in the mean", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
+    Mutant("no bonus token in the average", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
            closed_forms),
     Mutant("no bonus token in table 1", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
            check_published_speedups),
@@ -928,10 +942,10 @@ MUTANTS = [
            "target_logprobs = log_softmax(target_logits[offset + 1]", joint),
     Mutant("draft row of the first position", P.draft_log_softmax, "draft_logits[offset]", "draft_logits[0]", joint),
     Mutant("go on after a rejection", P.verify,
-           "return Verdict([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)",
+           "return Outcome([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)",
            "drafts[offset] = recovered.index", joint),
-    Mutant("emit the rejected draft", P.verify, "Verdict([*drafts[:offset], recovered.index]",
-           "Verdict([*drafts[:offset], token]", joint),
+    Mutant("emit the rejected draft", P.verify, "Outcome([*drafts[:offset], recovered.index]",
+           "Outcome([*drafts[:offset], token]", joint),
     Mutant("bonus from the last draft's row", P.verify, "last_row = target_logits[len(drafts)]",
            "last_row = target_logits[len(drafts) - 1]", joint),
     Mutant("bonus from the last slot's row", P.verify, "last_row = target_logits[len(drafts)]",
@@ -966,8 +980,8 @@ MUTANTS = [
     Mutant("accept with the mass over the ratio", B.acceptance_probability, "mass / (mass + 1 - ratio)",
            "mass / ratio if ratio else 0", block_formulas),
     # Blocks: the search.
-    Mutant("stop at the first failure", B.verify, "if stands.index:\n            accepted = count\n            break",
-           "if not stands.index:\n            accepted = count - 1\n        elif count + 1 == len(log_ratios):\n"
+    Mutant("stop at the first failure", B.verify, "if decision.index:\n            accepted = count\n            break",
+           "if not decision.index:\n            accepted = count - 1\n        elif count + 1 == len(log_ratios):\n"
            "            accepted = count", blocks),
     Mutant("first success, not last", B.verify, "range(len(log_ratios) - 1, 0, -1)", "range(1, len(log_ratios))", blocks),
     Mutant("all or nothing", B.verify, "range(len(log_ratios) - 1, 0, -1)",
@@ -1038,12 +1052,12 @@ MUTANTS = [
     Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", greedy_everywhere),
     # Selection.
     Mutant("block by its maximum, not its sum", S.select, "log_sum(log_weights[start : start + block_size])",
-           "log_weights[start : start + block_size].max()", selection_laws),
+           "log_weights[start : start + block_size].max()", selection_cases),
     Mutant("block by its unnormalised mean", S.select, "log_sum(log_weights[start : start + block_size])",
            "log_sum(log_weights[start : start + block_size]) - np.log(len(log_weights[start : start + block_size]))",
-           selection_laws),
-    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]", selection_laws),
-    Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_laws),
+           selection_cases),
+    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]", selection_cases),
+    Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_cases),
     Mutant("wrong sign in the noise, seen in real noise", philox.gumbel, "-np.log(-np.log1p", "np.log(-np.log1p",
            check_real_selection),
     Mutant("drafts share the target's noise", S.sample, "log_softmax(logits, temperature), seed, position, domains)",
@@ -1052,16 +1066,16 @@ MUTANTS = [
     Mutant("match without blocks", strict.match_probability, "size = block_size or len(target_probs)",
            "size = len(target_probs)", coupling),
     # Synthetic.
-    Mutant("accept the complement", synthetic.verify, "if not accepted.index:", "if accepted.index:", synthetic_laws),
+    Mutant("accept the complement", synthetic.verify, "if not decision.index:", "if decision.index:", synthetic_cases),
     Mutant("first rate at every position", synthetic.verify, "conditional_rates[offset]", "conditional_rates[0]",
-           synthetic_laws),
+           synthetic_cases),
     Mutant("same accept noise at every position", synthetic.verify, "uniform(seed, position + offset",
-           "uniform(seed, position", synthetic_laws),
+           "uniform(seed, position", synthetic_cases),
     Mutant("joint for conditional rates", synthetic.verify, "conditional_rates[offset])",
-           "np.prod(conditional_rates[: offset + 1]))", synthetic_laws),
-    Mutant("emit from p after a rejection", synthetic.verify, "or draft_logits is None", "or True", synthetic_laws),
+           "np.prod(conditional_rates[: offset + 1]))", synthetic_cases),
+    Mutant("emit from p after a rejection", synthetic.verify, "or draft_logits is None", "or True", synthetic_cases),
     Mutant("draft row of the first position", synthetic.verify, "draft_logits[offset]", "draft_logits[0]",
-           synthetic_laws),
+           synthetic_cases),
     Mutant("draw at temperature 0", synthetic.verify, "emitted = greedy.argmax(row)", "emitted = sample(row, **where)",
            check_synthetic_greedy),
 ]  # fmt: skip
@@ -1072,6 +1086,6 @@ def test_mutants_are_caught(mutant):
     assert_caught(mutant)
 
 
-def test_what_catches_mutants_passes_the_reference():
-    for check in {mutant.check for mutant in MUTANTS} - {golden, certain}:  # which have a test of their own
+def test_checks_that_catch_mutants_pass_on_the_reference():
+    for check in {mutant.check for mutant in MUTANTS} - {golden, certain}:  # these two have a test of their own
         check()

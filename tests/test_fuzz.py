@@ -1,4 +1,4 @@
-"""Hostile calls: whatever is passed, the answer is right or an error names the argument at fault."""
+"""Hostile calls: for any arguments, the result is right or an error names the wrong argument."""
 
 import math
 import re
@@ -81,8 +81,8 @@ def negated_lazily(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS = [resident, transposed, strided, padded, differentiable, made_in_inference_mode, negated_lazily]
-# Hypothesis chooses the structure of a call. NumPy draws its values, seeded by all of the structure: when Hypothesis varies
-# one thing, every value is another.
+# Hypothesis chooses the structure of a call. NumPy draws its values, seeded by the whole structure: if Hypothesis changes
+# one part of it, all values change.
 structures = st.fixed_dictionaries(
     {
         "batch": st.sampled_from([4, 3, 2, 1, 0]),
@@ -107,7 +107,7 @@ def pick(random: np.random.Generator, values):
 
 
 def make_logits(random: np.random.Generator, shape, dtype, scale: float, trouble: float) -> Tensor:
-    """Even or random rows, with troublesome values in a share of the places, and some rows full of them."""
+    """Flat or random rows, with special values in some places, and some rows filled with them."""
     values, rows = random.normal(size=shape) * scale, (*shape[:-1], 1)
     values = np.where(random.random(shape) < trouble, random.choice(LOGITS, shape), values)
     values = np.where(random.random(rows) < trouble / 2, random.choice(LOGITS, rows), values)
@@ -115,7 +115,7 @@ def make_logits(random: np.random.Generator, shape, dtype, scale: float, trouble
 
 
 def make_scalars(random: np.random.Generator, batch: int) -> dict:
-    """Temperature, seeds and positions, each as a tensor or in another way."""
+    """Temperature, seeds and positions, each as a tensor or in another allowed form."""
     temperatures = np.where(
         random.random(batch) < 0.5, random.choice(TEMPERATURES, batch), random.uniform(0.1, 3, batch)
     )
@@ -138,7 +138,7 @@ def make_row_call(random: np.random.Generator, structure: dict) -> dict:
 
 
 def make_call(random: np.random.Generator, structure: dict) -> dict:
-    """Valid arguments for a sampler. Half the drafts are the target's likeliest tokens, or several would never stand."""
+    """Valid arguments for a sampler. Half of the drafts are the target's most likely tokens, so that some are accepted."""
     batch, drafts, vocab = structure["batch"], structure["drafts"], structure["vocab"]
     target_dtype, draft_dtype = structure["dtypes"]
     scale, trouble, alike = structure["scale"], structure["trouble"], structure["alike"]
@@ -163,7 +163,7 @@ def make_call(random: np.random.Generator, structure: dict) -> dict:
 
 
 def laid_out(random: np.random.Generator, call: dict, device: str) -> dict:
-    """The same values on a device, each tensor in a layout of its own."""
+    """The same values on a device, each tensor in a random layout."""
     return {
         name: pick(random, LAYOUTS)(value.to(device)) if isinstance(value, Tensor) else value
         for name, value in call.items()
@@ -177,7 +177,7 @@ def make_sampler(random: np.random.Generator, method: str, place) -> RejectionSa
 
 
 def with_logsumexp(sampler: RejectionSampler, call: dict) -> dict:
-    """Fill in what the sampler's own `draft` returns where the call asks for it."""
+    """Put in what the sampler's own `draft` returns, if the call asks for it."""
     if not isinstance(call["draft_logsumexp"], str):
         return call
     draft, temperature = call["draft_logits"], call["temperature"]
@@ -193,7 +193,7 @@ def with_logsumexp(sampler: RejectionSampler, call: dict) -> dict:
 
 
 def bits(value) -> object:
-    """What must not change in an argument: the bits of a tensor or an array, so that NaNs compare by their payload."""
+    """The bits of a tensor or an array, which must not change. As integers, so that NaNs compare by their payload."""
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_meta:
@@ -207,7 +207,7 @@ def bits(value) -> object:
 
 
 def attempt(use, call: dict):
-    """Call, warnings being errors and the arguments unchanged after it; return what it returns or raises."""
+    """Call with warnings as errors, check that no argument has changed, and return the result or the error."""
     before = {name: bits(value) for name, value in call.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -224,7 +224,7 @@ def assert_names(error: Exception, names) -> None:
     assert type(error) in (TypeError, ValueError)
     named = re.match(r"(\w+)(\[\d+\])?: ", str(error))
     assert named is not None, f"names no argument: {error}"
-    assert named[1] in names, f"names an argument that there is not: {error}"
+    assert named[1] in names, f"names an argument that does not exist: {error}"
 
 
 def assert_well_formed(output: SamplerOutput, call: dict) -> None:
@@ -248,16 +248,16 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Agreement with the reference
 #
-# A decision may fall otherwise where the reference's margin is inside the rounding of the dtype worked in. That is 1e-4
-# nats in float32 and 1e-9 in float64; log-probabilities of a thousand nats and more round by a millionth of themselves;
-# and a logsumexp handed over in float32 rounds too.
+# A decision may differ where the reference's margin is within the rounding of the dtype that is computed in: 1e-4 nats in
+# float32 and 1e-9 in float64. Log-probabilities of a thousand nats and more round by a millionth of their size, and a
+# logsumexp that is given in float32 is rounded, too.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Request:
-    """One request of a call as the reference sees it: float64 rows and plain numbers.
+    """One request of a call as the reference takes it: float64 rows and plain numbers.
 
-    Triton works on all logits in float32, so the reference is given what float32 makes of them.
+    Triton computes in float32, so for it the reference is given the logits rounded to float32.
     """
 
     def __init__(self, call: dict, index: int, single: bool = False) -> None:
@@ -271,7 +271,7 @@ class Request:
         self.position = 0 if positions is None else int(positions[index])
         self.temperature = float(temperature[index] if isinstance(temperature, Tensor) else temperature)
         if not self.temperature >= 0:
-            self.temperature = 0.0  # what a device makes of it
+            self.temperature = 0.0  # on a device invalid temperatures count as 0
         rows = [tensor[index].double().resolve_neg().cpu().numpy() for tensor in tensors]
         self.target, self.draft = rows[0], (rows[1] if len(rows) == 2 else None)
 
@@ -284,7 +284,7 @@ class Request:
         return 1e-9 if self.double else 1e-4
 
     def comparable(self) -> bool:
-        """Whether float32 has room for the request's quotients of logits and temperature."""
+        """Whether the quotients of logits and temperature are in the range of float32."""
         if self.temperature == 0 or self.double:
             return True
         rows = self.target if self.draft is None else np.concatenate([self.target, self.draft])
@@ -298,77 +298,77 @@ def logprobs(rows: np.ndarray, offset: int, request: Request) -> np.ndarray:
     return selection.log_softmax(rows[offset], request.temperature)
 
 
-def judge(method: str, rates, call: dict, output: SamplerOutput, index: int, single: bool) -> str:
-    """Compare one request's tokens with the reference's; say how that was possible."""
+def compare(method: str, rates, call: dict, output: SamplerOutput, index: int, single: bool) -> str:
+    """Compare one request's tokens with the reference's. Return how they compare: "same", "close", ..."""
     request = Request(call, index, single)
     ids, known = call["draft_token_ids"][index].tolist(), call["draft_logsumexp"]
     drafts = leading_drafts(ids, request.target.shape[1])
     if not request.comparable():
         return "incomparable"
     if method == "strict":
-        verdict = strict.verify(request.target, ids, **request.arguments)
+        outcome = strict.verify(request.target, ids, **request.arguments)
     elif method == "probabilistic":
-        verdict = probabilistic.verify(request.target, ids, request.draft, **request.arguments)
+        outcome = probabilistic.verify(request.target, ids, request.draft, **request.arguments)
     elif method == "block":
-        verdict = block.verify(request.target, ids, request.draft, **request.arguments)
+        outcome = block.verify(request.target, ids, request.draft, **request.arguments)
     else:
-        verdict = synthetic.verify(request.target, ids, request.draft, conditional_rates=rates, **request.arguments)
+        outcome = synthetic.verify(request.target, ids, request.draft, conditional_rates=rates, **request.arguments)
     tokens = output.token_ids[index].tolist()[: int(output.num_tokens[index])]
-    if (tokens, bool(output.invalid[index])) == (verdict.token_ids, verdict.invalid):
+    if (tokens, bool(output.invalid[index])) == (outcome.token_ids, outcome.invalid):
         return "same"
-    assert request.temperature > 0, f"greedy rounds nothing: {tokens} != {verdict}"
+    assert request.temperature > 0, f"greedy rounds nothing: {tokens} != {outcome}"
 
     band, log_ratio_before = request.band, 0.0
     if method in ("probabilistic", "block") and request.draft is not None:
         roundings = [0.0]
-        for offset, token in enumerate(drafts if method == "block" else drafts[: verdict.num_accepted + 1]):
+        for offset, token in enumerate(drafts if method == "block" else drafts[: outcome.num_accepted + 1]):
             sides = [logprobs(rows, offset, request)[token] for rows in (request.target, request.draft)]
             for rows, side in zip((request.target, request.draft), sides):
                 if side < -1e30 and np.isfinite(rows[offset][token]):
-                    return "incomparable"  # floats have no room for its own log-probability
+                    return "incomparable"  # its log-probability is outside the range of floats
                 roundings.append(abs(side) * (1e-13 if request.double else 1e-6) if side > -INF else 0.0)
             if known is not None:
                 roundings.append(1e-6 * abs(float(known[index, offset])))
-            if method == "block" and offset < verdict.num_accepted:
+            if method == "block" and offset < outcome.num_accepted:
                 log_ratio_before = min(0.0, log_ratio_before + sides[0] - sides[1])
-        # The running ratio of a block gathers the roundings of all drafts.
+        # The running ratio of a block adds up the roundings of all drafts.
         band = max(band, sum(roundings) if method == "block" else max(roundings))
-    if verdict.margin <= band:
+    if outcome.margin <= band:
         return "close"
 
-    # Where p and q nearly agree everywhere, rounding decides what is left of p - q; of c p - q for the running ratio c.
-    recovered = verdict.num_accepted < len(drafts) and request.draft is not None and method != "strict"
-    assert recovered, f"{tokens} != {verdict}"
-    assert tokens[:-1] == verdict.token_ids[:-1], f"{tokens} != {verdict}"
-    target, draft = (logprobs(rows, verdict.num_accepted, request) for rows in (request.target, request.draft))
+    # Where p and q are nearly equal everywhere, rounding decides where p - q is positive; c p - q for the running ratio c.
+    recovered = outcome.num_accepted < len(drafts) and request.draft is not None and method != "strict"
+    assert recovered, f"{tokens} != {outcome}"
+    assert tokens[:-1] == outcome.token_ids[:-1], f"{tokens} != {outcome}"
+    target, draft = (logprobs(rows, outcome.num_accepted, request) for rows in (request.target, request.draft))
     log_ratio = np.where(target > -INF, draft - target - log_ratio_before, INF)
     near = 1e-6 if request.double else 0.05
-    assert (np.abs(log_ratio[target > -700]) < near).any(), f"{tokens} != {verdict}"
+    assert (np.abs(log_ratio[target > -700]) < near).any(), f"{tokens} != {outcome}"
     assert log_ratio[tokens[-1]] <= (1e-12 if request.double else 1e-5), (
         f"emitted a token that p says less often: {tokens}"
     )
     return "near-empty residual"
 
 
-def judge_all(sampler: RejectionSampler, call: dict, output: SamplerOutput) -> list[str]:
+def compare_all(sampler: RejectionSampler, call: dict, output: SamplerOutput) -> list[str]:
     assert_well_formed(output, call)
     if call["seeds"] is None:
         return []
     if call["draft_logsumexp"] is not None and not torch.equal(
         call["draft_logsumexp"], with_logsumexp(sampler, call | {"draft_logsumexp": "from draft"})["draft_logsumexp"]
     ):
-        return []  # handed a wrong logsumexp: any token will do
+        return []  # the given logsumexp is wrong: any token of the vocabulary is right
     rates = None if sampler.schedule is None else sampler.schedule.conditional_rates
     with np.errstate(all="ignore"):
         single = sampler.backend == "triton"
-        return [judge(sampler.method, rates, call, output, index, single) for index in range(len(output.token_ids))]
+        return [compare(sampler.method, rates, call, output, index, single) for index in range(len(output.token_ids))]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
 @pytest.mark.parametrize("method", METHODS)
 def test_hostile_values_give_the_tokens_of_the_reference(place, method, masked):
     if masked and place != ("eager", "cpu"):
-        pytest.skip("only the eager backend on the CPU has another way to go")
+        pytest.skip("only the eager backend on the CPU computes in two ways")
     outcomes = []
 
     @hostile
@@ -381,7 +381,7 @@ def test_hostile_values_give_the_tokens_of_the_reference(place, method, masked):
             call = with_logsumexp(sampler, call)
             output = attempt(sampler, call)
             assert not isinstance(output, Exception), output
-            outcomes.extend(judge_all(sampler, call, output))
+            outcomes.extend(compare_all(sampler, call, output))
 
     run()
     assert outcomes.count("same") >= 0.8 * len(outcomes) > 100
@@ -390,7 +390,7 @@ def test_hostile_values_give_the_tokens_of_the_reference(place, method, masked):
 @pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
 def test_hostile_rows_are_sampled_as_by_the_reference(place, masked):
     if masked and place != ("eager", "cpu"):
-        pytest.skip("only the eager backend on the CPU has another way to go")
+        pytest.skip("only the eager backend on the CPU computes in two ways")
     compared = []
 
     @hostile
@@ -442,7 +442,7 @@ ANYTHING = [
     3,
     2**63,
     10**400,
-    10**5000,  # longer than Python cares to print
+    10**5000,  # longer than Python prints
     -0.5,
     0.5,
     NAN,
@@ -511,7 +511,7 @@ WRONG_VALUES = [NAN, INF, -INF, -1, -2, 1, BLOCK_SIZE, 2**31 - 1, -(2**31)]
 
 
 def with_value(tensor: Tensor, value: float, everywhere: bool) -> Tensor:
-    """The tensor with a value in its first place or in all, as near as its dtype comes to it."""
+    """The tensor with a value in its first place or in all, rounded to its dtype."""
     if not tensor.is_floating_point():
         value = int(value) if math.isfinite(value) else -3
     wide = torch.float64 if tensor.is_floating_point() else torch.int64
@@ -522,7 +522,7 @@ def with_value(tensor: Tensor, value: float, everywhere: bool) -> Tensor:
 
 
 def broken(value, random: np.random.Generator):
-    """Another value for an argument: anything at all, or what it was after something was done to it."""
+    """Another value for an argument: any value at all, or the old one changed."""
     how = pick(random, ["value", "tensor", "tensor", "anything"]) if isinstance(value, Tensor) else "anything"
     if how == "value":
         return with_value(value, pick(random, WRONG_VALUES), everywhere=random.random() < 0.5)
@@ -530,19 +530,19 @@ def broken(value, random: np.random.Generator):
         try:
             return pick(random, list(BREAK.values()))(value)
         except (RuntimeError, IndexError, ValueError):
-            return None  # it cannot be done to a tensor of this dtype or shape
+            return None  # impossible for a tensor of this dtype or shape
     return pick(random, ANYTHING)
 
 
 def is_tensor(value, dtypes, shape=None, device=None) -> bool:
-    """Whether it is a tensor that holds data, of one of the dtypes, and of the shape and on the device if they matter."""
+    """Whether it is a tensor with data, of one of the dtypes, and of the shape and on the device if these are given."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested or value.is_meta:
         return False
     return value.dtype in dtypes and shape in (None, tuple(value.shape)) and device in (None, value.device)
 
 
 def is_real(value, low, high) -> bool:
-    """Whether it is a number, but no truth value, that a float can hold, in [low, high]."""
+    """Whether it is a number in [low, high], not a bool, and in the range of floats."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, Fraction, np.integer, np.floating)):
         return False
     try:
@@ -556,7 +556,7 @@ def is_count(value) -> bool:
 
 
 def scalars_are_valid(call: dict, batch: int, device, look: bool) -> bool:
-    """Whether temperature, seeds and positions keep the contract."""
+    """Whether temperature, seeds and positions are valid."""
     temperature, seeds, positions = call["temperature"], call["seeds"], call["positions"]
     if is_tensor(temperature, FLOATS, (batch,), device):
         if look and not all(0 <= value < INF for value in temperature.tolist()):
@@ -576,12 +576,12 @@ def scalars_are_valid(call: dict, batch: int, device, look: bool) -> bool:
 
 
 def rows_are_valid(logits, ndim: int) -> bool:
-    """Whether logits keep the contract on their own."""
+    """Whether logits are valid by themselves."""
     return is_tensor(logits, FLOATS) and logits.ndim == ndim and logits.shape[-1] > 0
 
 
 def call_is_valid(call: dict, schedule: AcceptanceSchedule | None, look: bool) -> bool:
-    """Whether a call keeps the contract, in words of its own."""
+    """Whether a call is valid: the contract, written independently of the package."""
     target, ids, draft, logsumexp = (
         call[name] for name in ("target_logits", "draft_token_ids", "draft_logits", "draft_logsumexp")
     )
@@ -606,13 +606,13 @@ def call_is_valid(call: dict, schedule: AcceptanceSchedule | None, look: bool) -
 
 
 def break_some(call: dict, name: str, random: np.random.Generator) -> dict:
-    """Break an argument of a call, and now and then another one too."""
+    """Break an argument of a call, and sometimes another one, too."""
     names = {name, pick(random, sorted(call))} if random.random() < 0.2 else {name}
     return call | {name: broken(call[name], random) for name in sorted(names)}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_are_answered_if_and_only_if_they_keep_the_contract(place, method):
+def test_calls_are_answered_if_and_only_if_they_are_valid(place, method):
     answered, refused = [], []
 
     @hostile
@@ -626,7 +626,7 @@ def test_calls_are_answered_if_and_only_if_they_keep_the_contract(place, method)
             result = attempt(sampler, call)
             if call_is_valid(call, sampler.schedule, look=place[1] == "cpu"):
                 assert not isinstance(result, Exception), result
-                answered.append(judge_all(sampler, call, result))
+                answered.append(compare_all(sampler, call, result))
             else:
                 assert isinstance(result, Exception), f"answered {result}"
                 assert_names(result, call)
@@ -637,7 +637,7 @@ def test_calls_are_answered_if_and_only_if_they_keep_the_contract(place, method)
     assert len(refused) > 100
 
 
-def test_rows_are_sampled_if_and_only_if_they_keep_the_contract(place):
+def test_rows_are_sampled_if_and_only_if_they_are_valid(place):
     answered, refused = [], []
 
     @hostile
@@ -675,7 +675,7 @@ anything = st.sampled_from(ANYTHING)
     anything | st.sampled_from(["auto", "eager"]),
     anything | st.builds(AcceptanceSchedule.from_rates, st.sampled_from([[0.5], [1.0, 0.0]])) | st.none(),
 )
-def test_samplers_are_made_if_and_only_if_they_keep_the_contract(method, backend, schedule):
+def test_samplers_are_made_if_and_only_if_their_arguments_are_valid(method, backend, schedule):
     valid = isinstance(method, str) and method in METHODS and isinstance(backend, str) and backend in ("auto", "eager")
     valid &= (
         isinstance(schedule, AcceptanceSchedule)
@@ -699,7 +699,7 @@ SHAPES = ["decay", "constant", "minimum_variance"]
 rates = (
     anything | st.floats(0, 1) | st.sampled_from([0, 1, -0.0, 5e-324, -5e-324, 1 - 2**-53, 1 + 2**-52, np.float16(0.3)])
 )
-# Not the huge ones: a schedule is a number per draft token, and nothing says how many are too many.
+# No huge ones: a schedule has a number for each draft token, and there is no limit on how many.
 counts = (
     st.sampled_from([value for value in ANYTHING if not isinstance(value, int) or value < 10**6])
     | st.integers(-1, 40)

@@ -1,5 +1,7 @@
 """Greedy requests: maxima only, in every method."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -40,27 +42,26 @@ def test_half_precision_ties_go_to_the_lowest_id(place):
 def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
     batch = case(40, 3, 500, torch.float32, greedy=0.5)
     random = int((batch.temperature > 0).sum())
-    rows_seen = []
-    centre = selection.centre
+    rows_read = []
+    read = selection.read
 
-    def counting(logits, temperature):
-        assert (temperature > 0).all()
-        rows_seen.append(len(logits))
-        return centre(logits, temperature)
+    def counting(models, dtype):
+        rows_read.extend(logits.shape[:-1].numel() for logits in models)
+        return read(models, dtype)
 
     for room in ("strict", "probabilistic"):
-        monkeypatch.setattr(f"specdecode.eager.{room}.centre", counting)
+        monkeypatch.setattr(f"specdecode.eager.{room}.read", counting)
     RejectionSampler(method)(
         batch.target_logits, batch.draft_token_ids, batch.draft_logits, temperature=batch.temperature, seeds=0
     )
-    # A random request reads at most 4 target and 4 draft rows; were greedy ones computed too, temperature 0 would show.
-    assert 0 < sum(rows_seen) <= 8 * random
+    # A random request reads at most 3 rows of each model, and 2 rows more to emit.
+    assert 0 < sum(rows_read) <= 8 * random
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_greedy_batch_computes_no_softmax_on_any_device(method, monkeypatch):
     for room in ("strict", "probabilistic"):
-        monkeypatch.setattr(f"specdecode.eager.{room}.centre", lambda *_: pytest.fail("a softmax"))
+        monkeypatch.setattr(f"specdecode.eager.{room}.read", lambda *_: pytest.fail("a softmax"))
     batch = case(10, 3, 50, torch.float32)
     with like_a_device():
         RejectionSampler(method)(batch.target_logits, batch.draft_token_ids, batch.draft_logits, temperature=0)
@@ -74,3 +75,18 @@ def test_a_synthetic_schedule_rules_over_greedy_requests_too(place):
         target, torch.tensor([[3, 3, 3], [3, -1, 3]], device=device), temperature=0
     )
     assert output.token_ids.tolist() == [[3, 3, 2, -1], [3, 1, -1, -1]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
+def test_temperatures_too_small_for_float32_are_not_greedy(method, masked):
+    # Rows are computed in float32, where 1e-300 is 0. Both tokens are equally likely at any temperature but 0.
+    requests = 100
+    target = torch.tensor([1.0, 3.0, 3.0]).expand(requests, 1, 3)
+    no_drafts = torch.zeros(requests, 0, dtype=torch.int64), torch.zeros(requests, 0, 3)
+    temperature = torch.full((requests,), 1e-300, dtype=torch.float64)
+    temperature[::2] = 0
+    with like_a_device() if masked else nullcontext():
+        tokens = METHODS[method](target, *no_drafts, temperature=temperature, seeds=0).token_ids[:, 0]
+    assert set(tokens[::2].tolist()) == {1}
+    assert set(tokens[1::2].tolist()) == {1, 2}

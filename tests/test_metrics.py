@@ -1,7 +1,11 @@
 """Acceptance statistics: the counts against plain Python, the printed block, and updates that wait for no device."""
 
+import copy
 import math
+import pickle
 import random
+import sys
+import threading
 
 import pytest
 import torch
@@ -137,6 +141,53 @@ def test_reset_starts_again() -> None:
     assert_counts(stats, [(1, 3)])
 
 
+def test_counts_beyond_32_bits_are_exact() -> None:
+    stats = AcceptanceStats(num_draft_tokens=2, device="cpu")
+    stats._counts.fill_(2**31 - 1)  # as many as would take months to count
+    stats.update(make_output([2, 1], width=2))
+    assert (stats.drafts, stats.draft_tokens, stats.accepted_tokens) == (2**31 + 1, 2**32 + 2, 2**32 + 1)
+
+
+def test_reset_keeps_the_counters_that_captured_graphs_write_to() -> None:
+    stats = AcceptanceStats(num_draft_tokens=2)
+    stats.update(make_output([1], width=2))
+    captured = stats._counts  # what a graph would add to, at its address
+    stats.reset()
+    captured += 1
+    assert (stats.drafts, stats.accepted_tokens) == (1, 2)
+
+
+def test_threads_may_update_the_same_statistics() -> None:
+    # Without a lock 60 of 100 rounds lost counts, all of them in the first update, which makes the counters.
+    output, num_threads, before = make_output([1, 2]), 8, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            stats, barrier = AcceptanceStats(num_draft_tokens=3), threading.Barrier(num_threads)
+
+            def work(stats: AcceptanceStats = stats, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                stats.update(output)
+
+            threads = [threading.Thread(target=work) for _ in range(num_threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert_counts(stats, [(1, 3), (2, 3)] * num_threads)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_statistics_can_be_copied_and_sent_to_other_processes() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([1]))
+    for copied in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+        copied.update(make_output([2]))
+        assert_counts(copied, [(1, 3), (2, 3)])
+    assert_counts(stats, [(1, 3)])
+
+
 def test_update_reads_no_values() -> None:
     AcceptanceStats(num_draft_tokens=3).update(make_output([1, 2], device="meta"))  # which have none
 
@@ -193,6 +244,12 @@ def test_other_things_than_outputs_are_refused(output: object) -> None:
 def test_bad_draft_counts_are_named(num_draft_tokens: object, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"num_draft_tokens: expected a positive int, got {num_draft_tokens!r}"):
         AcceptanceStats(num_draft_tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu:99", "nonsense", 0.5])
+def test_devices_that_are_not_there_are_named(device: object) -> None:
+    with pytest.raises(ValueError, match=f"^device: expected a device that PyTorch can use here, got {device!r}"):
+        AcceptanceStats(num_draft_tokens=3, device=device)  # type: ignore[arg-type]
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

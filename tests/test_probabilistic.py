@@ -1,14 +1,16 @@
 """Probabilistic verification: tokens against the reference, and the laws of what comes out."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
 from reference import probabilistic
 from specdecode import RejectionSampler
-from specdecode.eager.probabilistic import residual_weights
+from specdecode.eager.probabilistic import residual
 from tests import laws
-from tests.differential import assert_same_tokens, case
+from tests.differential import assert_same_tokens, case, like_a_device
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -100,12 +102,49 @@ def test_a_logsumexp_too_large_for_float32_does_not_change_the_law(place, temper
 
 
 @pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
-def test_residual_weights_stay_accurate_where_target_and_draft_nearly_agree(closeness):
+def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     generator = torch.Generator().manual_seed(0)
     target = 2 * torch.randn(4, 3000, generator=generator)
     draft = target + closeness * torch.randn(4, 3000, generator=generator)
     one, rejected, log_ratio = torch.ones(4), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    weights = residual_weights(target, draft, one, rejected, log_ratio).double()
-    exact = residual_weights(target.double(), draft.double(), one.double(), rejected, log_ratio.double())
+    weights = residual(target, draft, rejected, one, log_ratio)[0].double()
+    exact = residual(target.double(), draft.double(), rejected, one.double(), log_ratio.double())[0]
     law, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
     assert ((law - expected).abs().sum(dim=1) / 2).max() < 2e-6
+
+
+def test_residuals_of_the_largest_logits_do_not_overflow():
+    # The logits of the two models are further apart than the largest float32.
+    target, draft = torch.tensor([[3e38, 2.9e38, 2.5e38]]), torch.tensor([[-3.3e38, -3e38, -3.1e38]])
+    temperature, rejected, log_ratio = torch.tensor([1e38]), torch.tensor([1]), torch.zeros(1)
+    weights = residual(target, draft, rejected, temperature, log_ratio)[0].double()
+    scaled = [(row - row.max()).double() / 1e38 for row in (target.double(), draft.double())]
+    expected = (scaled[0].softmax(dim=1) - scaled[1].softmax(dim=1)).clamp(min=0)
+    assert torch.allclose(weights / weights.sum(), expected / expected.sum(), atol=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
+def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(3, 2000, generator=generator)
+    one, rejected, log_ratio = torch.ones(3), torch.tensor([5, 6, 7]), torch.zeros(3)
+    draft = None if deterministic else target.clone()
+    if deterministic:  # all of the target's mass is on the rejected draft
+        target.fill_(-torch.inf).scatter_(1, rejected[:, None], 1.0)
+    with like_a_device() if masked else nullcontext():
+        weights, _ = residual(target, draft, rejected, one, log_ratio)
+    probs = weights[:, :2000] / weights.sum(dim=1, keepdim=True)
+    assert torch.allclose(probs, target.softmax(dim=1), atol=1e-7)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+@pytest.mark.parametrize("impossible", [-torch.inf, torch.nan])
+def test_a_draft_that_its_own_model_cannot_draw_is_rejected(method, impossible, masked):
+    # p(x) / q(x) is infinite, and still no reason to accept: x was not drawn from q.
+    target, draft = torch.tensor([9.0, 0.0, 0.0]), torch.tensor([impossible, 0.0, 0.0])
+    rows = target.expand(50, 3, 3), torch.zeros(50, 2, dtype=torch.int64), draft.expand(50, 2, 3)
+    with like_a_device() if masked else nullcontext():
+        output = RejectionSampler(method, backend="eager")(*rows, seeds=0)
+    assert output.num_accepted.tolist() == [0] * 50

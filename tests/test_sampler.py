@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 import types
 import warnings
 from fractions import Fraction
@@ -11,10 +12,12 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specdecode
 from reference import selection
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
+from specdecode.batch import RowBatch, VerificationBatch, check_seeds
 from specdecode.noise import BLOCK_SIZE
 from tests.differential import like_a_device
 
@@ -41,7 +44,7 @@ def plain_sample(place):
 
 
 def make_call(place, batch=12, drafts=3, vocab=BLOCK_SIZE + 77, dtype=torch.float32, seed=0) -> dict:
-    """The arguments of a call in which every outcome happens: ragged drafts near the target's peaks, some greedy."""
+    """The arguments of a call in which every outcome happens: ragged drafts that the target finds likely, some greedy."""
     generator = torch.Generator().manual_seed(seed)
     target = 4 * torch.randn(batch, drafts + 1, vocab, generator=generator)
     draft = target[:, :drafts] + torch.randn(batch, drafts, vocab, generator=generator)
@@ -99,6 +102,11 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
 def test_all_is_sorted_and_complete():
     # Sorted as Python sorts strings: capitals first.
     assert specdecode.__all__ == sorted(specdecode.__all__)
+    for name in specdecode.__all__:  # each is imported at its first use
+        assert getattr(specdecode, name).__module__.startswith("specdecode.")
+    assert set(specdecode.__all__) <= set(dir(specdecode))
+    with pytest.raises(AttributeError, match="module 'specdecode' has no attribute 'Sampler'"):
+        specdecode.Sampler  # noqa: B018
     public = {
         name
         for name, value in vars(specdecode).items()
@@ -251,7 +259,7 @@ def test_draft_and_sample_have_the_shapes_and_dtypes_of_the_contract(place):
     "drafted", [[-1, -1, -1], [-1, 2, 10**6], [-1, 2, 2], [2, -1, -5], [2, -1, 2], [2, 2, -1]], ids=str
 )
 def test_minus_one_ends_the_drafts(place, method, drafted):
-    # What follows a -1 is no draft, whatever it says: at most the drafts before it stand, the next token is drawn from p.
+    # What follows a -1 is ignored: at most the drafts before it are accepted, and the next token is drawn from p.
     leading = drafted.index(-1)
     target, draft = (rows(place, *[row] * 4, requests=200) for row in ([0, 1, 3, 0, 0], [0, 0, 3, 2, 1]))
     positions = torch.full((200,), 3, device=place[1])
@@ -269,7 +277,7 @@ def test_minus_one_ends_the_drafts(place, method, drafted):
 
 @each_method
 def test_impossible_drafts_are_rejected_and_never_emitted(place, method):
-    # p(x) = 0, with and without draft logits. Synthetic's verdict is scheduled, but what it emits is not.
+    # p(x) = 0, with and without draft logits. The decision of synthetic is scheduled, but not the token that it emits.
     target = rows(place, *[[1, -INF, 0.5, NAN]] * 2, requests=200)
     sampler = make(method, place, rates=[0.0])
     for drafted in (1, 3):
@@ -408,13 +416,13 @@ def test_plus_infinity_is_a_point_mass_on_the_first(place, method, temperature):
             assert output.invalid.tolist() == [False] * 30
             if method == "synthetic" and draft_logits is not None and drafted == 2:
                 continue  # accepted by any other method; its residual is the point mass all the same
-            stands = method != "synthetic" and drafted == 2
-            assert output.token_ids.tolist() == [[2, 2] if stands else [2, -1]] * 30
+            is_accepted = method != "synthetic" and drafted == 2
+            assert output.token_ids.tolist() == [[2, 2] if is_accepted else [2, -1]] * 30
 
 
 @by_ratio
 def test_plus_infinity_in_draft_rows_is_a_point_mass_on_the_first(place, method):
-    # p is even over three tokens and q(0) = 1: a draft of 0 stands a third of the time, one of 2 never does.
+    # p is even over three tokens and q(0) = 1: a draft of 0 is accepted a third of the time, one of 2 never.
     target = rows(place, *[[0, 0, 0, -INF]] * 2, requests=300)
     draft = rows(place, [INF, 0, INF, 0], requests=300)
     sampler = make(method, place)
@@ -589,7 +597,7 @@ def test_the_order_and_the_neighbours_do_not_matter(place, method):
     for requests in (order, order[:7], order[:13], order.repeat(2)):
         part = sampler(**take(call, requests))
         assert_same(part, SamplerOutput(*(value[requests] for value in together)))
-    # Neighbours of every troublesome kind: greedy, without a finite logit, infinite.
+    # Neighbours that need special treatment: greedy, without a finite logit, infinite.
     call["temperature"][10:] = 0
     call["target_logits"][15:20], call["target_logits"][20:25], call["target_logits"][25:] = NAN, INF, -INF
     troubled = sampler(**call)
@@ -666,6 +674,44 @@ def test_expanded_inputs_are_rows_like_any_other(place, method):
     assert_same(output, make(method, place)(draft_token_ids=repeated["draft_token_ids"], **flat))
 
 
+UNUSUAL = {
+    "negated lazily": lambda tensor: torch._neg_view(-tensor),
+    "zeros that are not in memory": lambda tensor: torch._efficientzerotensor(
+        tensor.shape, dtype=tensor.dtype, device=tensor.device
+    ),
+    "a conjugate's imaginary part": lambda tensor: (
+        torch.complex(tensor, -tensor).conj().imag if tensor.dtype == torch.float32 else tensor
+    ),
+    "of which gradients are wanted": lambda tensor: (
+        tensor.clone().requires_grad_() if tensor.dtype == torch.float32 else tensor
+    ),
+}
+
+
+@pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
+def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
+    # Kernels read memory at an address. PyTorch may have put nothing there yet, or the values with the other sign.
+    call = make_call(place)
+    call["draft_token_ids"].clamp_(min=0)
+    call["draft_logsumexp"] = call["draft_logits"].logsumexp(dim=2)
+    call = {name: unusual(value) for name, value in call.items()}
+    assert all(
+        value._is_zerotensor() or value.is_neg() or value.requires_grad
+        for value in call.values()
+        if value.dtype == torch.float32
+    )
+    rows = {"logits": call["target_logits"][:, 0], **{name: call[name] for name in SAMPLING_NAMES}}
+    for given, batch in ((call, VerificationBatch.check(**call)), (rows, RowBatch.check(**rows))):
+        for name, value in given.items():
+            got = getattr(batch, name)
+            assert not got._is_zerotensor(), name
+            assert not got.is_neg(), name
+            assert not got.requires_grad, name
+            assert torch.equal(got, value), name
+    plain = {name: value.detach().clone().resolve_neg() for name, value in call.items()}
+    assert_same(make("block", place)(**call), make("block", place)(**plain))
+
+
 @pytest.fixture
 def two_threads():
     """PyTorch splits long sums over threads, where it has several and if the batch alone does not keep them busy."""
@@ -676,7 +722,7 @@ def two_threads():
 
 
 def accept_threshold(place, method: str, target: Tensor, requests, layout) -> list[int]:
-    """How low each request's first drafted logit may be and its draft still stand, as the float32's order number.
+    """How low each request's first drafted logit may be and its draft still be accepted, as the bits of a float32.
 
     There is a second draft, so that a block's residual mass takes part.
     """
@@ -685,19 +731,19 @@ def accept_threshold(place, method: str, target: Tensor, requests, layout) -> li
     draft[:, :, 5:7] = 12
     sampler, seeds = make(method, place), torch.tensor(requests, device=place[1])
 
-    def stands(order: Tensor) -> Tensor:
+    def is_accepted(order: Tensor) -> Tensor:
         # Positive float32 numbers are ordered as their bits are.
         target[:, 0, 5] = order.to(torch.int32).view(torch.float32)
         return sampler(layout(target), drafted, layout(draft), seeds=seeds).num_accepted >= 1
 
     low = torch.tensor([1e-6] * len(requests), device=place[1]).view(torch.int32).long()
     high = torch.tensor([60.0] * len(requests), device=place[1]).view(torch.int32).long()
-    assert bool(stands(high).all())
-    assert not bool(stands(low).any())
+    assert bool(is_accepted(high).all())
+    assert not bool(is_accepted(low).any())
     while int((high - low).max()) > 1:
         middle = (low + high) // 2
-        standing = stands(middle)
-        low, high = low.where(standing, middle), middle.where(standing, high)
+        accepted = is_accepted(middle)
+        low, high = low.where(accepted, middle), middle.where(accepted, high)
     return high.tolist()
 
 
@@ -705,8 +751,8 @@ def accept_threshold(place, method: str, target: Tensor, requests, layout) -> li
 @by_ratio
 @pytest.mark.parametrize("vocab", [300, 3 * BLOCK_SIZE + 5, 40 * BLOCK_SIZE])
 def test_decisions_are_the_same_to_the_last_bit_in_any_batch_and_layout(place, vocab, method):
-    # Tokens that agree may hide sums that differ by a rounding, so look for the very logit at which a draft begins to
-    # stand. The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
+    # Equal tokens may hide sums that differ by a rounding, so look for the exact logit from which on a draft is accepted.
+    # The eager backend leaves its sums to PyTorch, which on CUDA splits them by the shape of the whole batch.
     if place == ("eager", "cuda"):
         pytest.skip("PyTorch's CUDA reductions depend on the batch in the last bit")
     batch = 6
@@ -845,6 +891,14 @@ def test_no_seeds_means_fresh_ones_of_the_default_generator(place, method):
         assert len(set(map(str, first))) > 1, name  # requests of one call have their own, too
 
 
+def test_fresh_seeds_have_64_random_bits(place):
+    # Each bit is set in half of 10,000 seeds: outside 4,750..5,250 with probability 6e-7 for each of 64 bits.
+    torch.manual_seed(0)
+    seeds = check_seeds(None, 10_000, torch.device(place[1]))
+    counts = [int((seeds >> bit & 1).sum()) for bit in range(64)]
+    assert all(4750 <= count <= 5250 for count in counts), counts
+
+
 @each_method
 def test_given_seeds_leave_the_generator_alone(place, method):
     call = make_call(place)
@@ -916,9 +970,9 @@ def test_strict_drafts_with_the_noise_of_sample(place):
 @pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
 @pytest.mark.parametrize("level", ["tokens", "blocks"])
 def test_other_methods_draft_with_noise_of_their_own(place, method, level):
-    # Sharing noise would change the law. Chi-square of independence over 4 x 4 even outcomes: 9 degrees of freedom, false
-    # alarm 1e-6; 20,000 pairs show a dependence of total variation 0.035 (N = lambda / (4 TV^2), lambda = 87) 999 times
-    # in 1,000.
+    # Sharing noise would change the distribution. Chi-square of independence over 4 x 4 even outcomes: 9 degrees of freedom,
+    # false alarm 1e-6; 20,000 pairs show a dependence of total variation 0.035 (N = lambda / (4 TV^2), lambda = 87) in 999
+    # runs of 1,000.
     pairs, outcomes = 20_000, 4
     vocab = outcomes if level == "tokens" else (outcomes - 1) * BLOCK_SIZE + 1
     logits = torch.full((1, vocab), -INF, device=place[1])
@@ -1127,6 +1181,7 @@ BAD = {
         "no dimension": lambda good: good[0],
         "a dimension more": lambda good: good[:, None],
         "another batch": lambda good: good[:1],
+        "VALUE -1": lambda good: good.clone().fill_(-1),
         "VALUE negative": lambda good: good - 5,
         "VALUE int64 min": lambda good: good.clone().fill_(INT64.min),
     },
@@ -1181,12 +1236,28 @@ def test_bad_arguments_of_draft_and_sample_are_named(place, use, name, case):
     refused(name, lambda: function(**call))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 @pytest.mark.parametrize("name", sorted(set(BAD) - {"target_logits"}))
 def test_arguments_on_another_device_are_named(place, name):
     call = good_call(place)
-    call[name] = call[name].to("cpu" if place[1] == "cuda" else "cuda")
-    refused(name, lambda: make("probabilistic", place)(**call))
+    other = "cpu" if place[1] == "cuda" else "cuda"
+    with FakeTensorMode():  # which has tensors on devices that are not there
+        elsewhere = torch.empty(call[name].shape, dtype=call[name].dtype, device=other)
+    message = rf"^{name}: expected on {place[1]}.*, where the logits are, got {other}"
+    with pytest.raises(ValueError, match=message):
+        make("probabilistic", place)(**call | {name: elsewhere})
+
+
+def test_a_wrong_number_of_target_rows_is_blamed_on_the_target(place):
+    call = good_call(place)
+    message = "expected 4 rows per request, one more than draft_token_ids has drafts (3), got"
+    for rows in (1, 2, 3):  # 3: the row of the bonus token is missing
+        short = call | {"target_logits": call["target_logits"][:, :rows]}
+        for without in ((), ("draft_logsumexp",), ("draft_logits", "draft_logsumexp")):
+            with pytest.raises(ValueError, match=f"^target_logits: {re.escape(message)} {rows}$"):
+                make("probabilistic", place)(**short | dict.fromkeys(without))
+    # Where draft_logits has as many rows as the target's imply, draft_token_ids is wrong.
+    for ids in (call["draft_token_ids"][:, 1:], call["draft_token_ids"].repeat(1, 2)):
+        refused("draft_token_ids", lambda ids=ids: make("probabilistic", place)(**call | {"draft_token_ids": ids}))
 
 
 def test_draft_logsumexp_without_its_logits_is_named(place):

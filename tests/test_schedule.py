@@ -193,11 +193,11 @@ def test_minimum_variance_agrees_with_the_reference(num_draft_tokens: int) -> No
 def test_mean_accepted_drafts_is_the_sum_of_the_joint_rates_by_enumeration(num_draft_tokens: int) -> None:
     conditional = [Fraction(9 - i, 10 + i) for i in range(num_draft_tokens)]
     mean = Fraction(0)
-    for verdicts in product([True, False], repeat=num_draft_tokens):
+    for decisions in product([True, False], repeat=num_draft_tokens):
         probability = math.prod(
-            rate if verdict else 1 - rate for rate, verdict in zip(conditional, verdicts, strict=True)
+            rate if accepted else 1 - rate for rate, accepted in zip(conditional, decisions, strict=True)
         )
-        mean += probability * sum(accumulate(verdicts, lambda before, verdict: before and verdict))
+        mean += probability * sum(accumulate(decisions, lambda before, accepted: before and accepted))
     joint = reference.joint_rates([float(rate) for rate in conditional])
     assert reference.acceptance_length(joint) == pytest.approx(float(1 + mean), abs=1e-12)
     schedule = AcceptanceSchedule.from_rates(accumulate(conditional, mul))
@@ -393,6 +393,7 @@ from_rates = AcceptanceSchedule.from_rates
         (lambda: from_rates([1.5]), ValueError, r"joint_rates\[0\]: .*\[0, 1\], got 1\.5"),
         (lambda: from_rates([0.5, -0.5]), ValueError, r"joint_rates\[1\]: .*\[0, 1\], got -0\.5"),
         (lambda: from_rates([0.4, 0.3, 0.31]), ValueError, r"joint_rates\[2\]: expected at most 0\.3, .* got 0\.31"),
+        (lambda: from_rates([0.5, math.nextafter(0.5, 1)]), ValueError, r"joint_rates\[1\]: expected at most 0\.5, "),
         (lambda: AcceptanceSchedule((0.4, 0.5)), ValueError, r"joint_rates\[1\]: expected at most 0\.4, .* got 0\.5"),
     ],
 )  # fmt: skip

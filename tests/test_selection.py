@@ -7,7 +7,7 @@ from scipy.stats import poisson
 
 from reference import selection
 from specdecode import RejectionSampler, sample
-from specdecode.eager.selection import block_sums, centre, select
+from specdecode.eager.selection import block_sums, read, select
 from specdecode.noise import BLOCK_SIZE, SELECT
 from tests.differential import band_of
 from tests.laws import FALSE_ALARM, REQUESTS, assert_law, softmax
@@ -53,12 +53,9 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(place):
     # All draws are from one row, so its block sums are computed once and `select` is called as `sample` calls it.
     _, device = place
     vocab, draws, step = 262_145, 100_000, 50
-    scaled, _ = centre(
-        torch.full((1, vocab), -20.5, device=device).index_fill_(1, torch.tensor(77, device=device), 0),
-        torch.ones(1, device=device),
-    )
-    weights = scaled.exp()
-    rows, sums = weights.expand(step, vocab), block_sums(weights).expand(step, -1)
+    logits = torch.full((1, vocab), -20.5, device=device).index_fill_(1, torch.tensor(77, device=device), 0)
+    weights = read((logits,), torch.float32).logits[0].exp()
+    rows, sums = weights.expand(step, -1), block_sums(weights).expand(step, -1)
     positions = torch.zeros(step, dtype=torch.int64, device=device)
     tokens = torch.cat(
         [
@@ -73,3 +70,15 @@ def test_rare_tokens_are_drawn_as_often_as_they_should(place):
     assert 32.7 < expected < 32.9
     assert low <= len(hits) <= high
     assert len(hits.unique()) >= len(hits) - 1  # spread over the tail, not one lucky token
+
+
+def test_a_last_block_of_one_token_counts_as_any_other(place):
+    # One token behind whole blocks, as likely as all others together: in the sum of a row, and to be drawn.
+    backend, device = place
+    vocab, requests = 2 * BLOCK_SIZE + 1, 2_000
+    logits = torch.zeros(vocab, device=device)
+    logits[-1] = np.log(vocab - 1)
+    draft = RejectionSampler("strict", backend=backend).draft(logits.expand(requests, vocab), seeds=0)
+    assert torch.allclose(draft.logsumexp.double().cpu(), torch.tensor(np.log(2 * (vocab - 1))), atol=1e-5)
+    is_last = np.bincount((draft.token_ids == vocab - 1).cpu(), minlength=2)
+    assert_law(is_last, np.array([0.5, 0.5]))

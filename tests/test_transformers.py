@@ -178,39 +178,39 @@ class TestGreedy:
             assert torch.equal(output.sequences, expected)
 
 
-class TestLaw:
-    """Chi-square of the joint law of 3 tokens, by many requests with different seeds in one call.
+class TestDistribution:
+    """Chi-square of the joint distribution of 3 tokens, by many requests with different seeds in one call.
 
-    With 50,000 requests and at most 63 degrees of freedom a law that is wrong by a total variation of 0.027 is seen 999
-    times in 1,000: N = lambda / (4 TV^2), lambda = 142.
+    With 50,000 requests and at most 63 degrees of freedom a distribution that is wrong by a total variation of 0.027 is seen
+    999 times in 1,000: N = lambda / (4 TV^2), lambda = 142.
     """
 
     VOCAB, NEW, REQUESTS = 4, 3, 50_000
     PROMPT = (0, 0, 3, 3)
 
     @torch.no_grad()
-    def law(self, model):
-        """The joint law by enumeration: [VOCAB ** NEW] probabilities."""
+    def distribution(self, model):
+        """The joint distribution by enumeration: [VOCAB ** NEW] probabilities."""
         ids = torch.tensor([[*self.PROMPT, *tokens] for tokens in product(range(self.VOCAB), repeat=self.NEW)])
         log_probs = model(input_ids=ids).logits.log_softmax(-1)[:, -self.NEW - 1 : -1]
         return log_probs.gather(2, ids[:, -self.NEW :, None]).sum((1, 2)).exp().numpy()
 
     @pytest.mark.parametrize("method", ["probabilistic", "block"])
     @pytest.mark.parametrize("drafter", ["model", "lookup"])
-    def test_several_steps_have_the_law_of_the_target(self, drafter, method):
+    def test_several_steps_have_the_distribution_of_the_target(self, drafter, method):
         target = llama(self.VOCAB, layers=1, scale=0.2)
         other = noisy(target, 0.1)
         ids = torch.tensor([self.PROMPT]).expand(self.REQUESTS, -1)
         draft = other if drafter == "model" else PromptLookup()
         output = generate(target, draft, ids, method=method, num_draft_tokens=2, max_new_tokens=self.NEW, seeds=0)
-        assert 0.2 < output.stats.acceptance_rate < 0.8  # both verdicts take part
+        assert 0.2 < output.stats.acceptance_rate < 0.8  # drafts are accepted and rejected
         codes = output.sequences[:, -self.NEW :].numpy() @ self.VOCAB ** np.arange(self.NEW)[::-1]
         counts = np.bincount(codes, minlength=self.VOCAB**self.NEW)
 
-        law, wrong = self.law(target), self.law(other)
-        assert p_value(counts, law) > FALSE_ALARM
-        weight = 0.027 / (0.5 * abs(wrong - law).sum())
-        assert p_value(counts, law + weight * (wrong - law)) < FALSE_ALARM  # the test can fail
+        right, wrong = self.distribution(target), self.distribution(other)
+        assert p_value(counts, right) > FALSE_ALARM
+        weight = 0.027 / (0.5 * abs(wrong - right).sum())
+        assert p_value(counts, right + weight * (wrong - right)) < FALSE_ALARM  # the test can fail
 
 
 class TestBatching:
@@ -270,11 +270,11 @@ class TestBatching:
 
 class TestLimits:
     @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 6, 11])
-    def test_never_a_token_more_nor_a_call_in_vain(self, new):
+    def test_never_a_token_nor_a_call_too_many(self, new):
         target = TARGETS["llama"]
         output = ragged(target, target, max_new_tokens=new)
         assert output.num_generated.tolist() == [new] * len(PROMPTS)
-        assert output.target_calls == -(-new // 5)  # all drafts stand, so 4 + 1 tokens a call
+        assert output.target_calls == -(-new // 5)  # all drafts are accepted, so 4 + 1 tokens a call
         assert output.draft_calls == new - output.target_calls
         assert output.stats.acceptance_rate == 1 or new == 1
 
@@ -324,6 +324,26 @@ class TestCaches:
         assert all(beyond <= 2 and fed <= 2 for beyond, fed in calls[draft][1:])
         assert len(calls[target]) == output.target_calls
         assert len(calls[draft]) == output.draft_calls
+
+    @pytest.mark.parametrize("method", ["strict", "block"])
+    def test_each_draft_is_drawn_at_its_position_and_offset(self, method):
+        # The offset is what gives a position other noise when a later step of block verification drafts it again.
+        drawn = []
+
+        class Recorder(RejectionSampler):
+            def draft(self, *arguments, positions, offset=0, **options):
+                drawn.append((positions.tolist(), offset))
+                return super().draft(*arguments, positions=positions, offset=offset, **options)
+
+        steps, target = [], TARGETS["llama"]
+        draft, prompt = noisy(target, 0.1), torch.tensor(PROMPTS[:1])
+        generate(target, draft, prompt, method=Recorder(method), max_new_tokens=NEW, seeds=100, on_step=steps.append)
+        length, expected = len(PROMPTS[0]), []
+        for step in steps:
+            expected += [([length + i], i) for i in range(len(step.draft_token_ids))]
+            length += len(step.token_ids)
+        assert drawn == expected
+        assert len({positions[0] for positions, _ in drawn}) < len(drawn)  # some positions were drafted again
 
     @pytest.mark.parametrize("name", TARGETS)
     def test_drafts_are_what_the_draft_model_says_without_a_cache(self, name):
@@ -441,6 +461,28 @@ class TestModels:
             assert max(max(step.draft_token_ids, default=0) for step in steps) < min(draft_vocab, 200)
             assert method != "strict" or torch.equal(output.sequences, expected)
 
+    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+    def test_tokens_that_the_draft_model_lacks_are_never_drafted(self, method):
+        # All logits of the draft are near -50: a token of logit 0 beside them would be drafted every time.
+        target, draft, steps = llama(200), llama(198, layers=1), []
+
+        def lower(_model, _inputs, output):
+            output.logits -= 50
+
+        draft.register_forward_hook(lower)
+        ids = torch.tensor([[197, 7, 3]])
+        output = generate(target, draft, ids, method=method, max_new_tokens=NEW, seeds=3, on_step=steps.append)
+        assert output.stats.drafts > 0
+        assert max(token for step in steps for token in step.draft_token_ids) < 198
+
+    @pytest.mark.parametrize("draft_vocab", [180, 197, 203, 219])
+    def test_vocabularies_that_differ_by_more_than_one_percent_are_refused(self, draft_vocab):
+        target, ids = llama(200, layers=1), torch.tensor([[1]])
+        with pytest.raises(ValueError, match=rf"^draft: .* of 200 tokens .* got {draft_vocab} tokens"):
+            generate(target, llama(draft_vocab, layers=1), ids, max_new_tokens=2)
+        for fits in (198, 202):
+            generate(target, llama(fits, layers=1), ids, max_new_tokens=2)
+
     def test_a_wrapper_that_takes_any_argument_gets_all(self, plain):
         class Wrapper(torch.nn.Module):
             def __init__(self, model):
@@ -450,15 +492,23 @@ class TestModels:
             def forward(self, *args, **kwargs):
                 return self.model(*args, **kwargs)
 
-        assert texts(ragged(Wrapper(TARGETS["gpt2"]), PromptLookup(), method="strict")) == plain["gpt2"]
+        assert texts(ragged(Wrapper(TARGETS["gpt2"]).eval(), PromptLookup(), method="strict")) == plain["gpt2"]
 
-    def test_models_run_as_they_are_and_nothing_is_written_to(self):
-        target, draft = copy.deepcopy(TARGETS["llama"]).train(), noisy(TARGETS["llama"], 0.03).train()
+    def test_models_in_training_mode_are_refused(self):
+        target, draft = copy.deepcopy(TARGETS["gpt2"]).train(), noisy(TARGETS["llama"], 0.03).train()
+        message = r": expected a model in evaluation mode, got .* in training mode, .*: call \.eval\(\)"
+        with pytest.raises(ValueError, match=f"^target{message}"):
+            ragged(target, None)
+        with pytest.raises(ValueError, match=f"^draft{message}"):
+            ragged(target.eval(), draft)
+        assert draft.training  # the models are left as they were
+        assert ragged(target, draft.eval()).stats.drafts > 0
+
+    def test_nothing_is_written_to(self):
+        target, draft = copy.deepcopy(TARGETS["llama"]), noisy(TARGETS["llama"], 0.03)
         ids, mask = padded(PROMPTS)
         before, masked, temperature = ids.clone(), mask.clone(), TEMPERATURE.clone()
         output = generate(target, draft, ids, mask, max_new_tokens=4, temperature=temperature, seeds=0)
-        assert target.training
-        assert draft.training
         assert torch.equal(ids, before)
         assert torch.equal(mask, masked)
         assert torch.equal(temperature, TEMPERATURE)
@@ -501,20 +551,28 @@ class TestModels:
         with pytest.raises(ValueError, match=r"target: expected a decoder .* got T5"):
             ragged(t5, None)
 
-    def test_logits_that_are_not_numbers_are_refused(self):
+    @pytest.mark.parametrize("drafter", ["none", "look-up", "model"])
+    def test_logits_that_are_not_numbers_are_refused(self, drafter):
+        # The third prompt ends in a token without an embedding. Its first step has no drafts, drafts or a model's drafts.
         target = copy.deepcopy(TARGETS["llama"])
         with torch.no_grad():
             target.get_input_embeddings().weight[PROMPTS[2][-1]] = torch.nan
-        with pytest.raises(ValueError, match="target: expected finite logits, got only NaN or -inf for request"):
-            ragged(target, PromptLookup())
+        draft = {"none": None, "look-up": PromptLookup(), "model": TARGETS["llama"]}[drafter]
+        prompt = torch.tensor([PROMPTS[2][-1:] * 3])  # so that look-up finds something
+        for options in ({"input_ids": prompt}, dict(zip(("input_ids", "attention_mask"), padded(PROMPTS)))):
+            with pytest.raises(ValueError, match=r"^target: expected finite logits, got only NaN or -inf for request"):
+                generate(target, draft, **options, max_new_tokens=4, seeds=0)
 
 
 class TestErrors:
     @pytest.mark.parametrize(
         ("message", "options"),
         [
-            ("max_new_tokens: expected it or max_length, got None and None", {"max_new_tokens": None}),
-            ("max_new_tokens: expected it or max_length, got 3 and 4", {"max_new_tokens": 3, "max_length": 4}),
+            ("max_new_tokens: expected exactly one of .* got None and None", {"max_new_tokens": None}),
+            (
+                "max_new_tokens: expected exactly one of .* got 3 and 4",
+                {"max_new_tokens": 3, "max_length": 4},
+            ),
             ("max_new_tokens: expected a positive int, got 0", {"max_new_tokens": 0}),
             (
                 "max_length: expected more than the 3 columns of input_ids, got 3",

@@ -1,7 +1,7 @@
-"""The site's widgets: their JavaScript computes what the Python does, and a browser shows it to keyboard users.
+"""The site's widgets: their JavaScript computes the same as the Python, and they can be used by keyboard in a browser.
 
-The mathematics (docs/javascripts/math.js) runs in QuickJS (`pip install quickjs-ng`) or Node, whichever is here. The
-widgets themselves run in headless Chromium through Playwright, with the network off.
+The mathematics (docs/javascripts/math.js) runs in QuickJS (`pip install quickjs-ng`) or Node, whichever is installed. The
+widgets themselves run in headless Chromium through Playwright, without a network.
 """
 
 import importlib.util
@@ -152,7 +152,7 @@ def test_best_draft_count_maximises_the_speedup(call):
         gains = [gain(alpha, cost, drafts) for drafts in range(60)]
         assert best == int(np.argmax(np.array(gains) > max(gains) - 1e-12)), (alpha, cost)
     assert call("bestDraftCount", [[0.8, 0.05], [0.8, 0.1], [0.9, 0.05], [0.6, 0.05]]) == [8, 6, 13, 4]
-    # JSON writes infinity as null: a free draft always pays, one that always stands too unless it costs a pass.
+    # JSON writes infinity as null: a free draft always pays, as does one that is always accepted and costs less than 1.
     assert call("bestDraftCount", [[0.8, 0], [1, 0.5], [1, 1], [0, 0]]) == [None, None, 0, 0]
 
 
@@ -239,7 +239,7 @@ def browser():
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Open a page with widgets and return it; fail on whatever its console reports."""
+    """Open a page with widgets and return it; fail if its console reports anything."""
     complaints, contexts = [], []
 
     def open_page(body: str, before: str = "", **options):
@@ -253,7 +253,7 @@ def show(browser, tmp_path):
         files = {"styles": STYLES.as_uri(), "math": MATH.as_uri(), "widgets": WIDGETS.as_uri()}
         (tmp_path / "page.html").write_text(PAGE.format(body=body, before=before, **files), encoding="utf-8")
         page.goto((tmp_path / "page.html").as_uri())
-        page.clock.pause_at(3600)  # from now on time passes only when a test says so
+        page.clock.pause_at(3600)  # from now on a test moves the time
         return page
 
     yield open_page
@@ -263,7 +263,7 @@ def show(browser, tmp_path):
 
 
 def press(page, label: str, *keys: str) -> None:
-    """Give keys to the slider with this name, as they would be typed."""
+    """Press keys on the slider with this name."""
     page.get_by_role("slider", name=label, exact=True).focus()
     for key in keys:
         page.keyboard.press(key)
@@ -467,16 +467,16 @@ def test_every_control_and_picture_has_a_name(show, kind):
 
 
 def test_widgets_mount_again_after_instant_navigation(show):
-    # What mkdocs-material offers: an observable that emits after every page, also those that replace only the content.
+    # As in mkdocs-material: an observable that emits after every page, also after those that replace only the content.
     observable = "<script>document$ = { subscribe(mount) { mount(); document$.emit = mount; } }</script>"
     page = show(f"{mount_point('residual')}{mount_point('unknown')}", before=observable)
-    assert page.get_by_text(FALLBACK).count() == 1  # nothing is mounted for a name that is none
+    assert page.get_by_text(FALLBACK).count() == 1  # nothing is mounted for an unknown name
     page.get_by_role("button", name="Start").press("Enter")
     page.evaluate("body => { document.querySelector('main').innerHTML = body; document$.emit(); document$.emit(); }",
                   mount_point("schedule") + mount_point("speedup"))  # fmt: skip
     assert page.locator(".sd-widget[data-mounted]").count() == 2
     assert page.locator("[data-readout=a]").count() == 1
-    page.clock.run_for(10_000)  # the simulation that was left running has stopped, without a complaint
+    page.clock.run_for(10_000)  # the running simulation of the page before has stopped, without an error
 
 
 def test_fallback_stays_without_scripts(show):
@@ -484,7 +484,7 @@ def test_fallback_stays_without_scripts(show):
     assert page.get_by_text(FALLBACK).count() == 1
 
 
-def test_widgets_ask_for_nothing_from_outside():
+def test_widgets_fetch_nothing_from_other_hosts():
     for file in (MATH, WIDGETS, STYLES):
         source = file.read_text(encoding="utf-8").replace("http://www.w3.org/", "")  # names of namespaces
         assert not any(
@@ -492,6 +492,6 @@ def test_widgets_ask_for_nothing_from_outside():
         )
 
 
-def test_seeded_numbers_need_no_time_or_chance():
+def test_widgets_use_no_unseeded_random_numbers():
     source = MATH.read_text(encoding="utf-8") + WIDGETS.read_text(encoding="utf-8")
     assert "Math.random" not in source

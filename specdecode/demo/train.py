@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 1024
 CONTEXT = 1024  # trained at full length: RoPE is poor at positions it never saw
-END = "<|endoftext|>"  # stands between files; id 0
+END = "<|endoftext|>"  # written between files; id 0
 
 TARGET_SHAPE = {
     "hidden_size": 144,

@@ -1,8 +1,7 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
-On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On
-other devices counting them would mean waiting for the device, so every row is computed and masked; only a temperature
-given as one number tells that there are no greedy requests, or no others.
+On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On other
+devices counting them would mean waiting for the device, so every row is computed.
 """
 
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
-from specdecode.eager.steps import Steps, request_kinds, row_temperature, seeds_and_positions
+from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.synthetic import AcceptanceSchedule
 
-METHODS: dict[str, Callable[[Steps], Tensor]] = {
+METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
     "strict": strict.verify,
     "probabilistic": probabilistic.verify,
     "block": block.verify,
@@ -28,14 +27,13 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method == "strict":  # which has no use for draft logits: not even their dtype may matter
         batch = batch._replace(draft_logits=None, draft_logsumexp=None)
-    steps = Steps(batch, schedule)
-    return steps.output(METHODS[method](steps))
+    return METHODS[method](Steps(batch, schedule))
 
 
 @torch.no_grad()
 def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
-    temperature, kinds = row_temperature(batch.temperature, batch.logits), request_kinds(batch.temperature)
+    temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
-    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, seeds, positions, kinds, domains)
+    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, seeds, positions, greedy, domains)
     return token_ids, logsumexp.to(torch.float32)

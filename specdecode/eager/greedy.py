@@ -3,17 +3,19 @@
 import torch
 from torch import Tensor
 
+from specdecode.eager.selection import copy, without_nan
+
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's argmax, the lowest id on ties and NaN counting as -inf, and whether it has nothing to choose from.
 
     Args:
-        logits: [rows, vocab] any float.
+        logits: [..., vocab] any float.
 
     Returns:
-        [rows] int64 and [rows] bool.
+        [...] int64 and [...] bool.
     """
-    # Upcasting is exact, and maxima of half-precision rows are slow on the CPU.
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    peak, index = logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=1)
-    return index, peak == -torch.inf
+    # Copied to float32 at least, which is exact: maxima of half-precision rows are slow on the CPU.
+    copied = copy((logits,), torch.promote_types(logits.dtype, torch.float32))[0]
+    row_max, index = without_nan(copied).max(dim=-1)
+    return index, row_max == -torch.inf

@@ -1,38 +1,81 @@
 """Philox4x32-10 in PyTorch, bit for bit the noise of `reference.philox`.
 
-PyTorch has no unsigned 32-bit arithmetic on every device, so words live in int64. The product of two words wraps, but its
-bits are the right ones: `>> 32` and a mask give the high word.
+PyTorch has no unsigned 32-bit arithmetic on every device, so words are kept in int64. The product of two words wraps, but
+its bits are the right ones: `>> 32` and a mask give the high word.
 """
 
 import torch
 from torch import Tensor
 
+from specdecode.eager.fused import fused
+
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
+PHILOX = """
+template <typename T> float philox(T seed, T position, T index, T domain) {
+    unsigned int c0 = index, c1 = position, c2 = (unsigned long long)position >> 32, c3 = domain;
+    unsigned int k0 = seed, k1 = (unsigned long long)seed >> 32;
+    for (int round = 0; round < 10; ++round) {
+        unsigned long long product0 = 0xD2511F53ull * c0, product1 = 0xCD9E8D57ull * c2;
+        c0 = (unsigned int)(product1 >> 32) ^ c1 ^ k0;
+        c2 = (unsigned int)(product0 >> 32) ^ c3 ^ k1;
+        c1 = product1, c3 = product0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    float number = (float)c0 * 0x1p-32f + (float)c1 * 0x1p-64f;
+    return ::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f);
+}
+"""
+UNIFORM = """
+template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
+    return __double_as_longlong((double)philox<T>(seed, position, index, domain));
+}
+"""
+EXPONENTIAL = """
+template <typename T> T exponential_bits(T seed, T position, T index, T domain) {
+    return __double_as_longlong(-::log1p(-(double)philox<T>(seed, position, index, domain)));
+}
+"""
+
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Scramble counters of four words under keys of two words; all int64 tensors that broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    """Turn counters of four words into four random words, under keys of two words; all int64 tensors that broadcast."""
+    c0, c1, c2, c3, k0, k1 = torch.broadcast_tensors(*counter, *key)  # type: ignore[no-untyped-call]
+    # Both halves of a round are computed at once: words 0 and 2 of the counter, words 1 and 3, and both words of the key.
+    even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack((k0, k1))
+    which = torch.arange(2, device=even.device).view(2, *[1] * c0.ndim)
+    multipliers, increments = (first + which * (second - first) for first, second in (MULTIPLIERS, KEY_INCREMENTS))
     for _ in range(10):
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = (product1 >> 32) & MASK ^ c1 ^ k0
-        c2 = (product0 >> 32) & MASK ^ c3 ^ k1
-        c1, c3 = product1 & MASK, product0 & MASK
-        k0, k1 = (k0 + KEY_INCREMENTS[0]) & MASK, (k1 + KEY_INCREMENTS[1]) & MASK
-    return c0, c1, c2, c3
+        products = (even * multipliers).flip(0)
+        even = (products >> 32 ^ odd ^ keys) & MASK
+        odd = products & MASK
+        keys = keys + increments
+    return even[0], odd[0], even[1], odd[1]
+
+
+@fused(PHILOX + UNIFORM, domain=0)
+def uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
+    """Return uniforms in (0, 1): the bits of float64 numbers, of which float32 can hold each, as int64."""
+    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
+    high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
+    number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
+    return number.clamp(2.0**-65, 1 - 2.0**-24).to(torch.float64).view(torch.int64)
+
+
+@fused(PHILOX + EXPONENTIAL, domain=0)
+def exponential_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
+    """Return -log(1 - u) of the uniforms u: the bits of float64 numbers as int64."""
+    numbers = uniform_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
+    return torch.log1p(-numbers).neg_().view(torch.int64)
 
 
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
-    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
-    high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
-    number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
-    return number.clamp(2.0**-65, 1 - 2.0**-24)
+    return uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
-    """Return standard Gumbel numbers, computed in `dtype`."""
-    return -torch.log(-torch.log1p(-uniform(seeds, positions, index, domain).to(dtype)))
+def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float64 standard exponential numbers E; -log E is the Gumbel number of the same counter."""
+    return exponential_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)

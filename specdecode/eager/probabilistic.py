@@ -1,13 +1,25 @@
-"""Probabilistic in PyTorch: accept by likelihood ratio, repair with the residual."""
+"""Probabilistic in PyTorch: accept by likelihood ratio, and after a rejection draw from the residual."""
 
-from collections.abc import Callable
+import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdecode.batch import on_host
+from specdecode.batch import SamplerOutput, on_host
+from specdecode.eager.fused import fused
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, log_sum, select
+from specdecode.eager.selection import (
+    Requests,
+    block_sums,
+    by_case,
+    by_chunks,
+    by_kind,
+    exp_scaled,
+    point_masses,
+    read,
+    select,
+)
 from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
 from specdecode.noise import SELECT
@@ -16,168 +28,299 @@ LARGEST_LOGSUMEXP = 256.0
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5."""
 
 
-def logprob(logits: Tensor, token_ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of one token per row, [rows], and whether the row has nothing to choose from."""
-    scaled, peak = centre(logits, temperature)
-    picked = scaled.gather(1, token_ids[:, None]).squeeze(1)
-    return picked - log_sum(scaled.exp_()), peak == -torch.inf
-
-
-def target_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
-    """Return log p(x) of each row's draft, and whether its target row has nothing to choose from."""
-    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
-    target, invalid = by_chunks(logprob, steps.vocab, steps.target_logits[rows, offset], token_ids, temperature)
-    return target, invalid
-
-
-def draft_logprob(steps: Steps, rows: Rows, offset: int) -> Tensor:
-    """Return log q(x) of each row's draft: 0 for a deterministic drafter."""
-    if steps.draft_logits is None:
-        return torch.zeros_like(steps.temperature[rows])
-    if steps.draft_logsumexp is None:
-        return read_draft_logprob(steps, rows, offset)[0]
-    logit = steps.draft_logits[steps.requests, offset, steps.draft_token_ids[:, offset]]
-    logsumexp = steps.draft_logsumexp[:, offset].to(steps.temperature.dtype)
-    logprobs = logit / steps.temperature - logsumexp
-    # A row whose logsumexp is known need not be read, unless that is so large that float32 has rounded away what counts.
-    asked = torch.zeros_like(steps.standing).index_fill_(0, steps.requests[rows], True)
-    asked &= logsumexp.abs() > LARGEST_LOGSUMEXP
-    fill((logprobs,), asked, lambda rows: read_draft_logprob(steps, rows, offset))
-    return logprobs[rows]
-
-
-def read_draft_logprob(steps: Steps, rows: Rows, offset: int) -> tuple[Tensor, ...]:
-    """Return log q(x) of each row's draft from the row itself, as the only one of a tuple."""
-    token_ids, temperature = steps.draft_token_ids[rows, offset], steps.temperature[rows]
-    assert steps.draft_logits is not None
-    return by_chunks(logprob, steps.vocab, steps.draft_logits[rows, offset], token_ids, temperature)[:1]
-
-
-def excess_weights(target: Tensor, draft: Tensor, temperature: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weights proportional to max(0, c p - q), and by the same factor to c p.
-
-    max(0, c p - q) = c p (1 - q / (c p)) where q < c p, and log(q / p) keeps its relative precision where p and q are close.
+def logprobs(
+    models: tuple[Tensor, ...], token_ids: Tensor, temperature: Tensor, greedy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return each model's log-probability of one token per row, and whether a target row has no finite logit.
 
     Args:
-        target: [rows, vocab] raw logits.
-        draft: [rows, vocab] raw logits.
-        temperature: [rows], > 0.
-        log_ratio: [rows] log c, <= 0.
+        models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
+        token_ids: [...] int64.
+        temperature: [...] or what broadcasts to it, > 0.
+        greedy: [...] bool, likewise, or None if no row is.
 
     Returns:
-        Two of [rows, vocab].
+        [models, ...] and [...].
     """
-    target_scaled, target_peak = centre(target, temperature)
-    draft_scaled, draft_peak = centre(draft, temperature)
-    # What is close is subtracted before anything rounds it. Infinite logits are point masses, which `centre` knows about.
-    difference = draft.to(temperature.dtype) - target.to(temperature.dtype)
-    difference.sub_((draft_peak - target_peak)[:, None]).div_(temperature[:, None])
-    difference = torch.where(difference.isfinite(), difference, draft_scaled - target_scaled)
-    difference.nan_to_num_(nan=0, posinf=torch.inf, neginf=-torch.inf)  # NaN: p = q = 0
-    target_weights = target_scaled.exp_()
-    # log(sum of q's weights / sum of p's), by log1p(sum of p expm1(difference)) where that is more precise.
-    log_sum_ratio = log_sum(draft_scaled.exp_()) - log_sum(target_weights)
-    close = difference.abs().amax(dim=1) <= 1
-    if not on_host(close) or close.any():
-        change = block_sums(difference.expm1().mul_(target_weights)).sum(dim=1) / block_sums(target_weights).sum(dim=1)
-        log_sum_ratio = torch.where(close, change.log1p(), log_sum_ratio)
-    log_quotient = difference.sub_((log_sum_ratio + log_ratio)[:, None]).clamp_(max=0)
-    return log_quotient.expm1_().neg_().mul_(target_weights), target_weights
+    rows = read(models, temperature.dtype)
+    token_ids = token_ids[None, ..., None].expand(len(models), *token_ids.shape, 1)
+    scaled = (rows.logits.gather(-1, token_ids) - rows.row_max).squeeze(-1) / temperature
+    sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature[..., None])).sum(dim=-1)
+    result, is_empty = scaled - sums.log(), rows.row_max[0, ..., 0] == -torch.inf
+    if rows.first is not None:  # an infinite maximum has made NaN of everything: the row is a point mass
+        is_point = result.isnan() if greedy is None else result.isnan() | greedy
+        result = torch.where(is_point, (rows.first == token_ids).squeeze(-1).log(), result)
+    return result, is_empty
 
 
-def residual_weights(
-    target: Tensor, draft: Tensor | None, temperature: Tensor, token_ids: Tensor, log_ratio: Tensor
-) -> Tensor:
-    """Return weights proportional to max(0, c p - q), or to p where nothing is left.
+def log_quotient(
+    target: Tensor,
+    draft: Tensor | None,
+    token_ids: Tensor,
+    temperature: Tensor,
+    draft_logsumexp: Tensor | None,
+    greedy: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return log(p(x) / q(x)) of each row's draft x, -inf where either is 0, and whether the target row is empty.
+
+    For a deterministic drafter and for greedy requests q(x) = 1. A draft row whose logsumexp is given is not read, unless
+    the logsumexp is so large that float32 has rounded away what matters.
+    """
+
+    def by_rows(
+        target: Tensor, draft: Tensor, token_ids: Tensor, temperature: Tensor, *_: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, temperature, greedy)
+        if greedy is not None:
+            draft_logprob = draft_logprob.masked_fill(greedy, 0)
+        return target_logprob - draft_logprob, is_empty
+
+    def by_logsumexp(
+        target: Tensor, draft: Tensor, token_ids: Tensor, temperature: Tensor, logsumexp: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (target_logprob,), is_empty = logprobs((target,), token_ids, temperature, greedy)
+        logit = draft.gather(-1, token_ids[..., None]).squeeze(-1)
+        return target_logprob - (logit / temperature - logsumexp), is_empty
+
+    if draft is None:
+        (quotient,), is_empty = logprobs((target,), token_ids, temperature, greedy)
+    elif draft_logsumexp is None:
+        quotient, is_empty = by_rows(target, draft, token_ids, temperature)
+    else:
+        trusted = (draft_logsumexp.abs() <= LARGEST_LOGSUMEXP).all(dim=1)
+        tensors = (target, draft, token_ids, temperature, draft_logsumexp)
+        quotient, is_empty = by_case(trusted, by_logsumexp, by_rows, *tensors)
+    return quotient.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), is_empty
+
+
+def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
+    """Return `log_quotient` of some requests' drafts at some offsets, [rows, offsets] each."""
+
+    def match(
+        target: Tensor, _: Tensor | None, token_ids: Tensor, temperature: Tensor, *__: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        best, is_empty = argmax(target)
+        return (best == token_ids).to(temperature.dtype).log(), is_empty
+
+    target, draft, logsumexp = steps.target_logits[rows, offsets], steps.draft_logits, steps.draft_logsumexp
+    if draft is not None:
+        draft = draft[rows, offsets]
+    if logsumexp is not None:  # on a device all rows are read: choosing by a logsumexp would mean waiting for it
+        logsumexp = logsumexp[rows, offsets] if on_host(logsumexp) else None
+    tensors = (target, draft, steps.draft_token_ids[rows, offsets], steps.temperature[rows, None], logsumexp)
+    logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
+    quotient, is_empty = by_kind(steps.greedy_among(rows), log_quotient, match, logits_each, *tensors)
+    return quotient, is_empty
+
+
+def accepts(log_uniform: Tensor, quotient: Tensor) -> Tensor:
+    """Decide whether drafts are accepted: log u <= log(p(x) / q(x))."""
+    return log_uniform <= quotient
+
+
+@fused(
+    """
+    template <typename T> T log_difference(T target, T draft, T target_max, T draft_max, T temperature) {
+        T change = ((draft / 2 - target / 2) - (draft_max / 2 - target_max / 2)) / (temperature / 2);
+        return change != change ? T(0) : change > T(3e38) ? T(3e38) : change < T(-3e38) ? T(-3e38) : change;
+    }
+    """
+)
+def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max: Tensor, temperature: Tensor) -> Tensor:
+    """Return D = ((draft - its max) - (target - its max)) / T, finite, and 0 for tokens that neither model can draw.
+
+    Close numbers are subtracted before anything rounds them. They are halved because the difference of two might overflow.
+    """
+    difference = (draft / 2).sub_(target, alpha=0.5).sub_(draft_max / 2 - target_max / 2).div_(temperature / 2)
+    return difference.clamp_(-3e38, 3e38).nan_to_num_(nan=0)
+
+
+@fused(
+    """
+    template <typename T> T weight_change(T weight, T difference) {
+        return ::fabs(difference) <= 1 ? weight * ::expm1(difference) : T(NAN);
+    }
+    """
+)
+def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
+    """Return w (exp(D) - 1), precise where D is small, and NaN where |D| > 1."""
+    return difference.expm1().mul_(weights).masked_fill_(difference.abs() > 1, torch.nan)
+
+
+@fused(
+    """
+    template <typename T> T weight_left(T weight, T difference, T subtrahend) {
+        T quotient = difference - subtrahend;
+        return quotient < 0 ? -::expm1(quotient) * weight : T(0);
+    }
+    """
+)
+def weight_left(weights: Tensor, difference: Tensor, subtrahend: Tensor) -> Tensor:
+    """Return w max(0, 1 - exp(D - s)); may overwrite D."""
+    return difference.sub_(subtrahend).clamp_(max=0).expm1_().neg_().mul_(weights)
+
+
+class Comparison(NamedTuple):
+    """What the residuals of rows are made of, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
+
+    log(q / p) = D - log_sum_ratio keeps its relative precision where p and q are close.
+    """
+
+    target_weights: Tensor
+    """[..., padded vocab] proportional to p."""
+
+    target_sum: Tensor
+    """[...] the sum of those."""
+
+    difference: Tensor
+    """[..., padded vocab] D, by which the logarithms of the two models' weights differ."""
+
+    log_sum_ratio: Tensor
+    """[...] log(sum of the draft's weights / sum of the target's)."""
+
+    is_empty: Tensor
+    """[...] bool, whether the target row has no finite logit."""
+
+    def residual_weights(self, log_ratio: Tensor) -> Tensor:
+        """Return what is proportional to max(0, c p - q), and by the same factor to c p; may overwrite the difference."""
+        return weight_left(self.target_weights, self.difference, (self.log_sum_ratio + log_ratio)[..., None])
+
+
+def compare(target: Tensor, draft: Tensor, temperature: Tensor, greedy: Tensor | None = None) -> Comparison:
+    """Compare rows of raw logits, [..., vocab], at temperatures > 0, [...] or what broadcasts to it."""
+    rows = read((target, draft), temperature.dtype)
+    is_empty = rows.row_max[0, ..., 0] == -torch.inf
+    rows, temperature = point_masses(rows, greedy), temperature[..., None]
+    difference = log_difference(*rows.logits, *rows.row_max, temperature)
+    weights = exp_scaled(rows.logits, rows.row_max, temperature)
+    sums = block_sums(weights).sum(dim=-1)
+    log_sums = sums.log()
+    log_sum_ratio = log_sums[1] - log_sums[0]
+    if not on_host(difference) or bool((difference.abs().amax(dim=-1) <= 1).any()):
+        # Where no weight changes much, log(1 + change) is more precise than the difference of two logarithms.
+        change = block_sums(weight_change(weights[0], difference)).sum(dim=-1) / sums[0]
+        log_sum_ratio = torch.where(change.isnan(), log_sum_ratio, change.log1p())
+    return Comparison(weights[0], sums[0], difference, log_sum_ratio, is_empty)
+
+
+def residual(
+    target: Tensor,
+    draft: Tensor | None,
+    token_ids: Tensor,
+    temperature: Tensor,
+    log_ratio: Tensor,
+    greedy: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return weights proportional to max(0, c p - q), or to p where that is 0 everywhere or c is infinite.
 
     Args:
         target: [rows, vocab] raw logits.
         draft: [rows, vocab] raw logits, or None for the point mass on the rejected draft.
+        token_ids: [rows] int64, the rejected drafts.
         temperature: [rows], > 0.
-        token_ids: [rows] the rejected drafts.
-        log_ratio: [rows] log c, <= 0.
+        log_ratio: [rows] log c.
+        greedy: [rows] bool, whether p is the point mass on the argmax, or None if it nowhere is.
 
     Returns:
-        [rows, vocab] weights.
+        [rows, padded vocab] weights; [rows] bool, whether the target row has no finite logit.
     """
     if draft is None:
-        target_weights = centre(target, temperature)[0].exp_()
-        weights = target_weights.scatter(1, token_ids[:, None], 0)
+        rows = read((target,), temperature.dtype)
+        is_empty = rows.row_max[0, :, 0] == -torch.inf
+        rows = point_masses(rows, greedy)
+        target_weights = exp_scaled(rows.logits[0], rows.row_max[0], temperature[:, None])
+        kept = target_weights.gather(1, token_ids[:, None]).masked_fill_(log_ratio[:, None] < torch.inf, 0)
+        weights = target_weights.scatter(1, token_ids[:, None], kept)
     else:
-        weights, target_weights = excess_weights(target, draft, temperature, log_ratio)
-    empty = weights.amax(dim=1, keepdim=True) == 0
-    if on_host(empty) and not empty.any():
-        return weights
-    return torch.where(empty, target_weights, weights)
+        comparison = compare(target, draft, temperature, greedy)
+        weights, target_weights = comparison.residual_weights(log_ratio), comparison.target_weights
+        is_empty = comparison.is_empty
+    nothing = weights.amax(dim=1, keepdim=True) == 0
+    if on_host(nothing) and not nothing.any():
+        return weights, is_empty
+    return torch.where(nothing, target_weights, weights), is_empty
 
 
-def recover(steps: Steps, rows: Rows, log_ratio: Tensor) -> tuple[Tensor, ...]:
-    """Draw the recovered token of requests whose draft at `num_accepted` was rejected, [rows] int64."""
+def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) -> tuple[Tensor, ...]:
+    """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
-    def draw(requests: Tensor, offset: Tensor, log_ratio: Tensor) -> tuple[Tensor, ...]:
-        # Where every draft stood there is no draft row: take the last one, whose result is discarded.
-        draft_offset = offset.clamp(max=steps.num_draft_tokens - 1)
-        draft = None if steps.draft_logits is None else steps.draft_logits[requests, draft_offset]
-        token_ids, temperature = steps.draft_token_ids[requests, draft_offset], steps.temperature[requests]
-        weights = residual_weights(steps.target_logits[requests, offset], draft, temperature, token_ids, log_ratio)
-        positions = steps.positions[requests] + offset
-        return (select(weights, block_sums(weights), steps.seeds[requests], positions, SELECT),)
-
-    offsets = steps.num_accepted[rows].to(torch.int64)
-    return by_chunks(draw, steps.vocab, steps.requests[rows], offsets, log_ratio[rows])
-
-
-def emit(steps: Steps, log_ratio: Tensor) -> Tensor:
-    """Return the token after each request's accepted drafts, [batch] int64: recovered where one was rejected, or bonus.
+    A bonus token is one recovered with c infinite. That is how a device draws all tokens alike; the CPU reads no draft row
+    for it.
 
     Args:
-        steps: the batch, judged.
-        log_ratio: [batch] log c, <= 0; a recovered token is drawn from max(0, c p - q).
-    """
-    emitted = torch.zeros_like(steps.seeds)
-
-    def draw(rows: Rows) -> tuple[Tensor, Tensor]:
-        offset = steps.num_accepted[rows].to(torch.int64)
-        logits, positions = steps.target_logits[steps.requests[rows], offset], steps.positions[rows] + offset
-        token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
-        return token_ids, invalid | steps.invalid[rows]
-
-    rejected = (steps.temperature > 0) & (steps.num_accepted < steps.has_draft.sum(dim=1))
-    fill((emitted, steps.invalid), ~rejected, draw)
-    if steps.num_draft_tokens > 0 and steps.kinds.random:
-        fill((emitted,), rejected, lambda rows: recover(steps, rows, log_ratio))
-    return emitted
-
-
-def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
-    """Accept drafts by likelihood ratio up to the first rejection; return the recovered or bonus token.
-
-    Args:
-        steps: the batch and its running state.
-        verdict: replaces the accept test by another one, given the position's offset and the test's result.
+        steps: the batch.
+        num_accepted: [batch] int64.
+        log_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q).
 
     Returns:
-        [batch] int64: the token after the accepted drafts.
+        [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
     """
-    log_uniforms = steps.uniforms().to(steps.temperature.dtype).log()
-    greedy = steps.temperature == 0
-    for offset in range(steps.num_draft_tokens):
-        matters = steps.standing & steps.has_draft[:, offset]
-        accepted = torch.zeros_like(steps.standing)
 
-        def accept(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
-            target, invalid = target_logprob(steps, rows, offset)
-            draft = draft_logprob(steps, rows, offset)
-            possible = (target > -torch.inf) & (draft > -torch.inf)
-            return possible & (log_uniforms[rows, offset] <= target - draft), invalid | steps.invalid[rows]
+    def recover(
+        requests: Tensor,
+        offsets: Tensor,
+        log_ratio: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        greedy: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
+        at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
+        draft = None if steps.draft_logits is None else steps.draft_logits[at_draft]
+        target, token_ids = steps.target_logits[requests, offsets], steps.draft_token_ids[at_draft]
+        weights, is_empty = residual(target, draft, token_ids, temperature, log_ratio, greedy)
+        return select(weights, block_sums(weights), seeds, positions + offsets, SELECT), is_empty
 
-        def match(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
-            token_ids, invalid = by_chunks(argmax, steps.vocab, steps.target_logits[rows, offset])
-            return token_ids == steps.draft_token_ids[rows, offset], invalid | steps.invalid[rows]
+    def bonus(
+        requests: Tensor,
+        offsets: Tensor,
+        _: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        __: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        logits, greedy = steps.target_logits[requests, offsets], steps.greedy_among(requests)
+        token_ids, _, is_empty = sample(logits, temperature, seeds, positions + offsets, greedy)
+        return token_ids, is_empty
 
-        if steps.kinds.random:
-            fill((accepted, steps.invalid), matters & ~greedy, accept)
-        if steps.kinds.greedy:
-            fill((accepted, steps.invalid), matters & greedy, match)
-        steps.advance(offset, accepted if verdict is None else verdict(offset, accepted))
-    return emit(steps, torch.zeros_like(steps.temperature))
+    rejected = num_accepted < steps.num_drafts
+    if isinstance(steps.greedy, Tensor):
+        rejected &= ~steps.greedy
+    tensors = (
+        torch.arange(len(rejected), device=rejected.device),
+        num_accepted,
+        log_ratio - rejected.log(),
+        steps.temperature,
+        steps.seeds,
+        steps.positions,
+        steps.point_masses,
+    )
+    recovered = functools.partial(by_chunks, recover, 2 * steps.vocab)
+    if steps.num_draft_tokens == 0 or steps.greedy is True:
+        return bonus(*tensors)
+    if on_host(rejected):
+        return by_case(rejected, recovered, bonus, *tensors)
+    return recovered(*tensors)
+
+
+def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
+    """Accept drafts by likelihood ratio up to the first rejection; then emit a recovered or a bonus token.
+
+    Args:
+        steps: the batch.
+        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+    """
+    log_uniforms = steps.log_uniforms()
+
+    def decide(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
+        quotient, is_empty = quotients(steps, rows, offsets)
+        if scheduled is not None:
+            return scheduled[rows, offsets], is_empty
+        return accepts(log_uniforms[rows, offsets], quotient), is_empty
+
+    accepted, is_empty = steps.scan(steps.num_drafts, steps.num_draft_tokens, decide)
+    num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
+    emitted, emitted_is_empty = emit(steps, num_accepted)
+    return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)

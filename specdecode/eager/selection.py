@@ -1,111 +1,186 @@
-"""Selection in PyTorch: logits rows to tokens by two-level Gumbel-max, many rows at once.
+"""Selection in PyTorch: from rows of logits to tokens by two-level selection, many rows at once.
 
-The vocabulary-sized work is done on a few rows at a time, so that no float32 copy of all logits ever exists. Reductions
-run along one row or one block, so a row's result does not depend on the rows beside it.
+Rows are copied to float32 (float64 stays) a few requests at a time, so that no copy of all logits ever exists. The copies
+are padded to whole blocks with -inf. Reductions run along one row or one block, so on the CPU a row's result does not depend
+on the rows beside it.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdecode.batch import on_host
-from specdecode.eager.philox import gumbel
+from specdecode.eager.fused import fused
+from specdecode.eager.philox import exponential
 from specdecode.noise import BLOCK_SIZE
 
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
-"""Logits upcast at a time: what stays in a core's cache, or what keeps a GPU busy."""
+"""Logits copied at a time: what stays in a core's cache, or what keeps a GPU busy."""
 
-CHUNK_NOISE = {"cpu": 2**16, "cuda": 2**26}
-"""Numbers drawn at a time, likewise: Philox makes many temporaries of int64."""
-
-Rows = Tensor | slice
+Requests = Tensor | slice
+Compute = Callable[..., tuple[Tensor, ...]]
 
 
-def rows_where(mask: Tensor) -> Rows:
-    """Return the rows that matter: those where `mask` holds, or all where counting them would wait for the device."""
-    if not on_host(mask) or (len(mask) and bool(mask.all())):
-        return slice(None)
-    return mask.nonzero().squeeze(1)
+def take(tensors: tuple[Tensor | None, ...], rows: Requests) -> tuple[Tensor | None, ...]:
+    """Return some rows of each tensor."""
+    return tuple(None if tensor is None else tensor[rows] for tensor in tensors)
 
 
-def fill(outputs: tuple[Tensor, ...], mask: Tensor, compute: Callable[[Rows], tuple[Tensor, ...]]) -> None:
-    """Set each output where `mask` holds to what `compute` returns for those rows."""
-    rows = rows_where(mask)
-    if mask[rows].numel() == 0:
-        return
-    for output, values in zip(outputs, compute(rows)):
-        output[rows] = torch.where(mask[rows], values.to(output.dtype), output[rows])
-
-
-def by_chunks(compute: Callable[..., tuple[Tensor, ...]], vocab: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply `compute` to a few rows of the tensors at a time and concatenate what it returns."""
-    device = tensors[0].device.type
-    most_logits, most_noise = CHUNK_LOGITS.get(device, 2**22), CHUNK_NOISE.get(device, 2**22)
-    step = max(1, min(most_logits // vocab, most_noise // min(vocab, BLOCK_SIZE)))
-    starts = range(0, len(tensors[0]), step)
-    parts = [compute(*(tensor[start : start + step] for tensor in tensors)) for start in starts]
-    return tuple(torch.cat(column) for column in zip(*parts))
-
-
-def centre(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (l - max l) / T for each row, and max l.
-
-    NaN counts as -inf. A row whose maximum is not finite becomes the point mass on its first largest entry.
+def by_chunks(compute: Compute, logits_each: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Apply `compute` to a few requests of the tensors at a time and concatenate what it returns.
 
     Args:
-        logits: [rows, vocab] any float.
-        temperature: [rows], in the dtype to compute in, > 0.
+        compute: a function of the tensors.
+        logits_each: how many logits it copies for each request.
+        tensors: [requests, ...] each, or None, but for the first.
     """
-    # Contiguous whatever the layout of the logits: it decides in which order PyTorch adds.
-    scaled = logits.to(temperature.dtype, copy=True, memory_format=torch.contiguous_format)
-    scaled.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    peak = scaled.amax(dim=1, keepdim=True)
-    finite = peak.isfinite()
-    if on_host(peak) and bool(finite.all()):
-        return scaled.sub_(peak).div_(temperature[:, None]), peak.squeeze(1)
-    index = scaled.argmax(dim=1, keepdim=True)
-    scaled.sub_(peak.where(finite, 0)).div_(temperature[:, None])
-    scaled.masked_fill_(~finite, -torch.inf).scatter_(1, index, 0)
-    return scaled, peak.squeeze(1)
+    first = tensors[0]
+    assert first is not None
+    step = max(1, CHUNK_LOGITS.get(first.device.type, 2**22) // max(1, logits_each))
+    starts = range(0, max(1, len(first)), step)
+    parts = [compute(*take(tensors, slice(start, start + step))) for start in starts]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts))
+
+
+def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Apply `compute` to the requests in `case` and `otherwise` to the others; return the results in the requests' order.
+
+    Args:
+        case: [requests] bool, on the host.
+        compute: a function of the tensors.
+        otherwise: another one, which returns tensors of the same shapes and dtypes.
+        tensors: [requests, ...] each, or None.
+    """
+    for every, function in ((case, compute), (~case, otherwise)):
+        if every.all():
+            return function(*tensors)
+    some, others = case.nonzero().squeeze(1), (~case).nonzero().squeeze(1)
+    parts = compute(*take(tensors, some)), otherwise(*take(tensors, others))
+    order = torch.cat([some, others]).argsort()
+    return tuple(torch.cat(pair)[order] for pair in zip(*parts))
+
+
+def by_kind(
+    greedy: Tensor | bool, draw: Compute, pick: Compute, logits_each: int, logits: Tensor, *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Apply `pick` to greedy requests, and to the others `draw`, which is also given which rows are greedy, or None.
+
+    On a device `draw` gets all requests if some may be greedy: counting them would mean waiting.
+    """
+    drawn, picked = (functools.partial(by_chunks, compute, logits_each) for compute in (draw, pick))
+    if isinstance(greedy, bool):
+        return (picked if greedy else drawn)(logits, *tensors, None)
+    if on_host(greedy):
+        return by_case(greedy, picked, drawn, logits, *tensors, None)
+    return drawn(logits, *tensors, greedy.view(-1, *[1] * (logits.ndim - 2)))
+
+
+class Rows(NamedTuple):
+    """Rows of one or two models, copied to the dtype to compute in."""
+
+    logits: Tensor
+    """[models, ..., padded vocab]."""
+
+    row_max: Tensor
+    """[models, ..., 1] the maximum; -inf if the row is empty, that is, has no logit but NaN and -inf."""
+
+    first: Tensor | None
+    """[models, ..., 1] int64, the first entry of that size; None if all maxima are finite."""
+
+
+def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
+    """Copy rows of raw logits, [..., vocab] of each model, and find their maxima. NaN counts as -inf."""
+    logits = copy(models, dtype)
+    if on_host(logits):
+        row_max = logits.amax(dim=-1, keepdim=True)
+        if bool(row_max.isfinite().all()):
+            return Rows(logits, row_max, None)
+    return Rows(logits, *without_nan(logits).max(dim=-1, keepdim=True))
+
+
+def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Return [models, ..., padded vocab] logits in `dtype`, contiguous; on a GPU NaN has become -inf."""
+    vocab, device = models[0].shape[-1], models[0].device
+    padded = vocab if vocab <= BLOCK_SIZE else -(-vocab // BLOCK_SIZE) * BLOCK_SIZE
+    logits = torch.empty(len(models), *models[0].shape[:-1], padded, dtype=dtype, device=device)
+    logits[..., vocab:] = -torch.inf
+    for rows, raw in zip(logits, models):
+        if raw.is_cuda:  # in the same pass; the CPU is slow at it
+            torch.fmax(raw, torch.tensor(-torch.inf), out=rows[..., :vocab])
+        else:
+            rows[..., :vocab] = raw
+    return logits
+
+
+def without_nan(copied: Tensor) -> Tensor:
+    """Return the result of `copy` with NaN as -inf, in place."""
+    return copied if copied.is_cuda else copied.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
+    """Make a row the point mass on its first largest entry if its maximum is not finite, or if it is `greedy`.
+
+    Such a row becomes 0 at that entry and -inf elsewhere, in place.
+
+    Args:
+        rows: [models, ..., vocab].
+        greedy: [...] bool, or None if no row is.
+    """
+    if rows.first is None:
+        return rows
+    is_point = rows.row_max.abs() == torch.inf
+    row_max = rows.row_max.nan_to_num(posinf=0, neginf=0)
+    if greedy is not None:
+        is_point |= greedy[..., None]
+        row_max.masked_fill_(greedy[..., None], 0)
+    rows.logits.masked_fill_(is_point, -torch.inf).scatter_(-1, rows.first, row_max)
+    return rows._replace(row_max=row_max)
+
+
+@fused(
+    """
+    template <typename T> T exp_scaled(T logit, T row_max, T temperature) {
+        return ::exp((logit - row_max) / temperature);
+    }
+    """
+)
+def exp_scaled(logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor:
+    """Return exp((l - max) / T); may overwrite the logits."""
+    return logits.sub_(row_max).div_(temperature).exp_()
 
 
 def block_sums(weights: Tensor) -> Tensor:
-    """Return the sum of each block of each row, [rows, num_blocks]; the last block may be short."""
-    rows, vocab = weights.shape
-    whole = vocab // BLOCK_SIZE
-    sums = weights[:, : whole * BLOCK_SIZE].view(rows, whole, BLOCK_SIZE).sum(dim=2)
-    rest = weights[:, whole * BLOCK_SIZE :]
-    return sums if rest.shape[1] == 0 else torch.cat([sums, rest.sum(dim=1, keepdim=True)], dim=1)
-
-
-def log_sum(weights: Tensor) -> Tensor:
-    """Return the logarithm of each row's sum, [rows], adding block by block as `select` does."""
-    return block_sums(weights).sum(dim=1).log()
+    """Return the sum of each block of [..., padded vocab] weights, [..., num_blocks]."""
+    size = min(BLOCK_SIZE, weights.shape[-1])
+    return weights.view(*weights.shape[:-1], weights.shape[-1] // size, size).sum(dim=-1)
 
 
 def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[int, int]) -> Tensor:
     """Draw one token per row with probability proportional to its weight.
 
+    Gumbel-max is computed as an exponential race: with Gumbel numbers G = -log E, the maximum of log w + G is that of w / E.
+
     Args:
-        weights: [rows, vocab] w >= 0.
-        sums: [rows, num_blocks] block sums of w, not all 0.
-        seeds: [rows] int64.
-        positions: [rows] int64, of the tokens drawn.
+        weights: [..., padded vocab] w >= 0.
+        sums: [..., num_blocks] block sums of w, not all 0.
+        seeds: [...] int64, or what broadcasts to it.
+        positions: [...] int64, of the tokens drawn.
         domains: of the block's and of the token's noise.
 
     Returns:
-        [rows] int64 token ids.
+        [...] int64 token ids.
     """
-    seeds, positions = seeds[:, None], positions[:, None]
-    num_blocks = sums.shape[1]
-    block = torch.zeros_like(seeds)
-    if num_blocks > 1:
-        block_noise = gumbel(seeds, positions, torch.arange(num_blocks, device=sums.device), domains[0], sums.dtype)
-        block = (sums.log() + block_noise).argmax(dim=1, keepdim=True)
-
-    vocab = weights.shape[1]
-    token_ids = block * BLOCK_SIZE + torch.arange(min(BLOCK_SIZE, vocab), device=sums.device)
-    token_noise = gumbel(seeds, positions, token_ids, domains[1], sums.dtype)
-    token_weights = weights.gather(1, token_ids.clamp(max=vocab - 1)).masked_fill_(token_ids >= vocab, 0)
-    return token_ids.gather(1, (token_weights.log() + token_noise).argmax(dim=1, keepdim=True)).squeeze(1)
+    size = min(BLOCK_SIZE, weights.shape[-1])
+    seeds, positions = seeds[..., None], positions[..., None]
+    token_ids = torch.arange(size, device=sums.device)
+    if sums.shape[-1] > 1:
+        blocks = torch.arange(sums.shape[-1], device=sums.device)
+        exponentials = exponential(seeds, positions, blocks, domains[0])
+        token_ids = (sums / exponentials).argmax(dim=-1, keepdim=True) * size + token_ids
+        weights = weights.gather(-1, token_ids)
+    exponentials = exponential(seeds, positions, token_ids, domains[1])
+    best = (weights / exponentials).argmax(dim=-1, keepdim=True)
+    return token_ids.expand_as(weights).gather(-1, best).squeeze(-1)

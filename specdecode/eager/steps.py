@@ -1,66 +1,103 @@
-"""The state of a verification step in PyTorch: which requests still stand, position by position."""
+"""A verification step in PyTorch: its batch as tensors, and which of its rows are computed."""
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, seed_each
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, on_host, seed_each
 from specdecode.eager.philox import uniform
+from specdecode.eager.selection import Requests
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
 
 class Steps:
-    """A batch with its scalars as tensors, and the running state of its requests.
-
-    `standing` holds for the requests all of whose drafts have been accepted so far: only their next row matters.
-    """
+    """A batch with a tensor for everything that may be given as one number for all requests."""
 
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
-        self.conditional_rates = () if schedule is None else schedule.conditional_rates
-        self.target_logits = batch.target_logits
-        self.draft_logits, self.draft_logsumexp = batch.draft_logits, batch.draft_logsumexp
         size, rows, self.vocab = batch.target_logits.shape
+        self.target_logits, self.draft_logits = batch.target_logits, batch.draft_logits
+        self.draft_logsumexp = batch.draft_logsumexp
+        self.conditional_rates = () if schedule is None else schedule.conditional_rates
         self.seeds, self.positions = seeds_and_positions(batch, size, batch.target_logits.device)
-        self.num_draft_tokens = rows - 1
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
-        self.temperature = row_temperature(batch.temperature, *logits)
-        self.kinds = request_kinds(batch.temperature)
+        self.temperature, self.greedy = row_temperature(batch.temperature, *logits)
+        self.point_masses = None if isinstance(self.greedy, bool) or on_host(self.greedy) else self.greedy
 
-        valid = (batch.draft_token_ids >= 0) & (batch.draft_token_ids < self.vocab)
-        self.draft_token_ids = batch.draft_token_ids.to(torch.int64).where(valid, 0)
-        self.has_draft = valid.cumprod(dim=1).to(torch.bool)
+        self.num_draft_tokens = rows - 1
+        self.offsets = torch.arange(rows, device=self.seeds.device)
+        self.draft_token_ids = batch.draft_token_ids.clamp(0, self.vocab - 1).to(torch.int64)
+        self.num_drafts = self.leading(self.draft_token_ids == batch.draft_token_ids)
 
-        self.requests = torch.arange(size, device=self.seeds.device)
-        self.standing = torch.ones(size, dtype=torch.bool, device=self.seeds.device)
-        self.num_accepted = torch.zeros(size, dtype=torch.int32, device=self.seeds.device)
-        self.invalid = torch.zeros_like(self.standing)
+    def leading(self, accepted: Tensor) -> Tensor:
+        """Count the entries before the first that does not hold, [batch], given [batch, num_draft_tokens] bool."""
+        if self.num_draft_tokens == 0:
+            return torch.zeros_like(self.seeds)
+        return torch.add(self.offsets[:-1], accepted, alpha=self.num_draft_tokens).amin(dim=1)
 
     def uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the accept decisions' uniforms, [batch, num_draft_tokens] float32.
+        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32.
 
         Fresh ones have the draft's offset in their counter: a later step that comes to the same positions has others.
         """
-        offsets = torch.arange(self.num_draft_tokens, device=self.seeds.device)
-        positions = self.positions[:, None] + offsets
-        index = offsets.expand_as(positions) if fresh else torch.zeros_like(positions)
-        return uniform(self.seeds[:, None], positions, index, Domain.ACCEPT)
+        offsets = self.offsets[:-1]
+        index = offsets if fresh else self.offsets[:1]
+        return uniform(self.seeds[:, None], self.positions[:, None] + offsets, index, Domain.ACCEPT)
 
-    def advance(self, offset: int, accepted: Tensor) -> None:
-        """Record which requests' drafts at `offset` are accepted."""
-        self.standing &= accepted & self.has_draft[:, offset]
-        self.num_accepted += self.standing
+    def log_uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the logarithms of `uniforms`, in the dtype to compute in."""
+        return self.uniforms(fresh).to(self.temperature.dtype).log()
 
-    def output(self, emitted: Tensor) -> SamplerOutput:
-        """Assemble the result from the token after each request's accepted drafts, [batch] int64."""
-        offsets = torch.arange(self.num_draft_tokens + 1, device=emitted.device)
-        accepted = torch.nn.functional.pad(self.draft_token_ids, (0, 1))
-        last = self.num_accepted[:, None]
-        token_ids = torch.where(offsets < last, accepted, torch.where(offsets == last, emitted[:, None], -1))
-        drafted = self.has_draft.sum(dim=1, dtype=torch.int32)
-        return SamplerOutput(token_ids, self.num_accepted, drafted, self.invalid)
+    def scan(
+        self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        """Compute the rows that matter, in order; return [batch, width] of each result.
+
+        On the CPU these are, offset by offset, the rows of the requests that have not stopped. On a device counting those
+        would mean waiting for it, so all rows are computed at once.
+
+        Args:
+            num_rows: [batch] how many rows each request has.
+            width: the most rows.
+            compute: given requests and offsets, returns results for each; the first says whether the request goes on.
+        """
+        if width == 0 or not on_host(num_rows):
+            return compute(slice(None), slice(0, width))
+        results: tuple[Tensor, ...] = ()
+        active = num_rows > 0
+        for offset in range(width):
+            rows = slice(None) if active.all() else active.nonzero().squeeze(1)
+            values = compute(rows, slice(offset, offset + 1))
+            results = results or tuple(value.new_zeros(len(num_rows), width) for value in values)
+            for result, value in zip(results, values):
+                result[rows, offset] = value[:, 0]
+            active = results[0][:, offset] & (num_rows > offset + 1)
+            if not active.any():
+                break
+        return results
+
+    def greedy_among(self, rows: Requests) -> Tensor | bool:
+        """Return which of some requests are greedy, [rows] bool or one bool for all."""
+        return self.greedy if isinstance(self.greedy, bool) else self.greedy[rows]
+
+    def output(
+        self, num_accepted: Tensor, emitted: Tensor, accepted_empty: Tensor, emitted_empty: Tensor
+    ) -> SamplerOutput:
+        """Assemble the result.
+
+        Args:
+            num_accepted: [batch] int64.
+            emitted: [batch] int64, the token after each request's accepted drafts.
+            accepted_empty: [batch, num_draft_tokens] bool, whether a draft's target row has no finite logit.
+            emitted_empty: [batch] bool, whether the target row of `emitted` has none.
+        """
+        last = num_accepted[:, None]
+        token_ids = torch.nn.functional.pad(self.draft_token_ids, (0, 1)).masked_fill_(self.offsets > last, -1)
+        token_ids.scatter_(1, last, emitted[:, None])
+        invalid = (accepted_empty & (self.offsets[:-1] < last)).any(dim=1) | emitted_empty
+        return SamplerOutput(token_ids, num_accepted.to(torch.int32), self.num_drafts.to(torch.int32), invalid)
 
 
 def seeds_and_positions(batch: RowBatch | VerificationBatch, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -71,30 +108,19 @@ def seeds_and_positions(batch: RowBatch | VerificationBatch, size: int, device: 
     return seed_each(batch.seeds, size, device), positions
 
 
-class Kinds(NamedTuple):
-    """Which kinds of requests there may be, so far as is known without looking at values."""
+def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tensor, Tensor | bool]:
+    """Return one temperature per request, > 0 and in the dtype to compute in, and which requests are greedy.
 
-    greedy: bool
-    random: bool
+    The dtype is float64 for float64 logits, else float32. What it cannot hold goes to its nearest positive number, so that
+    only 0 is greedy; a greedy request's temperature is of no use. Values that could not be checked on the host are made
+    harmless: NaN and negative ones are greedy.
 
-
-def request_kinds(temperature: Tensor | float) -> Kinds:
-    """Return which kinds of requests a temperature makes."""
-    if isinstance(temperature, Tensor):
-        return Kinds(greedy=True, random=True)
-    return Kinds(greedy=temperature == 0, random=temperature > 0)
-
-
-def row_temperature(temperature: Tensor | float, *logits: Tensor) -> Tensor:
-    """Return one temperature per request in the dtype to compute in: float64 for float64 logits, else float32.
-
-    What the dtype cannot hold goes to its nearest positive number, so that only 0 is greedy. Values that could not be
-    checked on the host are made harmless: NaN and negative ones are greedy.
+    Returns:
+        [batch] temperatures; [batch] bool, or one bool for all.
     """
     dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in logits} else torch.float32
     limits = torch.finfo(dtype)
-    if not isinstance(temperature, Tensor):
-        if temperature > 0:
-            temperature = min(max(temperature, limits.tiny), limits.max)
-        return torch.full((len(logits[0]),), temperature, dtype=dtype, device=logits[0].device)
-    return temperature.to(dtype).clamp(limits.tiny, limits.max).where(temperature > 0, 0)
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype).nan_to_num(nan=0).clamp(limits.tiny, limits.max), ~(temperature > 0)
+    number = min(max(temperature, limits.tiny), limits.max)
+    return torch.full((len(logits[0]),), number, dtype=dtype, device=logits[0].device), temperature == 0

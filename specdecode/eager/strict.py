@@ -1,13 +1,12 @@
 """Strict in PyTorch: the target's own seeded sample at every position, compared with the draft."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Rows, block_sums, by_chunks, centre, fill, select
-from specdecode.eager.steps import Kinds, Steps
+from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, point_masses, read, select
+from specdecode.eager.steps import Steps
 from specdecode.noise import SELECT
 
 
@@ -16,57 +15,67 @@ def sample(
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
-    kinds: Kinds,
+    greedy: Tensor | bool,
     domains: tuple[int, int] = SELECT,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row: greedily where the temperature is 0, else from softmax(logits / temperature).
-
-    Returns:
-        [rows] int64 token ids, [rows] logsumexp(logits / temperature) (0 for greedy rows, which have no softmax), [rows]
-        bool, whether the row has nothing to choose from.
-    """
-
-    def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        scaled, peak = centre(logits, temperature)
-        weights = scaled.exp_()
-        sums = block_sums(weights)
-        token_ids = select(weights, sums, seeds, positions, domains)
-        return token_ids, peak / temperature + sums.sum(dim=1).log(), peak == -torch.inf
-
-    token_ids, logsumexp = torch.zeros_like(seeds), torch.zeros_like(temperature)
-    invalid = torch.zeros_like(seeds, dtype=torch.bool)
-    greedy, vocab = temperature == 0, logits.shape[1]
-    if kinds.random:
-        fill(
-            (token_ids, logsumexp, invalid),
-            ~greedy,
-            lambda rows: by_chunks(draw, vocab, logits[rows], temperature[rows], seeds[rows], positions[rows]),
-        )
-    if kinds.greedy:
-        fill((token_ids, invalid), greedy, lambda rows: by_chunks(argmax, vocab, logits[rows]))
-    return token_ids, logsumexp, invalid
-
-
-def verify(steps: Steps, verdict: Callable[[int, Tensor], Tensor] | None = None) -> Tensor:
-    """Accept drafts while each is the target's own sample; return the target's own sample at the first mismatch.
+    """Draw one token per row: the argmax for greedy requests, else from softmax(logits / temperature).
 
     Args:
-        steps: the batch and its running state.
-        verdict: replaces the comparison by another one, given the position's offset and the comparison's result.
+        logits: [requests, ..., vocab] any float.
+        temperature: [requests, ...] or what broadcasts to it, > 0 and in the dtype to compute in.
+        seeds: [requests, ...] or what broadcasts to it, int64.
+        positions: [requests, ...] int64.
+        greedy: [requests] bool, or one for all.
+        domains: of the noise.
 
     Returns:
-        [batch] int64: the token after the accepted drafts.
+        [requests, ...] each: int64 token ids; logsumexp(logits / temperature), 0 for greedy requests, which have no
+        softmax; bool, whether the row has no finite logit.
     """
-    emitted = torch.zeros_like(steps.seeds)
-    for offset in range(steps.num_draft_tokens + 1):
 
-        def draw(rows: Rows, offset: int = offset) -> tuple[Tensor, Tensor]:
-            logits, positions = steps.target_logits[rows, offset], steps.positions[rows] + offset
-            token_ids, _, invalid = sample(logits, steps.temperature[rows], steps.seeds[rows], positions, steps.kinds)
-            return token_ids, invalid | steps.invalid[rows]
+    def draw(
+        logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = read((logits,), temperature.dtype)
+        row_max = rows.row_max[0].squeeze(-1)
+        rows = point_masses(rows, greedy)
+        weights = exp_scaled(rows.logits[0], rows.row_max[0], temperature[..., None])
+        sums = block_sums(weights)
+        token_ids = select(weights, sums, seeds, positions, domains)
+        logsumexp = row_max / temperature + sums.sum(dim=-1).log()
+        return token_ids, logsumexp if greedy is None else logsumexp.masked_fill(greedy, 0), row_max == -torch.inf
 
-        fill((emitted, steps.invalid), steps.standing, draw)
-        if offset < steps.num_draft_tokens:
-            agreed = emitted == steps.draft_token_ids[:, offset]
-            steps.advance(offset, agreed if verdict is None else verdict(offset, agreed))
-    return emitted
+    def pick(logits: Tensor, temperature: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        token_ids, is_empty = argmax(logits)
+        return token_ids, token_ids.new_zeros(token_ids.shape, dtype=temperature.dtype), is_empty
+
+    tensors = (logits, temperature, seeds, positions)
+    token_ids, logsumexp, is_empty = by_kind(greedy, draw, pick, logits.shape[1:].numel(), *tensors)
+    return token_ids, logsumexp, is_empty
+
+
+def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
+    """Accept drafts while each is the target's own sample; then emit the target's own sample.
+
+    Args:
+        steps: the batch.
+        scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
+    """
+    drafts = torch.nn.functional.pad(steps.draft_token_ids, (0, 1), value=-1)
+    accepts = None if scheduled is None else torch.nn.functional.pad(scheduled, (0, 1))
+
+    def draw(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor, Tensor]:
+        token_ids, _, is_empty = sample(
+            steps.target_logits[rows, offsets],
+            steps.temperature[rows, None],
+            steps.seeds[rows, None],
+            steps.positions[rows, None] + steps.offsets[offsets],
+            steps.greedy_among(rows),
+        )
+        accepted = token_ids == drafts[rows, offsets] if accepts is None else accepts[rows, offsets]
+        return accepted, token_ids, is_empty
+
+    accepted, token_ids, is_empty = steps.scan(steps.num_drafts + 1, steps.num_draft_tokens + 1, draw)
+    num_accepted = steps.leading(accepted[:, :-1]).minimum(steps.num_drafts)
+    emitted, emitted_empty = (at.gather(1, num_accepted[:, None]).squeeze(1) for at in (token_ids, is_empty))
+    return steps.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)

@@ -1,28 +1,22 @@
-"""Synthetic acceptance in PyTorch: the work of a real method, its verdicts replaced by scheduled ones."""
+"""Synthetic acceptance in PyTorch: the work of a real method, with scheduled accept decisions."""
 
-from torch import Tensor
+import torch
 
+from specdecode.batch import SamplerOutput
 from specdecode.eager import probabilistic, strict
 from specdecode.eager.steps import Steps
 
 
-def verify(steps: Steps) -> Tensor:
-    """Accept the draft at offset i with probability `steps.conditional_rates[i]`; emit what the real method would.
+def verify(steps: Steps) -> SamplerOutput:
+    """Accept the draft at offset i with probability `conditional_rates[i]`; emit what the real method would.
 
-    The real method is probabilistic, or strict where there are no draft logits. Its accept tests are computed and thrown
-    away: a load test is to cost what serving costs.
-
-    Args:
-        steps: the batch, its schedule and its running state.
-
-    Returns:
-        [batch] int64: the token after the accepted drafts.
+    The real method is probabilistic, or strict if there are no draft logits. Its accept decisions are computed and not used:
+    a load test must cost what serving costs.
     """
     uniforms = steps.uniforms()
-
-    def verdict(offset: int, _: Tensor) -> Tensor:
-        return uniforms[:, offset] <= steps.conditional_rates[offset]
-
+    scheduled = torch.zeros_like(uniforms, dtype=torch.bool)
+    for offset in range(steps.num_draft_tokens):
+        scheduled[:, offset] = uniforms[:, offset] <= steps.conditional_rates[offset]
     if steps.draft_logits is None:
-        return strict.verify(steps, verdict)
-    return probabilistic.verify(steps, verdict)
+        return strict.verify(steps, scheduled)
+    return probabilistic.verify(steps, scheduled)

@@ -1,21 +1,22 @@
 """Speculative generation with Hugging Face models: batches, caches that roll back, streaming.
 
 One step drafts up to K tokens for every request, scores them all in one call of the target and lets the sampler decide.
-The tokens of a batch stand right-aligned in one tensor, and the caches hold the same columns:
+The tokens of a batch are right-aligned in one tensor, and the caches hold the same columns:
 
     one step    . . a b c | x y z      three drafts each: the first request keeps x, then emits u;
                 d e f g h | x y z      the second keeps all three, then emits v
-    the next    . . . . a b c x u      everything ends at the right edge again, and the caches have been
-                d e f g h x y z v      moved alike: rejected columns are gone, no holes are left to mask
+    the next    . . . . a b c x u      both are right-aligned again, and the columns of the caches were moved
+                d e f g h x y z v      in the same way: rejected columns are gone, no gaps are left to mask
 
-So a request's columns are consecutive whatever the others accept. Masks that count columns (sliding windows, ALiBi) stay
-right, memory stays at the longest request, and for one request, or equal acceptance, moving is a crop.
+So a request's columns are consecutive, whatever the other requests accept. Masks that count columns (sliding windows, ALiBi)
+stay right. The caches are never longer than the longest request needs. For one request, or if all requests accept equally
+many drafts, moving is only a crop.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import takewhile
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdecode import AcceptanceStats, RejectionSampler
+from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
 from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, seed_each, shown
 from specdecode.sampler import Method
 
@@ -43,15 +44,15 @@ class TokenKind(IntEnum):
     PLAIN = 0
     """Sampled from the target where nothing was drafted."""
     ACCEPTED = 1
-    """A draft that stands."""
+    """An accepted draft."""
     RECOVERED = 2
     """Emitted in place of a rejected draft."""
     BONUS = 3
-    """Emitted after drafts that all stand."""
+    """Emitted after drafts that were all accepted."""
 
 
 class Step(NamedTuple):
-    """What one step gave one request: the argument of `on_step`."""
+    """What one step emitted for one request: the argument of `on_step`."""
 
     request: int
     """Row of `input_ids`."""
@@ -63,7 +64,7 @@ class Step(NamedTuple):
     """What each of them is."""
 
     draft_token_ids: list[int]
-    """What was drafted, rejected or not."""
+    """All drafts, accepted or rejected."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class GenerationOutput:
     """[batch, most new tokens] int8: the `TokenKind` of each new token, -1 in the padding."""
 
     stats: AcceptanceStats | None
-    """Acceptance as the sampler saw it, None without a drafter. Requests that have ended, and drafts past the length limit
-    or behind a drafted stop token, are not verified and so not counted. The acceptance length counts a token after every
-    verification, even after an accepted stop token, where none is kept."""
+    """Acceptance as the sampler saw it, None without a drafter. Not counted, because not verified: requests that have ended,
+    and drafts past the length limit or after a drafted stop token. The acceptance length counts one token after every
+    verification, even after an accepted stop token, where that token is discarded."""
 
     target_calls: int
     """Forward passes of the target."""
@@ -96,8 +97,8 @@ class GenerationOutput:
 class PromptLookup:
     """Draft what followed the last tokens when they occurred before: a drafter without a model.
 
-    The longest suffix of at most `max_ngram` tokens that occurred before counts, and of its occurrences the latest. A
-    continuation that reaches the end of the sequence goes on with itself, so loops are drafted at full length.
+    Of all suffixes of at most `max_ngram` tokens that occurred before, the longest is used, and its latest occurrence. A
+    continuation that reaches the end of the sequence goes on with its own first tokens, so loops are drafted at full length.
 
     Args:
         max_ngram: the longest suffix to look for, at least 1.
@@ -120,7 +121,7 @@ class PromptLookup:
         check_count("max_ngram", self.max_ngram)
 
     def propose(self, token_ids: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
-        """Look the drafts up.
+        """Return the drafts of each row.
 
         Args:
             token_ids: [batch, width] int64, right-aligned.
@@ -160,18 +161,18 @@ def generate(
     eos_token_id: int | Sequence[int] | None = None,
     on_step: Callable[[Step], object] | None = None,
 ) -> GenerationOutput:
-    """Generate with the target model's own law, in fewer calls of it than tokens.
+    """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
     A request's tokens depend on its prompt, temperature and seed, up to rounding in the models: not on the rest of the
     batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those of
     `draft=None`. Temperature 0 is greedy decoding.
 
-    Both models run as they are: put them in evaluation mode, or dropout is part of their laws.
+    Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
     Args:
         target: Hugging Face causal language model that caches keys and values only; sliding windows are fine.
         draft: such a model with the target's tokenizer, a `PromptLookup`, or None to sample token by token. Vocabulary
-            sizes may differ by 1 %, as one tokenizer is padded to several sizes.
+            sizes may differ by 1 %, because one tokenizer is padded to several sizes.
         input_ids: [batch, prompt] int64, padded on the left.
         attention_mask: [batch, prompt] bool, int32 or int64, 0 = padding; None = no padding.
         method: a verification method, or a sampler, such as a synthetic one with its schedule.
@@ -184,12 +185,12 @@ def generate(
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
 
     Returns:
-        The sequences and how they came about.
+        The sequences, what kind of token each new token is, and acceptance statistics.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument is out of range or does not fit the others, a model's state cannot be rolled back, or the
-            target's logits are all NaN or -inf.
+        ValueError: an argument is out of range or does not fit the others, a model is in training mode or has state that
+            cannot be rolled back, or all logits of the target in a row are NaN or -inf.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -229,16 +230,14 @@ def generate(
     while live:
         before = [request.length for request in live]
         lengths = torch.tensor(before, device=device)
-        # Each request stops drafting one short of its own limit, to leave room for the token that follows: what it emits
-        # must not depend on how far the others have to go.
+        # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What a
+        # request emits must not depend on the limits of the others.
         allowed = [min(num_draft_tokens, request.limit - request.length - 1) for request in live]
-        drafts = _Drafts(tokens[:, :0])
         if draft_model is not None:
             vocab_size = target_model.vocab_size
             drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), temperature, seeds)
-        elif draft is not None:
-            found = draft.propose(tokens, lengths, max(allowed))
-            drafts = _Drafts(found if (found >= 0).any() else tokens[:, :0])
+        else:
+            drafts = _look_up(draft, tokens, lengths, max(allowed))
         draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=device), stop_ids)
         num_drafts = draft_ids.shape[1]
 
@@ -255,11 +254,7 @@ def generate(
         if stats is not None:
             stats.update(output)
 
-        columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
-        for request, (invalid, *ids) in zip(live, columns.tolist()):
-            if invalid:
-                raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
-            step = request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
+        for step in _advance(live, output, draft_ids, stop_ids):
             if on_step is not None:
                 on_step(step)
 
@@ -306,20 +301,38 @@ def _draft(
     width, logits, logsumexp = tokens.shape[1], [], []
     for i in range(num_draft_tokens):
         row = draft_model.logits(tokens, lengths + i, keep=1)[:, 0]
-        # Fitted to the target's vocabulary, whose law must not change: tokens that the draft lacks are never drafted.
+        # Padded or cut to the target's vocabulary. A token that the draft model lacks has logit -inf: it is never drafted.
         missing = vocab_size - row.shape[-1]
         row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, :vocab_size]
         drawn = sampler.draft(row, temperature, seeds=seeds, positions=lengths + i, offset=i)
         tokens = torch.cat([tokens, drawn.token_ids[:, None]], dim=1)
         logits.append(row)
         logsumexp.append(drawn.logsumexp)
-    if not logits or sampler.method == "strict":  # strict has no use for them
+    if not logits or sampler.method == "strict":  # which does not use them
         return _Drafts(tokens[:, width:])
     return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), torch.stack(logsumexp, dim=1))
 
 
+def _look_up(lookup: PromptLookup | None, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> _Drafts:
+    """Draft by prompt lookup; without it, or where nothing is found for any request, return no drafts."""
+    if lookup is None:
+        return _Drafts(tokens[:, :0])
+    found = lookup.propose(tokens, lengths, num_draft_tokens)
+    return _Drafts(found if (found >= 0).any() else tokens[:, :0])
+
+
+def _advance(requests: list[_Request], output: SamplerOutput, draft_ids: Tensor, stop_ids: list[int]) -> Iterator[Step]:
+    """Append what a step emitted to each request, and yield each request's step. This waits for the device."""
+    num_drafts = draft_ids.shape[1]
+    columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
+    for request, (invalid, *ids) in zip(requests, columns.tolist()):
+        if invalid:
+            raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
+        yield request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
+
+
 def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int]) -> Tensor:
-    """End each request's drafts where it may have no more, and behind a stop token."""
+    """End each request's drafts (with -1) at the number allowed, and after a stop token."""
     columns = torch.arange(draft_ids.shape[1], device=draft_ids.device)
     stops = torch.isin(draft_ids, torch.tensor(stop_ids, dtype=torch.int64, device=draft_ids.device))
     return draft_ids.masked_fill((stops.cumsum(1) > stops) | (columns >= allowed[:, None]), -1)
@@ -327,7 +340,7 @@ def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int]) -> Tensor:
 
 @dataclass
 class _Request:
-    """One row of `input_ids` on its way. It leaves the batch when it is finished."""
+    """The state of one row of `input_ids`. It leaves the batch when it is finished."""
 
     row: int
     length: int  # tokens so far, padding not counted
@@ -337,7 +350,7 @@ class _Request:
     finished: bool = False
 
     def advance(self, token_ids: list[int], draft_ids: list[int], stop_ids: list[int]) -> Step:
-        """Take what a step emitted, up to a stop token."""
+        """Append what a step emitted, up to a stop token."""
         emitted = list(takewhile(lambda token: token >= 0, token_ids))
         drafted = list(takewhile(lambda token: token >= 0, draft_ids))
         num_accepted = len(emitted) - 1
@@ -352,9 +365,9 @@ class _Request:
 
 
 class _Alignment:
-    """Where the columns of the next step come from: rows that stay, each moved to end at the right edge again.
+    """Which columns the next step keeps: those of the rows that are not finished, right-aligned again.
 
-    A row's padding on the left goes from old_width - before to width - after, so its column j is column
+    A row's padding on the left changes from old_width - before to width - after columns. So its new column j is column
     j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.
     """
 
@@ -367,14 +380,14 @@ class _Alignment:
         self.is_crop = min(shifts) == self.max_shift
         self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
         columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]
-        self.columns = columns.clamp(min=0)  # any column will do as padding
+        self.columns = columns.clamp(min=0)  # padding may hold any column
 
     def select(self, values: Tensor) -> Tensor:
-        """Keep the rows that stay."""
+        """Return the rows of requests that are not finished."""
         return values if self.rows is None else values[self.rows.to(values.device)]
 
     def __call__(self, values: Tensor, num_columns: int, dim: int) -> Tensor:
-        """Return the first `num_columns` new columns, which are at `dim`; requests are at 0."""
+        """Return the first `num_columns` new columns. `dim` is the dimension of columns, 0 that of requests."""
         values = self.select(values)
         if self.is_crop:
             return values.narrow(dim, self.max_shift, num_columns)
@@ -385,7 +398,7 @@ class _Alignment:
 
 
 class _CachedModel:
-    """A model with the keys and values of the columns that it has seen."""
+    """A model with its cache: the keys and values of the columns that it was given so far."""
 
     def __init__(self, name: str, model: Any) -> None:
         config: Any = getattr(model, "config", None)
@@ -396,21 +409,26 @@ class _CachedModel:
         if config.is_encoder_decoder or getattr(model, "_is_stateful", False) or others:
             layers = f" with layers of type {', '.join(sorted(others))}" if others else ""
             raise ValueError(
-                f"{name}: expected a decoder that keeps only keys and values, which rejected drafts can be removed from, "
+                f"{name}: expected a decoder that caches only keys and values, so that rejected drafts can be removed, "
                 f"got {type(model).__name__}{layers}"
+            )
+        if getattr(model, "training", False):
+            raise ValueError(
+                f"{name}: expected a model in evaluation mode, got {type(model).__name__} in training mode, where dropout "
+                "changes its distribution: call .eval() on it"
             )
         self.name = name
         self.model = model
         self.vocab_size: int = text_config.vocab_size
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self.calls = 0
-        # Made without the config, so that sliding-window layers keep all and can be rolled back beyond their window.
+        # Made without the config: sliding-window layers then keep all columns, so that rejected ones can be removed.
         self.cache = DynamicCache()
         self.parameters = inspect.signature(model.forward).parameters
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
 
     def logits(self, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
-        """Return the logits of the last `keep` columns, feeding the model those that its cache lacks.
+        """Return the logits of the last `keep` columns. The model is given the columns that its cache lacks.
 
         Args:
             tokens: [requests, width] int64, right-aligned.
@@ -422,11 +440,11 @@ class _CachedModel:
         """
         width, cached, device = tokens.shape[1], self.cache.get_seq_length(), self.model.device
         positions = torch.arange(width, device=tokens.device) - (width - lengths)[:, None]
-        # Drafts that a request may not have can lie beyond the last position; nobody looks at their logits.
+        # Columns past a request's own drafts can lie beyond the model's last position; their logits are not used.
         position_ids = positions[:, cached:].clamp(0, self.max_positions and self.max_positions - 1)
         options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
         output = self.model(
-            # A draft model need not know all tokens of the target: what it makes of others only costs acceptance.
+            # A draft model may lack tokens of the target: another token in their place costs only acceptance.
             input_ids=tokens[:, cached:].clamp(max=self.vocab_size - 1).to(device),
             attention_mask=(positions >= 0).long().to(device),
             past_key_values=self.cache,
@@ -440,10 +458,10 @@ class _CachedModel:
         return logits[:, -keep:].to(tokens.device)
 
     def realign(self, alignment: _Alignment) -> None:
-        """Move the cached columns to where the next step has them, without those of rejected drafts.
+        """Move the cached columns to their places in the next step, without those of rejected drafts.
 
-        The next step's last token was not fed yet. Nor was the last draft to a draft model, which lacks it where all drafts
-        stand: then every request is fed that column again.
+        The model was not given the next step's last token yet. A draft model was not given the last draft either: if a
+        request accepted all drafts, the next call gives that column to the model, for every request.
         """
         num_columns = min(alignment.width - 1, self.cache.get_seq_length() - alignment.max_shift)
         for layer in self._layers():
@@ -453,7 +471,7 @@ class _CachedModel:
     def check_length(self, length: int) -> None:
         if self.max_positions is not None and length > self.max_positions:
             raise ValueError(
-                f"max_new_tokens: the {self.name} model has {self.max_positions} positions, the longest request could "
+                f"max_new_tokens: the {self.name} model has {self.max_positions} positions, but the longest request could "
                 f"have {length} tokens"
             )
 
@@ -472,7 +490,9 @@ def _check_max_new_tokens(max_new_tokens: int | None, max_length: int | None, pr
     if max_new_tokens is not None and max_length is None:
         return check_count("max_new_tokens", max_new_tokens)
     if max_length is None or max_new_tokens is not None:
-        raise ValueError(f"max_new_tokens: expected it or max_length, got {max_new_tokens} and {max_length}")
+        raise ValueError(
+            f"max_new_tokens: expected exactly one of it and max_length, got {max_new_tokens} and {max_length}"
+        )
     if check_count("max_length", max_length) <= prompt_width:
         raise ValueError(f"max_length: expected more than the {prompt_width} columns of input_ids, got {max_length}")
     return max_length - prompt_width

@@ -25,19 +25,19 @@ class Recording:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call()  # whatever is compiled, tuned or cached at a first call
+            call()  # the first call compiles, tunes and caches
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
             for _ in range(calls):
-                self.output = call()  # the last one's stays, and is written at every replay
-        self.call = call  # a graph does not keep alive what it reads
+                self.output = call()  # every replay writes the output of the last call again
+        self.call = call  # a graph does not keep its inputs alive
         self.calls = calls
         self.microseconds: list[float] = []
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Replay for a while: a GPU that has idled is slower at first."""
+        """Replay for a while: after a pause a GPU is slower at first."""
         until = time.perf_counter() + WARM_UP_SECONDS
         self.replay()
         while time.perf_counter() < until:

@@ -1,4 +1,4 @@
-"""What the benchmarks verify: logits as serving sees them, and the formulation that everybody writes first."""
+"""The inputs of the benchmarks: logits like those of serving, and the straightforward formulation."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def peaked_rows(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 class Inputs:
-    """One batch's logits: peaked target rows, and draft rows near them."""
+    """One batch's logits: target rows with few likely tokens, and draft rows near them."""
 
     def __init__(
         self, batch: int, num_draft_tokens: int, dtype: torch.dtype, temperature: float, device: str = "cpu"
@@ -36,7 +36,7 @@ class Inputs:
         self.temperature = temperature
 
     def drafts(self, method: str, seed: int = 0) -> DraftOutput:
-        """Draw drafts as a method wants them: [batch, num_draft_tokens] token ids, and logsumexp."""
+        """Draw drafts with the noise that a method needs: [batch, num_draft_tokens] token ids, and logsumexp."""
         sampler = RejectionSampler(method)
         batch, num_draft_tokens, _ = self.draft_logits.shape
         positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
@@ -59,7 +59,7 @@ def verification(
 
 
 def straightforward(target_logits: Tensor, token_ids: Tensor, draft_logits: Tensor, temperature: float) -> Tensor:
-    """Softmax both, gather, compare, residual, multinomial; waits for no device."""
+    """Softmax of both, gather, compare, residual, multinomial. It does not wait for the device."""
     num_draft_tokens = token_ids.shape[1]
     target = torch.softmax(target_logits.float() / temperature, dim=-1)
     draft = torch.softmax(draft_logits.float() / temperature, dim=-1)

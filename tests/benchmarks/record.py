@@ -1,8 +1,9 @@
-"""Boil a run of `pytest --benchmark-only --benchmark-json RAW.json` down to a record worth keeping.
+"""Make a record of a run of `pytest --benchmark-only --benchmark-json RAW.json`.
 
-`python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions and commit, and leaves
-out rounds and host names; `--commit HASH` names the commit where the run could not know it. Of a run on a GPU the GPU's
-benchmarks are kept, of any other the CPU's. `python tests/benchmarks/record.py RECORD.json` prints it as Markdown tables.
+`python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions, commit and how long the
+run took. It leaves out single rounds and host names. `--commit HASH` names the commit if the run could not know it. Of a run
+on a GPU the GPU's benchmarks are kept, of any other run the CPU's. `python tests/benchmarks/record.py RECORD.json` prints a
+record as Markdown tables.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from pathlib import Path
 import torch
 
 
-def boil_down(raw: dict, commit: str | None = None) -> dict:
-    on_gpu = [benchmark for benchmark in raw["benchmarks"] if "environment" in benchmark["extra_info"]]
+def make_record(raw: dict, commit: str | None = None) -> dict:
+    on_gpu = [benchmark for benchmark in raw["benchmarks"] if is_on_gpu(benchmark)]
+    kept = on_gpu or raw["benchmarks"]
     of_commit = {"commit": raw["commit_info"]["id"][:12], "uncommitted_changes": raw["commit_info"]["dirty"]}
     about = {
         "unit": "microseconds",
@@ -23,12 +25,22 @@ def boil_down(raw: dict, commit: str | None = None) -> dict:
         "date": raw["datetime"][:10],
         **(on_gpu[0]["extra_info"]["environment"] if on_gpu else cpu_environment(raw)),
         "python": raw["machine_info"]["python_version"],
+        **({"benchmarks": len(kept), "seconds": raw["seconds"]} if len(kept) == len(raw["benchmarks"]) else {}),
     }
+    return {**about, "results": results_of(kept)}
+
+
+def is_on_gpu(benchmark: dict) -> bool:
+    return "environment" in benchmark["extra_info"]
+
+
+def results_of(benchmarks: list[dict]) -> dict[str, dict]:
+    """Return what was measured, by group and provider."""
     results: dict[str, dict] = {}
-    for benchmark in on_gpu or raw["benchmarks"]:
-        result = gpu_result(benchmark["extra_info"]) if on_gpu else cpu_result(benchmark["stats"])
+    for benchmark in benchmarks:
+        result = gpu_result(benchmark["extra_info"]) if is_on_gpu(benchmark) else cpu_result(benchmark["stats"])
         results.setdefault(benchmark["group"], {})[benchmark["extra_info"]["provider"]] = result
-    return {**about, "results": results}
+    return results
 
 
 def cpu_environment(raw: dict) -> dict:
@@ -41,7 +53,7 @@ def cpu_result(stats: dict) -> dict:
 
 
 CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
-"""What may have been timed of a call, see `test_gpu`."""
+"""What was timed of a call, see `test_gpu`."""
 
 
 def gpu_result(info: dict) -> dict:
@@ -50,6 +62,49 @@ def gpu_result(info: dict) -> dict:
         result["GB"] = round(info["bytes"] / 1e9, 6)
         result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
     return result
+
+
+def text(results: dict[str, dict]) -> str:
+    """Return results as lines for a terminal: a heading for each group, below it a line for each provider.
+
+    >>> print(text({"1 request": {"eager": {"median": 2500.0, "iqr": 100.0}, "block": {"median": 310.0, "iqr": 9.0}}}))
+    1 request
+      eager  2.50 ms (0.10)
+      block  0.31 ms (0.01)
+    """
+    width = max(len(provider) for cells in results.values() for provider in cells)
+    lines = []
+    for group, cells in results.items():
+        lines += ["", group]
+        lines += [f"  {provider:{width}}  {'; '.join(words(cell))}" for provider, cell in cells.items()]
+    return "\n".join(lines[1:])
+
+
+def words(cell: dict) -> list[str]:
+    """Return what was measured of one provider, in words.
+
+    >>> words({"device_us": {"median": 8.125, "iqr": 0.04}, "TB/s": 3.9, "fraction": 0.88, "GB": 0.03})
+    ['8.1 µs (0.0) on the device', '3.90 TB/s (88%)']
+    >>> words({"after_us": [["read_kernel", 5.0], ["emit_kernel", 8.125]]})
+    ['until each launch has ended: 5.0, 8.1 µs']
+    """
+    said = []
+    if "median" in cell:
+        said.append(f"{cell['median'] / 1000:.2f} ms ({cell['iqr'] / 1000:.2f})")
+    for key, what in zip(
+        CALLS, ("on the device", "a call in a row", "alone until it returns", "alone until its result")
+    ):
+        if key in cell:
+            said.append(f"{cell[key]['median']:.1f} µs ({cell[key]['iqr']:.1f}) {what}")
+    if "TB/s" in cell:
+        said.append(f"{cell['TB/s']:.2f} TB/s ({cell['fraction']:.0%})")
+    if "after_us" in cell:
+        said.append(f"until each launch has ended: {', '.join(f'{us:.1f}' for _, us in cell['after_us'])} µs")
+    if "reading_us" in cell:
+        said.append(", ".join(f"{name} {us:.1f}" for name, us in cell["reading_us"].items()) + " µs")
+    if "by_seed_us" in cell:
+        said.append(f"by seed: {', '.join(f'{us:.0f}' for us in cell['by_seed_us'])} µs")
+    return said
 
 
 def markdown(record: dict) -> str:
@@ -62,7 +117,7 @@ def markdown(record: dict) -> str:
     return "\n\n".join(
         [
             f"{record['gpu']}, driver {record['driver']}, CUDA {record['cuda']}, triton {record['triton']}, {versions}; "
-            f"its memory can be read at {record['read_TB/s']:.2f} TB/s, what lies in its cache faster",
+            f"its memory can be read at {record['read_TB/s']:.2f} TB/s, its cache faster",
             *tables(results, "median microseconds on the device", lambda cell: f"{cell['device_us']['median']:.1f}"),
             *tables(results, "TB/s, of what can be read", lambda cell: f"{cell['TB/s']:.2f}, {cell['fraction']:.0%}"),
             *tables(
@@ -90,7 +145,7 @@ def markdown(record: dict) -> str:
 
 
 def tables(results: dict[str, dict], title: str, show: Callable[[dict], str]) -> list[str]:
-    """Return a table for each set of groups that share providers, leaving out cells that hold nothing to show."""
+    """Return a table for each set of groups that share providers, without the cells that have nothing to show."""
     shown: list[tuple[list[str], dict[str, dict]]] = []
     for group, cells in results.items():
         texts = {}
@@ -125,7 +180,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     content = json.loads(arguments.run.read_text())
     if arguments.record:
-        record = boil_down(content, arguments.commit)
+        record = make_record(content, arguments.commit)
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     else:
         print(markdown(content))

@@ -1,7 +1,7 @@
 """Speed on the CPU against the straightforward formulation: `pytest --benchmark-only tests/benchmarks/test_cpu.py`.
 
-Inputs are those that serving sees: a vocabulary of 151,936, peaked rows, a draft model near the target, drafts sampled from
-it. Every provider gets raw logits and returns tokens.
+Inputs are like those of serving: a vocabulary of 151,936, rows with few likely tokens, draft rows near the target's, and
+drafts sampled from them. Every provider gets raw logits and returns tokens.
 """
 
 import pytest

@@ -1,8 +1,9 @@
 """Speed on a GPU: `pytest --benchmark-only tests/benchmarks/test_gpu.py`.
 
-Every provider gets raw logits and returns tokens. pytest-benchmark's own column is the time in which the host gets through a
-replay of a graph of ten calls; the time of one call on the device is `device_us` in the JSON that `--benchmark-json` writes,
-from which `record.py` makes tables. The calls of a graph read the same logits, so those of small batches lie in the cache.
+Every provider gets raw logits and returns tokens. The time of one call on the device is `device_us`, in the table at the end
+and in the JSON that `--benchmark-json` writes, from which `record.py` makes a record. It comes from replays of a CUDA graph
+of ten calls. (pytest-benchmark's own numbers are the time that the host needs for such a replay.) All calls of a graph read
+the same logits, so the logits of small batches are in the GPU's cache.
 """
 
 import functools
@@ -54,9 +55,9 @@ class Verifier(NamedTuple):
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
 
-        These are the target rows up to the one that emits and, for a ratio, the draft rows that were tested (with their
-        logsumexp given, one logit of each). Block verification judges all drafts together. To draw a token and to search
-        a residual takes a few blocks of a row or two besides.
+        These are the target rows up to the one that emits. For a ratio the draft rows that were tested are needed too; if
+        their logsumexp is given, one logit of each is enough. Block verification decides on all drafts together. The few
+        blocks of one or two rows that are read again to draw a token or to search a residual are not counted.
         """
         last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
         target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
@@ -73,7 +74,7 @@ def compiled(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def vllm(inputs: Inputs) -> Callable[[], None]:
-    """Do as vLLM's model runner: a float32 copy of the target's logits, the temperature, rejection sampling."""
+    """Compute what vLLM's model runner does: a float32 copy of the target's logits, the temperature, rejection sampling."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
 
@@ -115,7 +116,7 @@ SLOW = ["eager", "straightforward", "vllm"]
 
 
 def cases():
-    """Yield shapes and providers: those of one shape together, as they share its inputs."""
+    """Yield shapes and providers, ordered by shape: the providers of one shape share its inputs."""
     for batch, num_draft_tokens in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
         for temperature in (0.7, 1.0, 0.0):
             providers = ["triton greedy"] if temperature == 0 else list(FAST)
@@ -130,14 +131,14 @@ def cases():
 
 
 def case(shape: Shape, provider: str):
-    """Return a test's parameters; others may warn as they like."""
+    """Return a test's parameters. Warnings of code that is not this package's are allowed."""
     marks = () if isinstance(PROVIDERS[provider], Verifier) else pytest.mark.filterwarnings("default")
     return pytest.param(shape, provider, marks=marks, id="-".join(map(str, (*shape, provider))))
 
 
 @pytest.fixture(scope="module")
 def inputs(request) -> Inputs:
-    """One batch on the GPU, for as long as tests of its shape run."""
+    """One batch on the GPU, shared by the tests of its shape."""
     torch.cuda.empty_cache()
     batch, num_draft_tokens, dtype, temperature = request.param
     return Inputs(batch, num_draft_tokens, getattr(torch, dtype), temperature, device="cuda")
@@ -151,7 +152,7 @@ def bytes_per_second() -> float:
 
 @pytest.fixture(scope="session")
 def environment(bytes_per_second) -> dict[str, Any]:
-    """Say what was measured on."""
+    """Return the GPU, the driver and the versions."""
     import triton
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -181,7 +182,7 @@ def recording(inputs, provider) -> Recording:
 
 
 def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput) -> None:
-    """Hold a call's result against the eager backend's: no time is reported of wrong tokens."""
+    """Compare a call's result with the eager backend's: no time is reported for wrong tokens."""
     check_token_ids(output.token_ids)
     expected = Verifier(verifier.method, "eager")(inputs)()
     assert output.token_ids.shape == expected.token_ids.shape
@@ -194,14 +195,14 @@ def check_token_ids(token_ids: Tensor) -> None:
 
 def measure(benchmark, recording: Recording) -> float:
     """Replay; return the median microseconds of one call on the device."""
-    recording.warm_up()  # again, for since it was made it has been checked
+    recording.warm_up()  # again, because the GPU was idle while the result was checked
     benchmark.pedantic(recording.replay, rounds=REPLAYS)
     benchmark.extra_info["device_us"] = recording.device_us()
     return recording.device_us()["median"]
 
 
 def note_bytes(benchmark, needed: int, device_us: float, bytes_per_second: float) -> None:
-    """Note the bytes that an outcome needs, and how fast they were read."""
+    """Note how many bytes an outcome needs, and how fast they were read."""
     rate = needed / device_us * 1e6
     benchmark.extra_info |= {
         "bytes": needed,
@@ -221,7 +222,7 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
         check_token_ids(output)
     device_us = measure(benchmark, recording)
     if isinstance(verifier, Verifier) and verifier.backend == "triton":
-        check(inputs, verifier, output)  # what was timed read the same inputs
+        check(inputs, verifier, output)  # the timed replays have written it again
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
         note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
 
@@ -232,14 +233,14 @@ SERVED = [Shape(batch, 3, "bfloat16", temperature) for temperature in (0.7, 1.0)
 @pytest.mark.parametrize("inputs", SERVED, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", FAST)
 def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
-    """Time steps as engines make them: each request's temperature, seed and position in a tensor."""
+    """Time steps as engines call them: each request's temperature, seed and position in a tensor."""
     benchmark.group = f"numbers in tensors, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     requests = torch.arange(len(inputs.target_logits), device="cuda")
     temperature = torch.full(requests.shape, inputs.temperature, device="cuda")
     verifier = PROVIDERS[provider]
     call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
-    assert all(map(torch.equal, call(), verifier(inputs)()))  # these numbers are those that it has without them
+    assert all(map(torch.equal, call(), verifier(inputs)()))  # they are the same numbers
     measure(benchmark, Recording(call))
 
 
@@ -306,7 +307,7 @@ CHANCE = [Shape(256, drafts, "bfloat16", temperature) for drafts in (3, 7) for t
 @pytest.mark.parametrize("inputs", CHANCE, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", ["triton", "triton block", "triton block with draft_logsumexp"])
 def test_eight_seeds(benchmark, request, inputs, provider, environment):
-    """See how much of the time of a large batch is chance: its longest search."""
+    """Show how much the time of a large batch depends on its random numbers: the longest search decides."""
     benchmark.group = f"eight seeds, {request.node.callspec.params['inputs']}"
     by_seed = []
     for seed in range(0, 8000, 1000):
@@ -434,9 +435,9 @@ def test_launches_that_do_nothing(benchmark, environment):
 @pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
 @pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict"])
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
-    """Time a call as Python makes it, without a graph: in a row; alone until it returns, and until its result is there.
+    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there.
 
-    Beside it what no call can do without: to allocate its output and its workspace, and to make two launches.
+    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
     """
     benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": provider, "environment": environment}

@@ -1,0 +1,48 @@
+"""Elementwise functions that a GPU computes in one kernel each.
+
+PyTorch launches one kernel per operation, so a formula of ten operations reads and writes memory ten times. For NVIDIA and
+AMD GPUs `torch.cuda.jiterator` compiles such a formula at its first call, without Triton.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Fused:
+    """An elementwise function: its definition in PyTorch, and the same in C++ for GPUs.
+
+    The definition is called on other devices, and on a GPU that cannot compile the C++.
+
+    Args:
+        definition: a function of tensors that broadcast, and of `numbers`.
+        source: a C++ template of one type, that of the tensors.
+        numbers: the keyword arguments, with any value of their type.
+    """
+
+    def __init__(self, definition: Callable[..., Tensor], source: str, **numbers: int) -> None:
+        self.definition, self.source, self.numbers = definition, source, numbers
+        self.compiles = True
+
+    @functools.cached_property
+    def kernel(self) -> Callable[..., Tensor]:
+        """The compiled function. It is made at the first call because making it looks for GPUs."""
+        kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(self.source, **self.numbers)
+        return kernel
+
+    def __call__(self, *tensors: Tensor, **numbers: int) -> Tensor:
+        if self.compiles and tensors[0].is_cuda:
+            try:
+                return self.kernel(*tensors, **numbers)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                self.compiles = False
+        return self.definition(*tensors, **numbers)
+
+
+def fused(source: str, **numbers: int) -> Callable[[Callable[..., Tensor]], Fused]:
+    """Decorate the definition of a `Fused` function."""
+    return lambda definition: Fused(definition, source, **numbers)

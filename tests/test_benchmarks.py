@@ -1,0 +1,65 @@
+"""`pytest --benchmark-only` finds its benchmarks without collecting the tests, and records hold what a run measured."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.benchmarks.record import make_record, markdown, text, words
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(not (ROOT / "specdecode").is_dir(), reason="not in a checkout")
+def test_benchmarks_are_found_without_collecting_the_tests():
+    command = [sys.executable, "-m", "pytest", "--benchmark-only", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^(\S+)::\S+", said, flags=re.M)
+    assert set(found) == {"tests/benchmarks/test_cpu.py", "tests/benchmarks/test_gpu.py"} - (
+        set() if torch.cuda.is_available() else {"tests/benchmarks/test_gpu.py"}
+    )
+    assert len(said.splitlines()) < len(found) + 10
+    assert torch.cuda.is_available() or "benchmarks on a GPU are left out: there is no CUDA device" in said
+
+
+def run_of(*benchmarks: dict) -> dict:
+    """Return what pytest-benchmark writes of a run, as far as records use it."""
+    machine = {"python_version": "3.11.7", "cpu": {"brand_raw": "a CPU"}}
+    commit = {"id": "0123456789abcdef", "dirty": False}
+    about = {"commit_info": commit, "datetime": "2026-01-02T03:04:05", "machine_info": machine, "seconds": 90}
+    return {**about, "benchmarks": list(benchmarks)}
+
+
+def test_a_record_of_a_cpu_has_milliseconds_and_how_long_the_run_took():
+    stats = {"median": 0.0025, "iqr": 0.0001}
+    record = make_record(run_of({"group": "1 request", "extra_info": {"provider": "eager"}, "stats": stats}))
+    assert record["results"] == {"1 request": {"eager": {"median": 2500.0, "iqr": 100.0}}}
+    assert (record["benchmarks"], record["seconds"], record["commit"]) == (1, 90, "0123456789ab")
+    assert "| 1 request | 2.50 |" in markdown(record)
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_record_of_a_gpu_has_the_time_on_the_device_and_the_bandwidth():
+    environment = {"gpu": "a GPU", "driver": "1", "cuda": "13.0", "torch": "2", "triton": "3", "read_TB/s": 4.4}
+    info = {"provider": "triton", "environment": environment, "device_us": {"median": 8.125, "iqr": 0.04}}
+    info |= {"bytes": 30_000_000, "TB/s": 3.9, "fraction": 0.88}
+    on_cpu = {"group": "1 request", "extra_info": {"provider": "eager"}, "stats": {"median": 0.1, "iqr": 0.1}}
+    record = make_record(run_of({"group": "1 request", "extra_info": info, "stats": {}}, on_cpu))
+    assert list(record["results"]["1 request"]) == ["triton"]
+    assert record["gpu"] == "a GPU"
+    assert "seconds" not in record  # which would count the CPU's benchmarks, too
+    assert "| 1 request | 8.1 |" in markdown(record)
+    assert "triton  8.1 µs (0.0) on the device; 3.90 TB/s (88%)" in text(record["results"])
+
+
+def test_everything_that_is_measured_is_shown():
+    time = {"median": 20.0, "iqr": 1.0}
+    cell = {"call_in_a_row_us": time, "call_us": time, "call_and_wait_us": time}
+    cell |= {"after_us": [["", 5.0]], "reading_us": {"every row": 9.0}, "by_seed_us": [7.0, 8.0]}
+    said = "; ".join(words(cell))
+    for part in ("in a row", "until it returns", "until its result", "has ended: 5.0", "every row 9.0", "seed: 7, 8"):
+        assert part in said

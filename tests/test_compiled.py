@@ -1,0 +1,191 @@
+"""The sampler inside functions that torch.compile compiles as one graph, without a graph break."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
+
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
+BATCH, DRAFTS, VOCAB = 4, 3, 1100
+
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def make(method: str, place) -> RejectionSampler:
+    schedule = AcceptanceSchedule.from_rates([0.9, 0.5, 0.3, 0.1]) if method == "synthetic" else None
+    return RejectionSampler(method, backend=place[0], schedule=schedule)
+
+
+def compiled(function):
+    """The function as one graph; "aot_eager" traces all that other backends trace, and needs no C++ compiler."""
+    torch._dynamo.reset()  # the code of a call is shared by all tests, and may only be compiled a few times
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def inputs(place, *, draft_logits: bool) -> dict[str, Tensor | None]:
+    """Rows and drafts, some of which are accepted, with fewer drafts in one request."""
+    generator = torch.Generator().manual_seed(0)
+    target = 3 * torch.randn(BATCH, DRAFTS + 1, VOCAB, generator=generator)
+    draft = target[:, :DRAFTS] + torch.randn(BATCH, DRAFTS, VOCAB, generator=generator)
+    ids = draft.argmax(dim=2)
+    ids[1, 1] = -1
+    device = place[1]
+    return {
+        "target_logits": target.to(device),
+        "draft_token_ids": ids.to(device),
+        "draft_logits": draft.to(device) if draft_logits else None,
+    }
+
+
+def options(place, form: str, call: dict) -> dict:
+    """What may be a number or a tensor, and what may be given or not."""
+    if form == "numbers":
+        return {"temperature": 0.7, "seeds": -(2**40)}
+    temperature = torch.tensor([1.0, 0.0, 0.5, 2.0], device=place[1])
+    tensors = {
+        "temperature": temperature,
+        "seeds": torch.tensor([3, -(2**63), 2**63 - 1, 0], device=place[1]),
+        "positions": torch.tensor([0, 7, 2**40, 1], device=place[1]),
+    }
+    if call["draft_logits"] is not None:
+        # Not the logsumexp of these logits: it changes what is accepted, so the test sees whether it arrives.
+        tensors["draft_logsumexp"] = torch.full((BATCH, DRAFTS), 5.0, device=place[1])
+    return tensors
+
+
+def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
+    for name in (*SamplerOutput._fields, "num_tokens"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert getattr(one, name).dtype == getattr(other, name).dtype, name
+
+
+@each_method
+@pytest.mark.parametrize("draft_logits", [True, False], ids=["draft_logits", "deterministic"])
+@pytest.mark.parametrize("form", ["numbers", "tensors"])
+def test_a_compiled_call_returns_what_a_call_returns(place, method, draft_logits, form):
+    sampler, call = make(method, place), inputs(place, draft_logits=draft_logits)
+    arguments = options(place, form, call)
+
+    def step(target_logits: Tensor, **rest) -> SamplerOutput:
+        return sampler(target_logits * 2, **rest)  # there is something to compile around the call
+
+    expected = step(**call, **arguments)
+    assert 0 < int(expected.num_accepted.sum()) < int(expected.num_draft_tokens.sum())
+    assert_same(compiled(step)(**call, **arguments), expected)
+
+
+@each_method
+@pytest.mark.parametrize("form", ["numbers", "tensors"])
+def test_compiled_drafts_and_samples_are_those_of_a_call(place, method, form):
+    sampler, call = make(method, place), inputs(place, draft_logits=True)
+    arguments = options(place, form, call)
+    arguments.pop("draft_logsumexp", None)
+
+    def step(logits: Tensor, **rest) -> tuple:
+        return sampler.draft(logits, **rest, offset=2), sample(logits + 1, **rest)
+
+    draft, tokens = compiled(step)(call["target_logits"][:, 0], **arguments)
+    expected_draft, expected_tokens = step(call["target_logits"][:, 0], **arguments)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(draft.token_ids, expected_draft.token_ids)
+    assert torch.equal(draft.logsumexp, expected_draft.logsumexp)
+    assert draft.logsumexp.dtype == torch.float32
+
+
+def test_compiled_calls_without_seeds_have_fresh_ones_each_time(place):
+    even = torch.zeros(8, 1, 2048, device=place[1])  # two draws of 8 tokens agree with probability 2,048^-8
+    no_drafts = torch.zeros(8, 0, dtype=torch.int64, device=place[1])
+    sampler = make("strict", place)
+
+    def step(logits: Tensor) -> tuple[Tensor, ...]:
+        rows = logits[:, 0]
+        calls = sampler(logits, no_drafts).token_ids[:, 0], sampler(logits, no_drafts).token_ids[:, 0]
+        return *calls, sampler.draft(rows).token_ids, sampler.draft(rows).token_ids, sample(rows), sample(rows)
+
+    again = compiled(step)
+    torch.manual_seed(1)
+    draws = [tokens.tolist() for _ in range(2) for tokens in again(even)]
+    assert len(set(map(str, draws))) == 12
+    torch.manual_seed(1)
+    assert [tokens.tolist() for _ in range(2) for tokens in step(even)] == draws
+
+
+def test_seeds_and_batches_that_change_do_not_compile_again_each_time(place):
+    torch._dynamo.utils.counters.clear()
+    sampler, call = make("probabilistic", place), inputs(place, draft_logits=True)
+    step = compiled(lambda call, seeds: sampler(**call, seeds=seeds))
+    for size in (4, 3, 2):
+        part = {name: value[:size] for name, value in call.items()}
+        for seeds in (0, 1, 7, 2**40):
+            assert_same(step(part, seeds), sampler(**part, seeds=seeds))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_a_compiled_step_counts_its_acceptance(place):
+    call, sampler = inputs(place, draft_logits=True), make("probabilistic", place)
+    stats, expected = (AcceptanceStats(DRAFTS, device=place[1]) for _ in range(2))
+
+    def step(stats: AcceptanceStats, seeds: Tensor) -> Tensor:
+        output = sampler(**call, seeds=seeds)
+        stats.update(output)
+        return output.token_ids
+
+    again = compiled(step)
+    for first in (0, 50):
+        seeds = torch.arange(first, first + BATCH, device=place[1])
+        assert torch.equal(again(stats, seeds), step(expected, seeds))
+    assert stats.draft_tokens == 2 * 10
+    assert str(stats) == str(expected)
+
+
+def test_errors_of_compiled_calls_name_the_argument(place):
+    call, sampler = inputs(place, draft_logits=False), make("probabilistic", place)
+    step = compiled(lambda ids, seeds: sampler(call["target_logits"], ids, seeds=seeds))
+    ids, seeds = call["draft_token_ids"], torch.arange(BATCH, device=place[1])
+    step(ids, seeds)
+    with pytest.raises(ValueError, match=r"^seeds: expected shape \[4\], got \[3\]"):
+        step(ids, seeds[:3])
+    with pytest.raises(TypeError, match=r"^draft_token_ids: expected dtype int32, int64, got float32"):
+        step(ids.float(), seeds)
+    with pytest.raises(RuntimeError, match=r"logits: expected shape \[batch, vocab\]"):
+        compiled(sample)(call["target_logits"], 1.0, seeds)
+
+
+def test_outputs_of_compiled_calls_need_no_gradients(place):
+    call = inputs(place, draft_logits=True)
+    call["target_logits"].requires_grad_()
+    call["draft_logits"].requires_grad_()
+    sampler = make("block", place)
+    step = compiled(lambda call: (*sampler(**call, seeds=0), *sampler.draft(call["draft_logits"][:, 0], seeds=0)))
+    assert not any(value.requires_grad for value in step(call))
+
+
+@pytest.mark.parametrize("draft_logits", [True, False], ids=["draft_logits", "deterministic"])
+def test_operators_keep_the_rules_of_operators(place, draft_logits):
+    # The shapes and dtypes that they announce are right, they write to no input, and outputs share no memory with anything.
+    call = inputs(place, draft_logits=draft_logits)
+    seeds = torch.arange(BATCH, device=place[1])
+    logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
+    arguments = ("block", place[0], [], *call.values(), logsumexp, None, 0.7, seeds, 0, None)
+    torch.library.opcheck(torch.ops.specdecode.verify.default, arguments)
+    arguments = (place[0], 3, 4, call["target_logits"][:, 0], None, 1.0, None, 5, seeds)
+    torch.library.opcheck(torch.ops.specdecode.sample.default, arguments)
+
+
+@each_method
+def test_calls_that_are_not_compiled_do_not_go_through_an_operator(place, method):
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.namespace)
+            return function(*args, **(kwargs or {}))
+
+    names: set[str] = set()
+    sampler, call = make(method, place), inputs(place, draft_logits=True)
+    with Recorder():
+        sampler(**call, seeds=0)
+        sampler.draft(call["target_logits"][:, 0], seeds=0)
+        sample(call["target_logits"][:, 0], seeds=0)
+    assert "aten" in names
+    assert "specdecode" not in names

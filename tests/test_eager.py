@@ -1,0 +1,116 @@
+"""The eager backend's elementwise functions: the C++ that a GPU compiles computes what the definitions in PyTorch do."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdecode.eager import philox, probabilistic, selection
+from tests.test_philox import EXTREMES, counter_of
+
+FUSED = {
+    "uniform_bits": philox.uniform_bits,
+    "exponential_bits": philox.exponential_bits,
+    "exp_scaled": selection.exp_scaled,
+    "log_difference": probabilistic.log_difference,
+    "weight_change": probabilistic.weight_change,
+    "weight_left": probabilistic.weight_left,
+}
+NOISE = ("uniform_bits", "exponential_bits")
+INF = torch.inf
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+PRELUDE = """
+#include <cmath>
+#include <cstring>
+static long long __double_as_longlong(double x) { long long bits; std::memcpy(&bits, &x, 8); return bits; }
+"""
+
+
+def arguments(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Ordinary numbers and the extreme ones that may come: every function is elementwise, so all have one length."""
+    generator = torch.Generator().manual_seed(0)
+    if name in NOISE:
+        limits = torch.iinfo(torch.int64)
+        seeds, positions = torch.randint(limits.min, limits.max, (2, 4096), generator=generator)
+        return [seeds, positions, torch.randint(0, 2**32, (4096,), generator=generator)]
+    normal = 5 * torch.randn(5, 4096, generator=generator, dtype=torch.float64)
+    first, second, temperature = normal[0], normal[1], normal[2].abs() + 0.1
+    if name == "exp_scaled":
+        first[:4] = torch.tensor([-INF, 0, -3e38, -1e-38])
+        logits, row_max = first, first.clamp(min=0) + second.abs()
+        numbers = [logits, row_max, temperature]
+    elif name == "log_difference":
+        first[:6] = torch.tensor([-INF, -INF, 1, 3e38, -3e38, 2])
+        second[:6] = torch.tensor([-INF, 1, -INF, -3e38, 3e38, 2])
+        numbers = [first, second, first.clamp(min=9), second.clamp(min=8), temperature]
+    elif name == "weight_change":
+        second[:8] = torch.tensor([0, 1, -1, 1.0001, -1.0001, 3e38, -3e38, 1e-6])
+        numbers = [normal[3].abs(), second]
+    else:
+        second[:4], first[:4] = torch.tensor([3e38, -3e38, 3e38, 1e-6]), torch.tensor([INF, INF, 0, 0])
+        numbers = [normal[3].abs(), second, first]
+    return [tensor.to(dtype) for tensor in numbers]
+
+
+def assert_same(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if name == "uniform_bits":
+        assert torch.equal(got, expected)
+    else:  # two libraries' exponentials and logarithms may differ in the last bits
+        if name == "exponential_bits":
+            got, expected = got.view(torch.float64), expected.view(torch.float64)
+        eps = torch.finfo(got.dtype).eps
+        assert torch.allclose(got, expected, rtol=16 * eps, atol=torch.finfo(got.dtype).tiny, equal_nan=True)
+
+
+DTYPES = {name: (torch.int64,) if name in NOISE else (torch.float32, torch.float64) for name in FUSED}
+CASES = [(name, dtype) for name, dtypes in DTYPES.items() for dtype in dtypes]
+each_case = pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+
+
+def compiled(name: str, dtype: torch.dtype, folder: Path) -> Callable[..., torch.Tensor]:
+    """Compile a function's C++ for the CPU."""
+    function, kind = FUSED[name], {torch.int64: "long long", torch.float32: "float", torch.float64: "double"}[dtype]
+    values = [f"inputs[{i}][place]" for i in range(len(arguments(name, dtype)))] + ["domain"] * (name in NOISE)
+    loop = f"for (long place = 0; place < count; ++place) output[place] = {name}<{kind}>({', '.join(values)});"
+    entry = f'extern "C" void run({kind} *output, {kind} **inputs, long count, long long domain) {{ {loop} }}'
+    source, library = folder / "fused.cpp", folder / "fused.so"
+    source.write_text(PRELUDE + function.source + entry)
+    subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    run = ctypes.CDLL(str(library)).run
+
+    def call(*tensors: torch.Tensor, domain: int = 0) -> torch.Tensor:
+        output = torch.empty_like(tensors[0])
+        inputs = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+        run(ctypes.c_void_p(output.data_ptr()), inputs, ctypes.c_long(output.numel()), ctypes.c_longlong(domain))
+        return output
+
+    return call
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@each_case
+def test_the_source_for_gpus_computes_the_definition(name, dtype, tmp_path):
+    function, tensors = FUSED[name], arguments(name, dtype)
+    assert function.kernel.kernel_name == name  # what `torch.cuda.jiterator` takes for the function's name
+    run = compiled(name, dtype, tmp_path)
+    numbers = {"domain": 515} if name in NOISE else {}
+    assert_same(name, run(*tensors, **numbers), function.definition(*(t.clone() for t in tensors), **numbers))
+    for words in EXTREMES if name in NOISE else ():
+        *counter, domain = counter_of(words)
+        index, position, seed = (torch.tensor([number]) for number in (*counter, 0))
+        got, expected = (make(seed, position, index, domain=domain) for make in (run, function.definition))
+        assert_same(name, got, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_case
+def test_a_gpu_computes_the_definition_in_one_kernel(name, dtype):
+    function, tensors = FUSED[name], [tensor.cuda() for tensor in arguments(name, dtype)]
+    numbers = {"domain": 515} if name in NOISE else {}
+    got = function(*(tensor.clone() for tensor in tensors), **numbers)
+    assert function.compiles
+    assert_same(name, got, function.definition(*(tensor.clone() for tensor in tensors), **numbers))
