@@ -119,13 +119,13 @@ class Steps:
         if self.plan.zeros:
             self.parts["state"][: self.plan.zeros] = 0
 
-    def bundle(self, name: str) -> Any:
-        """A bundle that a launch is given, by the name of its parameter, e.g. `sizes`."""
+    def bundle(self, name: str, kernel: Any = None) -> Any:
+        """A bundle that a launch is given, of a kernel or of any, by the name of its parameter, e.g. `sizes`."""
         return next(
             bundle
             for launch in self.launches
             for parameter, bundle in zip(launch.kernel.arg_names, launch.bundles)
-            if parameter == name
+            if parameter == name and kernel in (None, launch.kernel)
         )
 
     def run(self, *launches: Launch) -> "Steps":

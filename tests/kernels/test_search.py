@@ -1,0 +1,211 @@
+"""What is found by a few blocks, in the order of their bounds, is what is found by summing all."""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from specdecode import kernels
+from specdecode.kernels import block, probabilistic
+from specdecode.kernels.arguments import Int32, Place, Pointer, Residual
+from specdecode.kernels.block import decide_by_bounds
+from specdecode.kernels.distribution import combine
+from specdecode.kernels.philox import load_key
+from specdecode.kernels.probabilistic import ROW, load_both, log_quotient, residual_sums, select_residual_block
+from specdecode.kernels.rows import (
+    LARGEST_TEMPERATURE,
+    draft_statistics,
+    load_statistics,
+    row_at,
+    sum_in_order,
+    target_statistics,
+)
+from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
+from specdecode.kernels.selection import noise_at, select_block
+from tests.conftest import ON_GPU
+from tests.differential import case
+from tests.kernels.common import (
+    DEVICE,
+    FEW,
+    LARGE,
+    MANY,
+    Steps,
+    impossible_drafts,
+    needs_interpreter,
+    run_kernel,
+    small,
+    verify,
+)
+
+
+class Found(NamedTuple):
+    """What is found about the residual of each request's first row."""
+
+    sums_ptr: Pointer  # [batch, num_blocks] float32
+    blocks_ptr: Pointer  # [batch, 2] int32: the block drawn by bounds, and by all sums
+    holds_ptr: Pointer  # [batch] int32: whether no bound is below its sum
+    fractions_ptr: Pointer  # [tests] float32
+    decisions_ptr: Pointer  # [batch, tests] float32: whether the residual's mass reaches these fractions of itself
+    tests: Int32
+
+
+@triton.jit
+def search_kernel(inputs, workspace, sizes, tuning, found):
+    request = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(inputs.requests.temperature_ptr + request)
+    place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
+    row, draft_row = row_at(inputs.target, request, 0, sizes), row_at(inputs.draft, request, 0, sizes)
+    p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
+    q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)
+    q = combine(q_statistics, draft_row, temperature, sizes)
+    residual = Residual(p.row_max, q.row_max, log_quotient(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
+    sums_ptr = found.sums_ptr + request * sizes.num_blocks
+    for first in range(0, sizes.num_blocks, tuning.BLOCKS):
+        blocks = first + tl.arange(0, tuning.BLOCKS)
+        target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+        tl.store(sums_ptr + blocks, residual_sums(target, draft, residual, temperature), mask=blocks < sizes.num_blocks)
+    tl.debug_barrier()
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    sums = tl.load(sums_ptr + blocks, mask=blocks < sizes.num_blocks, other=0.0)
+    bounds = residual_bounds(p.block_sums)
+    keys = keys_of(bounds, sizes)
+    holds = (
+        (sums <= bounds)
+        & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
+        & (least_of(keys, sizes) <= bounds)
+    )
+    tl.store(found.holds_ptr + request, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
+    exponentials = noise_at(place, inputs.requests, sizes).exponentials
+    searched = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
+    tl.store(found.blocks_ptr + 2 * request, searched)
+    mass = sum_in_order(sums)
+    tl.store(found.blocks_ptr + 2 * request + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
+    for test in range(found.tests):
+        least = mass * tl.load(found.fractions_ptr + test)
+        decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, tuning)
+        tl.store(found.decisions_ptr + request * found.tests + test, decision)
+
+
+FRACTIONS = [0.1, 0.9, 1 - 1e-3, 1 - 2**-23, 1.0, 1 + 2**-22, 1 + 1e-3, 1.2, 10]
+"""Of a mass; about the mass itself they are so close that only the sum of all blocks could tell."""
+
+REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
+
+
+def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: int | None = None) -> torch.Tensor:
+    """Search the residual of each first row; check what is drawn and the bounds, and return decisions about masses."""
+    steps = Steps("probabilistic", batch.to(DEVICE), **FEW)
+    steps.run(steps.launches[0])
+    requests, sizes = len(batch.seeds), steps.bundle("sizes")
+    tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
+    tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=128, rounds=rounds)
+    if max_blocks is not None:
+        sizes = sizes._replace(MAX_BLOCKS=max_blocks)
+    integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)
+    found = Found(
+        torch.full((requests, sizes.num_blocks), torch.nan, device=DEVICE),
+        integers[:, :2].contiguous(),
+        integers[:, 2].contiguous(),
+        torch.tensor(FRACTIONS, device=DEVICE),
+        torch.full((requests, len(FRACTIONS)), torch.nan, device=DEVICE),
+        len(FRACTIONS),
+    )
+    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, tuning, found)
+    assert (found.holds_ptr == 1).all()
+    assert torch.equal(found.blocks_ptr[:, 0], found.blocks_ptr[:, 1])
+    return found.decisions_ptr.cpu()
+
+
+def assert_decisions_are_right(decisions: torch.Tensor, *, all_rounds: bool) -> None:
+    surely = [ACCEPTED] * 3 + [OPEN] * 3 + [REJECTED] * 3
+    for decision, want in zip(decisions.unbind(1), surely):
+        assert set(decision.tolist()) <= {want, OPEN}
+        if all_rounds:
+            assert (decision == want).all()
+
+
+@pytest.mark.parametrize(
+    ("closeness", "top", "columns"), [(1e-4, 1, 4), (0.01, 2, 1), (0.3, 1, 4), (3.0, 8, 2), (math.inf, 1, 4)]
+)
+@pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
+def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, top, columns):
+    batch = impossible_drafts(300 if ON_GPU else 3, vocab, closeness)
+    assert_decisions_are_right(search(batch, top=top, columns=columns), all_rounds=True)
+
+
+def test_a_residual_of_nothing_selects_no_block():
+    batch = impossible_drafts(3, 6160, 0.0)
+    batch = replace(batch, draft_logits=batch.target_logits[:, :1])
+    search(batch, top=2, columns=1)
+
+
+@pytest.mark.parametrize("rounds", range(8))  # of one block each, after the first
+def test_a_search_that_ends_early_never_contradicts_the_sum(rounds):
+    batch = impossible_drafts(100 if ON_GPU else 3, 6160, 0.3)
+    decisions = search(batch, top=1, columns=1, rounds=rounds)
+    assert_decisions_are_right(decisions, all_rounds=rounds >= 6)
+    assert (decisions[:, 8] == REJECTED).all()  # ten times the mass is out of reach at once
+    assert ((decisions == OPEN).any()) or rounds >= 6
+
+
+@pytest.mark.parametrize(("vocab", "max_blocks"), [(8192, 8), (6160, 2**12 if ON_GPU else 2**17)])
+def test_bounds_hold_however_many_bits_of_a_key_say_which_block(vocab, max_blocks):
+    """Keys of 3 bits for the block, and of 17: of a bound that leaves 28, or 14 with 5 after the point."""
+    batch = impossible_drafts(5, vocab, 0.3)
+    decisions = search(batch, top=1, columns=4, max_blocks=max_blocks)
+    assert_decisions_are_right(decisions, all_rounds=max_blocks == 8)
+
+
+@pytest.mark.parametrize("temperature", [2.0**100, LARGEST_TEMPERATURE.value])
+def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
+    requests = 24 if ON_GPU else 2
+    target, draft = torch.full((requests, 2, 6144), -3e38), torch.full((requests, 1, 6144), -torch.inf)
+    target[..., :1024], draft[..., :1024] = 0, 0
+    batch = replace(case(requests, 1, 6144, torch.float32, greedy=0), target_logits=target, draft_logits=draft)
+    search(replace(batch, temperature=torch.full((requests,), temperature)), top=2, columns=4)
+
+
+@needs_interpreter
+def test_little_is_read_again_of_rows_that_differ(monkeypatch):
+    """Counted: the blocks that are summed at once."""
+    summed, residual_sums = [], probabilistic.residual_sums
+
+    def counted(target, *arguments):
+        summed.append(int(target[0].shape[0]))
+        return residual_sums(target, *arguments)
+
+    batch = impossible_drafts(4, 12_304, 0.05)
+    monkeypatch.setattr(probabilistic, "residual_sums", counted)
+    for way, top, columns in ((FEW, 2, 1), (MANY, 8, 1), (LARGE, 8, 2)):
+        assert (verify("probabilistic", batch, **way).num_accepted == 0).all()
+        assert summed.count(top) == 4  # of thirteen blocks
+        most = (13 - top) // columns * 4
+        assert 0 < summed.count(columns) == len(summed) - 4 < most / 2
+        summed.clear()
+
+
+class Ranked(NamedTuple):
+    """Scores of blocks, and the best of them."""
+
+    scores_ptr: Pointer  # [8] float32
+    best_ptr: Pointer  # [2] int32: the best block, and the bits of its score
+
+
+@triton.jit
+def rank_kernel(scored):
+    blocks = tl.arange(0, 8)
+    best = tl.max(ranked(tl.load(scored.scores_ptr + blocks), blocks), 0)
+    tl.store(scored.best_ptr, block_of(best))
+    tl.store(scored.best_ptr + 1, score_of(best))
+
+
+def test_of_equal_scores_the_first_block_is_best():
+    scores = torch.tensor([0.0, 1e-38, 3e38, 1.0, 3e38, 0.0, 3e38, 2.0], device=DEVICE)
+    best = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    run_kernel(rank_kernel, 1, Ranked(scores, best))
+    assert best[0] == 2
+    assert best[1:].view(torch.float32) == scores[2]

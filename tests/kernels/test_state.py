@@ -1,0 +1,267 @@
+"""At which row a request stops and what it returns, in whatever order programs find out."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from specdecode.kernels import plan, state
+from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Sizes
+from specdecode.kernels.state import (
+    EMPTY_BITS,
+    STOP_BITS,
+    add_stop_bits,
+    clear_state,
+    count_drafts,
+    draft_at,
+    first_row,
+    hand_in,
+    is_last,
+    is_to_finish,
+    load_empty,
+    load_stop,
+    peek_stop,
+    post_empty,
+    post_stop,
+    store_output,
+    store_token,
+)
+from tests.kernels.common import DEVICE, every, needs_interpreter, orders, run_kernel
+
+VOCAB = 1000
+
+
+def outputs_of(num_draft_tokens: int) -> Outputs:
+    """The outputs of one request, with numbers in them that nobody writes."""
+    token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
+    counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
+    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None)
+
+
+def drafts_of(ids: torch.Tensor) -> Drafts:
+    return Drafts(ids, *ids.stride(), None, 0, 0, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stops
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Posts(NamedTuple):
+    """What is posted, and what is found before the first post, and after each."""
+
+    state_ptr: Pointer
+    offsets_ptr: Pointer  # [count] int32
+    found_ptr: Pointer  # [count + 1, 3] int32
+    count: Int32
+    sizes: Sizes
+
+
+@triton.jit
+def post_kernel(posts):
+    clear_state(posts.state_ptr, 1)
+    for i in range(posts.count + 1):
+        found_ptr = posts.found_ptr + 3 * i
+        tl.store(found_ptr, peek_stop(posts.state_ptr, 1, posts.sizes))
+        tl.store(found_ptr + 1, load_stop(posts.state_ptr, 1, posts.sizes))
+        tl.store(found_ptr + 2, load_empty(posts.state_ptr, 1, posts.sizes))
+        if i < posts.count:
+            offset = tl.load(posts.offsets_ptr + i)
+            post_stop(posts.state_ptr, 1, offset, posts.sizes)
+            post_empty(posts.state_ptr, 1, offset, posts.sizes)
+
+
+@pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
+def test_the_first_of_the_posted_offsets_remains(offsets):
+    memory = torch.full((3, state.FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
+    found = torch.zeros(len(offsets) + 1, 3, dtype=torch.int32, device=DEVICE)
+    sizes = plan.sizes_of(3, 5, VOCAB)
+    run_kernel(
+        post_kernel,
+        1,
+        Posts(memory, torch.tensor(offsets, dtype=torch.int32, device=DEVICE), found, len(offsets), sizes),
+    )
+    first = [min([5, *offsets[:i]]) for i in range(len(offsets) + 1)]
+    first_empty = [min([6, *offsets[:i]]) for i in range(len(offsets) + 1)]
+    assert found.tolist() == [[stop, stop, empty] for stop, empty in zip(first, first_empty)]
+    assert (memory[[0, 2]] == -1).all()
+
+
+class Counts(NamedTuple):
+    """What programs are counted by, and what each is told."""
+
+    count_ptr: Pointer  # [1] int32
+    told_ptr: Pointer  # [programs] int32
+    programs: Int32
+
+
+@triton.jit
+def count_kernel(counts):
+    last = is_last(counts.count_ptr, counts.programs)
+    tl.store(counts.told_ptr + tl.program_id(0), last.to(tl.int32))
+
+
+def test_one_program_is_the_last():
+    told = torch.full((20,), -1, dtype=torch.int32, device=DEVICE)
+    run_kernel(count_kernel, 20, Counts(torch.zeros(1, dtype=torch.int32, device=DEVICE), told, 20))
+    assert sorted(told.tolist()) == [0] * 19 + [1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafts and output
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """A request whose drafts are counted, and looked at one by one, and whose output is written."""
+
+    drafts: Drafts
+    outputs: Outputs
+    count_ptr: Pointer  # [1] int32
+    ids_ptr: Pointer  # [num_draft_tokens + 1] int32
+    stop: Int32
+    sizes: Sizes
+
+
+@triton.jit
+def output_kernel(request):
+    counted = count_drafts(request.drafts, 0, request.sizes)
+    tl.store(request.count_ptr, counted[0])
+    for offset in range(request.sizes.num_draft_tokens + 1):
+        tl.store(request.ids_ptr + offset, draft_at(counted, request.drafts, 0, offset, request.sizes))
+    store_output(request.outputs, request.drafts, counted, 0, request.stop, request.stop > 1, request.sizes)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "had", "stop"),
+    [(3, 3, 3), (3, 0, 0), (31, 31, 31), (32, 32, 32), (33, 32, 32), (70, 66, 65), (70, 70, 1)],
+)
+def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(drafts, had, stop):
+    ids = torch.arange(100, 100 + drafts).repeat_interleave(2)
+    ids[2 * had : 2 * had + 1] = [-1, VOCAB, 2**40][drafts % 3]
+    outputs, found = outputs_of(drafts), torch.full((drafts + 2,), -7, dtype=torch.int32, device=DEVICE)
+    sizes = plan.sizes_of(1, drafts, VOCAB)
+    request = Request(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
+    run_kernel(output_kernel, 1, request)
+    wanted = list(range(100, 100 + had))
+    assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
+    assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
+    assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, had]
+    assert outputs.invalid_ptr.item() is (stop > 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stop bits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """The rows of a request, each with a program of two steps: it tells of its row, and hands in a token if it can stop."""
+
+    steps_ptr: Pointer  # [count, 2] int32: row and step
+    stops_ptr: Pointer  # [rows] int32: whether the request can stop there
+    empty_ptr: Pointer  # [rows] int32: whether the row has no finite logit
+    state_ptr: Pointer  # [1] int64
+    drafts: Drafts
+    outputs: Outputs
+    count: Int32
+    sizes: Sizes
+    IS_DRAWN: Constant
+
+
+@triton.jit
+def take_step(rows, offset, step):
+    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added."""
+    place = Place(tl.full([], 0, tl.int64), offset, -1, (0, 0), 1.0)
+    stops = tl.load(rows.stops_ptr + offset) == 1
+    is_empty = tl.load(rows.empty_ptr + offset) == 1
+    bits = tl.full([], 0, tl.int64)
+    if (step == 0) == (rows.IS_DRAWN == 0):
+        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, rows.IS_DRAWN)
+    elif rows.IS_DRAWN:
+        if stops:
+            store_token(rows.outputs, place, 100 + offset, rows.sizes)
+    else:
+        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, rows.sizes)
+    finishes = tl.full([], False, tl.int1)
+    if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
+        finishes = is_to_finish(rows.state_ptr, place, bits, rows.sizes, rows.IS_DRAWN)
+    if finishes:
+        stop = first_row(bits, STOP_BITS)
+        counted = count_drafts(rows.drafts, 0, rows.sizes)
+        store_output(rows.outputs, rows.drafts, counted, 0, stop, first_row(bits, EMPTY_BITS) <= stop, rows.sizes)
+
+
+@triton.jit
+def rows_kernel(rows):
+    for i in range(rows.count):
+        take_step(rows, tl.load(rows.steps_ptr + 2 * i), tl.load(rows.steps_ptr + 2 * i + 1))
+
+
+ROWS = 3
+
+
+def with_steps(order: list[int]) -> list[tuple[int, int]]:
+    """Number the steps of each program in an order of programs."""
+    return [(row, order[:i].count(row)) for i, row in enumerate(order)]
+
+
+def assert_output_is_right(steps: list[tuple[int, int]], stops: list[int], empty: int | None, is_drawn: bool) -> None:
+    def flags(rows) -> torch.Tensor:
+        return torch.tensor([int(row in rows) for row in range(ROWS)], dtype=torch.int32, device=DEVICE)
+
+    drafts, outputs = torch.tensor([[7, 8]], device=DEVICE), outputs_of(ROWS - 1)
+    # As 32-bit numbers, like the state of a request.
+    memory = torch.zeros(state.FIELDS.value, dtype=torch.int32, device=DEVICE)
+    order = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
+    sizes = plan.sizes_of(1, ROWS - 1, VOCAB)
+    rows = Rows(order, flags(stops), flags([empty]), memory, drafts_of(drafts), outputs, len(steps), sizes, is_drawn)
+    run_kernel(rows_kernel, 1, rows)
+    stop = stops[0]
+    assert outputs.token_ids_ptr.tolist() == [*[7, 8][:stop], 100 + stop, *[-1] * (ROWS - 1 - stop)], steps
+    assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, ROWS - 1], steps
+    assert outputs.invalid_ptr.item() is (empty is not None and empty <= stop), steps
+
+
+where_it_can_stop = pytest.mark.parametrize("stops", [[2], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+
+
+@pytest.mark.parametrize(("empty", "is_drawn"), [(None, False), (1, False), (1, True)])
+@where_it_can_stop
+def test_a_small_batch_is_put_together_whatever_the_order(stops, empty, is_drawn):
+    counts = [2 if is_drawn or row in stops else 1 for row in range(ROWS)]
+    for order in every(orders(counts), 90):
+        assert_output_is_right(with_steps(order), stops, empty, is_drawn)
+
+
+@needs_interpreter
+@where_it_can_stop
+def test_it_is_so_if_others_take_steps_while_a_program_hands_in_its_token(stops, monkeypatch):
+    """Between its look, by which it finds that bits are missing, and the write of its token."""
+    take, are_complete = take_step, state.are_complete
+    wrote, nested, waiting = None, [], []
+
+    def take_noting(rows, offset, step):
+        waiting[:] = [(rows, nested)] if (int(offset), int(step)) == wrote else []
+        take(rows, offset, step)
+
+    def look(bits, sizes):
+        complete = are_complete(bits, sizes)
+        for rows, steps in [waiting.pop() for _ in waiting]:
+            for row, step in steps:
+                take(rows, tl.full([], row, tl.int32), tl.full([], step, tl.int32))
+        return complete
+
+    monkeypatch.setitem(globals(), "take_step", take_noting)
+    monkeypatch.setattr(state, "are_complete", look)
+    cases = []
+    for order in orders([2 if row in stops else 1 for row in range(ROWS)]):
+        steps = with_steps(order)
+        for last, (row, step) in enumerate(steps):
+            cases += [(steps, last, looked) for looked in range(steps.index((row, 0)) + 1, last) if step == 1]
+    for steps, last, looked in every(cases, 60):
+        wrote, nested = steps[last], steps[looked:last]
+        assert_output_is_right(steps[:looked] + steps[last:], stops, None, False)
+        assert not waiting
