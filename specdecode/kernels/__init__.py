@@ -52,7 +52,7 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
     if requests > 0:
         outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
-        run(BY_SAMPLE, outputs, {"target": batch.logits[:, None]}, batch, domains)
+        run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
     return token_ids, logsumexp
 
 
@@ -135,11 +135,9 @@ def run(
         numbers["first_seed"] = seeds
     target = tensors["target"]
     assert target is not None
-    requests, rows, vocab_size = target.shape
     inputs = {name: tensors.get(name) for name in TENSORS}
-    layouts = tuple([layout(tensor) for tensor in inputs.values()])
-    shape = requests, rows - 1, vocab_size
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
+    plan = plan_step(rule, large, many, target.device, tuple(target.shape), layouts, "logsumexp" in outputs)
     plan.run({**outputs, **inputs}, numbers)
 
 

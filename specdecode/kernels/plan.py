@@ -75,14 +75,24 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
-OPTIONAL = ("draft", "ids", "draft_logsumexp", "rates", "target_index", "draft_index", "temperatures", "seeds", "positions")
+OPTIONAL = (
+    "draft",
+    "ids",
+    "draft_logsumexp",
+    "rates",
+    "target_index",
+    "draft_index",
+    "temperatures",
+    "seeds",
+    "positions",
+)
 TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
 
 
-def layout(tensor: Tensor | None) -> Layout | None:
-    """Return how a tensor lies, None if there is none."""
-    return None if tensor is None else (tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
+def layout(tensor: Tensor) -> Layout:
+    """Return how a tensor lies."""
+    return tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 
 def at_least(least: int, size: int) -> int:
@@ -98,10 +108,11 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
 
 
 def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | None, vocab_size: int) -> Rows:
-    """Return the bundle of [batch, rows, vocab] logits."""
+    """Return the bundle of [batch, rows, vocab] logits, or of [batch, vocab]."""
     if rows is None:
         return Rows(None, None, 0, 0, 0, ALIGNED=True)
-    _, (stride_request, stride_offset, stride_token), is_aligned = rows
+    _, (stride_request, *offsets, stride_token), is_aligned = rows
+    stride_offset = offsets[0] if offsets else 0
     is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
     return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
 
@@ -136,7 +147,7 @@ def plan_step(
     large: bool,
     many: bool,
     device: torch.device,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     layouts: tuple[Layout | None, ...],
     samples: bool,
 ) -> Plan:
@@ -147,12 +158,13 @@ def plan_step(
         large: whether to find out early which rows do not matter.
         many: whether to search as is best for many requests.
         device: where the tensors are.
-        shape: batch, num_draft_tokens, vocab_size.
+        shape: of the target logits, [batch, num_draft_tokens + 1, vocab], or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
     """
-    requests, num_draft_tokens, vocab_size = shape
-    sizes, inputs = sizes_of(*shape), inputs_of(layouts, vocab_size)
+    requests, *rows, vocab_size = shape
+    num_draft_tokens = rows[0] - 1 if rows else 0
+    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
     decides = large and not settles
