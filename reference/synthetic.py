@@ -79,8 +79,7 @@ def acceptance_length(joint):
 def solve(rate, num_draft_tokens, min_decay=0.85):
     """Return (base_rate, decay) with M(base_rate, decay) = rate, where M is the mean of the joint rates.
 
-    1. M increases in both arguments. There are two unknowns and one equation, so choose the decay `min_decay` if
-    possible.
+    1. M increases in both arguments. There are two unknowns and one equation: use the decay `min_decay` if possible.
     2. With that decay the mean is at most M(1, min_decay). If this is enough, solve for the base rate.
     3. If not, the base rate is 1, its maximum. Solve for the decay, between `min_decay` and 1.
     4. If every draft is to be accepted, there is nothing to solve: both are 1.

@@ -107,11 +107,12 @@ def shared_selection(first: Sequence, second: Sequence) -> list[list]:
     """Return joint[i][j]: with the same Gumbel numbers, i is selected at the weights `first` and j at `second`.
 
     A Gumbel number is -log E_v with E_v exponential, so the selected v is the one with the smallest E_v / w_v (an
-    exponential race). Let i be selected at the weights `first` with the smallest value s, and j != i at `second` with
-    the smallest value r s. Then first[j] / second[j] < r < first[i] / second[i], and no E_v is below max(first[v], r
-    second[v]) s. The integral over s is first[i] second[j] / A(r)^2, where A(r) is the sum of max(first[v], r
-    second[v]) over all v. A(r) is linear in r between the ratios first[v] / second[v], and the integral of 1 / (a + b
-    r)^2 is -1 / (b (a + b r)). Finally joint[i][i] is the rest of P(i is selected at `first`).
+    exponential race). Let i be selected at the weights `first`, with the smallest value s, and j != i at `second`, with
+    the smallest value r s. Then first[j] / second[j] < r < first[i] / second[i], and no E_v is below
+    max(first[v], r second[v]) s.
+    The integral over s is first[i] second[j] / A(r)^2, where A(r) is the sum of max(first[v], r second[v]) over all v.
+    A(r) is linear in r between the ratios first[v] / second[v], and the integral of 1 / (a + b r)^2 is
+    -1 / (b (a + b r)). Finally joint[i][i] is the rest of P(i is selected at `first`).
 
     >>> for row in shared_selection([Fraction(1, 3), Fraction(2, 3)], [Fraction(2, 3), Fraction(1, 3)]):
     ...     print(*row)

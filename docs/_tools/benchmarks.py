@@ -56,7 +56,7 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 
 def shown(value: float) -> str:
-    """Return a number with as many digits as it deserves: whole ones are known no better."""
+    """Return a number with one decimal, or none if it is large or a whole number."""
     return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
 
 
@@ -101,7 +101,7 @@ def device_time(values: dict[str, Any]) -> str:
 
 
 def bandwidth(values: dict[str, Any]) -> str:
-    """Show the rate of reading, and its part of what the memory gives."""
+    """Show the rate of reading, and its part of the reference kernel's bandwidth."""
     return f"{values['TB/s']:.2f} ({values['fraction']:.0%})"
 
 
@@ -118,7 +118,7 @@ def environment_table(record: str) -> str:
     names |= {key: key.capitalize() for key in ("threads", "driver")}
     rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
     if "read_TB/s" in about:
-        rows.append(("Memory, as fast as a kernel read it", f"{about['read_TB/s']:.2f} TB/s"))
+        rows.append(("Bandwidth of the reference kernel", f"{about['read_TB/s']:.2f} TB/s"))
     if "commit" in about:
         changes = " with uncommitted changes" if about.get("uncommitted_changes") else ""
         rows.append(("Commit", f"`{about['commit']}`{changes}, {about['date']}"))
@@ -159,7 +159,12 @@ def calls_table(record: str) -> str:
         )
         for cell in cells(record, kind="call")
     ]
-    headings = ["One request, 3 drafts", "each, many in a row", "alone, until it returns", "until its result is there"]
+    headings = [
+        "One request, 3 drafts",
+        "µs each, many in a row",
+        "µs alone, until it returns",
+        "µs until its result is there",
+    ]
     return html_table(headings, rows)
 
 
@@ -167,10 +172,10 @@ def launches_table(record: str) -> str:
     """Show how long a step's first launch takes, its first two, and so on."""
     rows = []
     for cell in cells(record, kind="launches"):
-        what = "launches that do nothing" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
+        what = "empty launches" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
         after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
         rows.append([what, *after, *[""] * (4 - len(after))])
-    return html_table(["Method, requests or rows", "first launch", "two", "three", "four"], rows)
+    return html_table(["Method, requests or rows", "µs after one launch", "two", "three", "four"], rows)
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
@@ -185,11 +190,11 @@ def growth_table(record: str, few: str = "128", many: str = "256", drafts: str =
         rate = 1000 * (large["GB"] - small["GB"]) / more
         rows.append([title, f"{fixed:.0f}", f"{more:.0f}", f"{rate:.2f} ({rate / limit:.0%})"])
     more = f"{int(many) - int(few)} requests more"
-    return html_table(["", "µs, whatever the batch", f"µs for {more}", "TB/s at which these are read"], rows)
+    return html_table(["", "µs that do not grow", f"µs for {more}", "TB/s of these (of the reference kernel)"], rows)
 
 
 def reading_table(record: str) -> str:
-    """Hold the launch that reads against ones that do less: from one that only reads, each does what the one before did."""
+    """Compare the launch that reads with ones that do less: each does what the one before does, and one thing more."""
     rows, rate = [], load(record)["read_TB/s"]
     for cell in cells(record, kind="reading"):
         reading, floor = cell.values["reading_us"], 1000 * cell.values["GB"] / rate
@@ -198,8 +203,8 @@ def reading_table(record: str) -> str:
         ]
         times = [floor, *launch, cell.values["device_us"]["median"], reading["every row"]]
         rows.append([f"{cell.title}, {cell.count:,}, {cell.drafts}", *map(shown, times)])
-    launch = ["plain kernel", "+ statistics", "+ counting", "+ publishing", "+ verdicts: reading"]
-    times = ["bytes at full rate", *launch, "whole step", "reading every row"]
+    launch = ["plain kernel", "+ statistics", "+ counting", "+ publishing", "+ decisions: reading"]
+    times = ["bytes at the reference bandwidth", *launch, "whole step", "reading every row"]
     return html_table(["Method, requests, drafts", *times], rows)
 
 
@@ -263,7 +268,7 @@ def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "
 
 
 def roofline_plot(record: str) -> str:
-    """Plot the time of a step against the bytes that its outcome needs, with the limit that the memory sets."""
+    """Plot the time of a step against the bytes that its outcome needs, with the time that the reference kernel takes."""
     by_provider: dict[str, list[tuple[float, float]]] = {}
     for cell in cells(record, kind="request"):
         if "GB" in cell.values:
@@ -272,7 +277,7 @@ def roofline_plot(record: str) -> str:
     rate = load(record)["read_TB/s"]
     sizes = sorted(x for points in by_provider.values() for x, _ in points)
     limit = [(x, x / rate) for x in (sizes[0], sizes[-1])]
-    series = [Series(f"the memory's limit, {rate:.2f} TB/s", "s0", limit, mark=False)]
+    series = [Series(f"reference kernel, {rate:.2f} TB/s", "s0", limit, mark=False)]
     series += [
         Series(title.replace("`", ""), f"s{i % 12 + 1}", sorted(points), line=False)
         for i, (title, points) in enumerate(by_provider.items())

@@ -27,7 +27,7 @@ GROUP = re.compile(
 TITLES = {
     "triton": "`probabilistic`",
     "nothing": "nothing",
-    "trips": "`probabilistic`, its trips to memory alone",
+    "trips": "`probabilistic`, its dependent loads alone",
     "trips and reductions": "the same, with its maxima and sums",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",

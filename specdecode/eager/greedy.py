@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from specdecode.eager.selection import copy, without_nan
-
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's argmax, the lowest id on ties and NaN counting as -inf, and whether it has nothing to choose from.
@@ -15,7 +13,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [...] int64 and [...] bool.
     """
-    # Copied to float32 at least, which is exact: maxima of half-precision rows are slow on the CPU.
-    copied = copy((logits,), torch.promote_types(logits.dtype, torch.float32))[0]
-    row_max, index = without_nan(copied).max(dim=-1)
+    # Upcasting is exact, and maxima of half-precision rows are slow on the CPU.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    row_max, index = logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=-1)
     return index, row_max == -torch.inf

@@ -241,11 +241,30 @@ def residual(
     return torch.where(nothing, target_weights, weights), is_empty
 
 
+def recover(
+    steps: Steps,
+    requests: Tensor,
+    offsets: Tensor,
+    log_ratio: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    greedy: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Draw tokens from max(0, c p - q), or from p where c is infinite, at some requests' offsets and positions."""
+    # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
+    at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
+    draft = None if steps.draft_logits is None else steps.draft_logits[at_draft]
+    target, token_ids = steps.target_logits[requests, offsets], steps.draft_token_ids[at_draft]
+    weights, is_empty = residual(target, draft, token_ids, temperature, log_ratio, greedy)
+    return select(weights, block_sums(weights), seeds, positions, SELECT), is_empty
+
+
 def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
-    A bonus token is one recovered with c infinite. That is how a device draws all tokens alike; the CPU reads no draft row
-    for it.
+    A bonus token is one recovered with an infinite c. That is how a device draws all tokens alike; the CPU reads no draft
+    row for it.
 
     Args:
         steps: the batch.
@@ -256,48 +275,23 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
     """
 
-    def recover(
-        requests: Tensor,
-        offsets: Tensor,
-        log_ratio: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        greedy: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
-        at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
-        draft = None if steps.draft_logits is None else steps.draft_logits[at_draft]
-        target, token_ids = steps.target_logits[requests, offsets], steps.draft_token_ids[at_draft]
-        weights, is_empty = residual(target, draft, token_ids, temperature, log_ratio, greedy)
-        return select(weights, block_sums(weights), seeds, positions + offsets, SELECT), is_empty
-
-    def bonus(
-        requests: Tensor,
-        offsets: Tensor,
-        _: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        __: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        logits, greedy = steps.target_logits[requests, offsets], steps.greedy_among(requests)
-        token_ids, _, is_empty = sample(logits, temperature, seeds, positions + offsets, greedy)
+    def bonus(requests: Tensor, offsets: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        token_ids, _logsumexp, is_empty = sample(
+            steps.target_logits[requests, offsets],
+            steps.temperature[requests],
+            steps.seeds[requests],
+            steps.positions[requests] + offsets,
+            steps.greedy_among(requests),
+        )
         return token_ids, is_empty
 
     rejected = num_accepted < steps.num_drafts
     if isinstance(steps.greedy, Tensor):
         rejected &= ~steps.greedy
-    tensors = (
-        torch.arange(len(rejected), device=rejected.device),
-        num_accepted,
-        log_ratio - rejected.log(),
-        steps.temperature,
-        steps.seeds,
-        steps.positions,
-        steps.point_masses,
-    )
-    recovered = functools.partial(by_chunks, recover, 2 * steps.vocab)
+    requests, positions = torch.arange(len(rejected), device=rejected.device), steps.positions + num_accepted
+    scalars = (steps.temperature, steps.seeds, positions, steps.point_masses)
+    tensors = (requests, num_accepted, log_ratio - rejected.log(), *scalars)
+    recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:
         return bonus(*tensors)
     if on_host(rejected):

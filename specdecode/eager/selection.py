@@ -98,7 +98,9 @@ def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
         row_max = logits.amax(dim=-1, keepdim=True)
         if bool(row_max.isfinite().all()):
             return Rows(logits, row_max, None)
-    return Rows(logits, *without_nan(logits).max(dim=-1, keepdim=True))
+    if not logits.is_cuda:
+        logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return Rows(logits, *logits.max(dim=-1, keepdim=True))
 
 
 def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -113,11 +115,6 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         else:
             rows[..., :vocab] = raw
     return logits
-
-
-def without_nan(copied: Tensor) -> Tensor:
-    """Return the result of `copy` with NaN as -inf, in place."""
-    return copied if copied.is_cuda else copied.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
