@@ -1,5 +1,7 @@
 """Calls of the kernels in all their forms, what the reference says of them, and launches made one by one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -104,13 +106,14 @@ def forget_plans() -> None:
 
 
 class Steps:
-    """The launches of a call, to be made one by one; `parts` is the workspace between them."""
+    """The launches of a call, to be made one by one; `parts` is the workspace between them, `output` what they write."""
 
     def __init__(self, kind: str, batch: Case, **options: Any) -> None:
         calls: list = []
+        arguments = checked(kind, batch)
         with mock.patch.object(Plan, "run", lambda plan, *values: calls.append((plan, *values))):
-            verify(kind, batch, **options)
-        ((self.plan, self.tensors, self.numbers),) = calls[-1:]
+            self.output = kernels.verify(*arguments, **options)
+        ((self.plan, self.tensors, self.numbers),) = calls
         self.launches = list(self.plan.launches)
         self.parts = {
             name: torch.full((length,), torch.nan if dtype == torch.float32 else -1, dtype=dtype, device=DEVICE)
@@ -220,3 +223,17 @@ def every(cases: Any, most: int) -> list:
     """So many of some cases at most, evenly spread."""
     cases = list(cases)
     return cases[:: 1 + len(cases) // most]
+
+
+@contextmanager
+def in_reverse() -> Iterator[None]:
+    """Run the programs of a launch from the last to the first; in the interpreter only."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    set_grid_idx = builder.set_grid_idx
+
+    def set_reversed(*index: int) -> None:
+        set_grid_idx(*[size - 1 - i for size, i in zip(builder.grid_dim, index)])
+
+    with mock.patch.object(builder, "set_grid_idx", set_reversed):
+        yield

@@ -1,0 +1,184 @@
+"""Block verification decides in three steps: without reading, by bounds, and by sums that programs share."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reference.block import accepts
+from reference.philox import Domain, uniform
+from reference.probabilistic import draft_log_softmax
+from reference.selection import log_softmax
+from specdecode.kernels import block, plan
+from tests.conftest import ON_GPU
+from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.kernels.common import (
+    DEVICE,
+    Steps,
+    assert_same,
+    expected,
+    forget_plans,
+    in_reverse,
+    needs_interpreter,
+    small,
+)
+
+REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
+
+
+def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = torch.float32) -> Case:
+    """A batch of which many numbers of drafts depend on residual masses: nothing is decided early."""
+    batch = case(requests, drafts, vocab, dtype, greedy=0, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    target = batch.target_logits.float() / 3
+    draft = target[:, :drafts] + torch.randn(requests, drafts, vocab, generator=generator)
+    ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, drafts)
+    temperature = torch.ones(requests)
+    return replace(
+        batch,
+        target_logits=target.to(dtype),
+        draft_logits=draft.to(dtype),
+        draft_token_ids=ids,
+        temperature=temperature,
+    )
+
+
+def numbers_of(steps: Steps, field: Any) -> np.ndarray:
+    """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
+    sizes = steps.bundle("sizes")
+    shape = sizes.batch, sizes.num_draft_tokens + 1, block.NUMBERS.value
+    return steps.parts["candidates"].view(shape)[..., field.value].cpu().double().numpy()
+
+
+def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:
+    """For each number of drafts: what the reference decides, log c, and whether only a residual of two rows can tell."""
+    target, ids, draft = batch.rows(request)
+    numbers = batch.request(request)
+    temperature, seed, position = numbers["temperature"], numbers["seed"], numbers["position"]
+    ids = ids[: ids.index(-1)] if -1 in ids else ids
+    choices, log_ratio = [], 0.0
+    for count in range(len(ids) + 1):
+        if count > 0:
+            p = log_softmax(target[count - 1], temperature)
+            q = draft_log_softmax(draft if with_logits else None, count - 1, ids[count - 1], len(p), temperature)
+            log_ratio = min(0.0, log_ratio) + p[ids[count - 1]] - q[ids[count - 1]]
+        log_uniform = np.log(uniform(seed, position + count - 1, count - 1, Domain.ACCEPT)) if count > 0 else -np.inf
+        row, is_open = None, False
+        if count < len(ids):
+            q = draft_log_softmax(draft if with_logits else None, count, ids[count], target.shape[1], temperature)
+            row = np.exp(log_softmax(target[count], temperature)), np.exp(q)
+            is_open = with_logits and log_uniform <= log_ratio < 0 and max(row[0].max(), row[1].max()) < 1
+        choices.append((accepts(log_uniform, log_ratio, row), min(0.0, log_ratio), is_open))
+    return choices
+
+
+@pytest.mark.parametrize("kind", ["block", "block deterministic", "block given logsumexp"])
+def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
+    requests = 300 if ON_GPU else 6
+    batch = in_question(requests, 4, 50)
+    batch.draft_token_ids[0, 3] = -1
+    batch.target_logits[1, 2, 7] = torch.inf  # point masses, of which the mass is known
+    batch.draft_logits[2:4, 1, 5] = torch.inf
+    batch.draft_token_ids[2:4, 1] = 5
+    steps = Steps(kind, batch.to(DEVICE), large=False)
+    steps.run(*steps.launches[:2])
+    decisions, log_ratios = numbers_of(steps, block.DECISION), numbers_of(steps, block.LOG_C)
+    counts = dict.fromkeys((REJECTED, OPEN, ACCEPTED), 0)
+    for request in range(requests):
+        choices = reference_choices(batch, request, kind != "block deterministic")
+        for count, (choice, log_ratio, is_open) in enumerate(choices):
+            decision = decisions[request, count]
+            counts[decision] += 1
+            if np.isfinite(log_ratio):
+                assert abs(log_ratios[request, count] - log_ratio) < FLOAT32_BAND
+            if choice.margin > FLOAT32_BAND:
+                assert (decision == OPEN) == is_open, (request, count)
+                if decision != OPEN:
+                    assert (decision == ACCEPTED) == choice.index, (request, count)
+    assert min(counts[REJECTED], counts[ACCEPTED]) > 0
+    assert (counts[OPEN] > 0) == (kind != "block deterministic")
+
+
+def steps_of(batch: Case, *, large: bool, programs: int, rounds: int) -> Steps:
+    """The launches of a step, with so many programs that share sums, and so many rounds of bounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "settling_programs", lambda *sizes: programs)
+        patch.setattr(plan, "BOUND_ROUNDS", rounds)
+        forget_plans()
+        steps = Steps("block", batch.to(DEVICE), large=large)
+    forget_plans()
+    return steps
+
+
+def output_of(batch: Case, **way: Any) -> Any:
+    steps = steps_of(batch, **way)
+    return steps.run(*steps.launches).output
+
+
+@pytest.mark.parametrize("dtype", small(torch.bfloat16, torch.float32))
+def test_however_many_programs_settle_they_give_the_same_bits(dtype):
+    requests, vocab = (200, 50_000) if ON_GPU else (3, 5 * 1024 + 16)
+    batch = in_question(requests, 3, vocab, dtype)
+    # One program, several, more than there are blocks to sum; with bounds and without.
+    ways = [(False, 1, 0), (True, 2, 0), (False, 7, 0), (True, 3, 100)]
+    ways += [(True, 1, 1), (True, 7, 0), (False, 2, 0)] if ON_GPU else []
+    first, *others = (
+        output_of(batch, large=large, programs=programs, rounds=rounds) for large, programs, rounds in ways
+    )
+    for other in others:
+        assert_same(other, first)
+    assert_same_tokens(first.token_ids, expected("block", batch), FLOAT32_BAND)
+    assert len(set(first.num_accepted.tolist())) > 1
+
+
+@needs_interpreter
+@pytest.mark.parametrize("large", [False, True])
+def test_they_may_finish_in_any_order(large):
+    batch = in_question(3, 3, 2 * 1024 + 16)
+    usual = output_of(batch, large=large, programs=2, rounds=0)
+    with in_reverse():
+        assert_same(output_of(batch, large=large, programs=2, rounds=0), usual)
+
+
+def test_bounds_decide_what_the_reference_decides():
+    """And leave less open than they found; with no rounds less than with all."""
+    requests, vocab = (300, 20_000) if ON_GPU else (6, 4112)
+    batch = in_question(requests, 3, vocab)
+    left = []
+    for rounds in (0, 100):
+        steps = steps_of(batch, large=True, programs=1, rounds=rounds)
+        steps.run(*steps.launches[:3])
+        decisions = numbers_of(steps, block.DECISION)
+        known = numbers_of(steps, block.KNOWN)
+        largest = np.where(known == ACCEPTED, np.arange(4), 0).max(1)
+        for request in range(requests):
+            for count, (choice, _, _) in enumerate(reference_choices(batch, request, True)):
+                was_open = known[request, count] == OPEN and count > largest[request]
+                assert was_open or decisions[request, count] == known[request, count]
+                if was_open and choice.margin > FLOAT32_BAND and decisions[request, count] != OPEN:
+                    assert (decisions[request, count] == ACCEPTED) == choice.index, (request, count, rounds)
+        open_above = np.arange(4) > largest[:, None]
+        left.append((((known == OPEN) & open_above).sum(), ((decisions == OPEN) & open_above).sum()))
+    (found, after_none), (found_again, after_all) = left
+    assert found == found_again
+    assert found >= after_none > after_all
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
+    requests = 48 if ON_GPU else 6
+    batch = case(requests, 3, 3072, torch.float32, greedy=0)
+    target = batch.target_logits.clone()
+    target[..., 1024:2048] += 6  # it holds most of p
+    generator = torch.Generator().manual_seed(2)
+    draft = target[:, :3] + torch.randn(requests, 3, 3072, generator=generator)
+    ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, 3)
+    target[..., 1500] = -torch.nan  # negative, which as an integer is small
+    batch = replace(
+        batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=torch.ones(requests)
+    )
+    output = output_of(batch, large=large, programs=2, rounds=100)
+    assert len(set(output.num_accepted.tolist())) > 1
+    assert_same_tokens(output.token_ids, expected("block", batch), FLOAT32_BAND)
