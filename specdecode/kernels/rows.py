@@ -29,7 +29,7 @@ LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
 @triton.jit
 def load_temperature(requests, request):
     """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
-    temperature = requests.temperature
+    temperature = tl.full([], requests.temperature, tl.float32)
     if requests.temperature_ptr is not None:
         given = tl.load(requests.temperature_ptr + request)
         # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
