@@ -250,9 +250,9 @@ def check_case(seed: int, device: str = "cuda", most_bytes: int = MOST_BYTES) ->
     kernels = backends.choose("triton", case.arguments["target_logits"])
     batch = VerificationBatch.check(**case.arguments)
     outputs = {"called": sampler(**case.arguments)}  # all are under way before any is looked at
-    for lazy in (False, True):
+    for large in (False, True):
         for again in ("", ", again"):
-            outputs[f"lazy={lazy}{again}"] = kernels.verify(case.method, batch, case.schedule, lazy=lazy)
+            outputs[f"large={large}{again}"] = kernels.verify(case.method, batch, case.schedule, large=large)
     outputs["called again"] = sampler(**case.arguments)
 
     output = outputs["called"]

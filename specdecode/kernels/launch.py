@@ -117,7 +117,9 @@ def hash_callees_first(function: object) -> None:
     """
     if isinstance(function, triton.JITFunction) and function.hash is None:
         for name in function.fn.__code__.co_names:
-            hash_callees_first(function.fn.__globals__.get(name))
+            callee = function.fn.__globals__.get(name)
+            if callee is not function:  # as it seems where `argmax` calls `tl.argmax`
+                hash_callees_first(callee)
         function.cache_key  # noqa: B018 (a property that keeps what it finds)
 
 

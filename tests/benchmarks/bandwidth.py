@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,8 +10,9 @@ try:
     import triton
     import triton.language as tl
 
-    from specdecode.kernels.launches import Plan, admit_next_launch, await_launch
-    from specdecode.kernels.steps import STOPS, add_verdict, are_complete, first_row, load_verdicts
+    from specdecode.kernels.arguments import Constant, Place, Pointer
+    from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
+    from specdecode.kernels.state import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -89,68 +90,60 @@ if triton is not None:
             largest = tl.maximum(largest, tl.load(chunk_ptr + tile * TILE).to(tl.float32))
         tl.store(out_ptr + tl.program_id(0), tl.max(largest, 0))
 
+    class Nothing(NamedTuple):
+        """What a kernel receives that does nothing."""
+
+        ptr: Pointer
+        OVERLAPS: Constant
+
     @triton.jit
-    def nothing_kernel(workspace_ptr, OVERLAPS: tl.constexpr):
+    def nothing_kernel(nothing):
         """Do nothing, once the launch before has ended."""
-        await_launch(OVERLAPS)
-        admit_next_launch(OVERLAPS)
+        await_launch(nothing.OVERLAPS)
+        admit_next_launch(nothing.OVERLAPS)
 
     @triton.jit
     def reduced(values, TIMES: tl.constexpr):
-        """Reduce a vector as often, each time to what hangs on the last time; return the result."""
+        """Reduce a vector as often, each time to what depends on the last time; return the result."""
         for _ in tl.static_range(TIMES - 1):
             values = values ^ tl.max(values, 0)
         return tl.max(values, 0)
 
-    @triton.jit(do_not_specialize=["first_seed", "num_draft_tokens", "vocab_size", "num_blocks"])
-    def trips_kernel(
-        token_ids_ptr,
-        num_accepted_ptr,
-        state_ptr,
-        statistics_ptr,
-        target_ptr,
-        draft_ptr,
-        first_seed: tl.int64,
-        num_draft_tokens,
-        vocab_size,
-        num_blocks,
-        LEADERS: tl.constexpr,
-        MAX_BLOCKS: tl.constexpr,
-        REDUCES: tl.constexpr,
-        OVERLAPS: tl.constexpr,
-    ):
-        """Make the trips to memory of `finish_by_ratio_kernel`, each to an address that hangs on what the last one brought.
+    @triton.jit
+    def trips_kernel(inputs, outputs, workspace, sizes, tuning):
+        """Make the trips to memory of `emit_kernel` in a small batch, each to an address that depends on the last.
 
-        Statistics, two blocks of both rows, one of them again, the verdicts, the output. Nothing is computed but the largest
-        of what came, which is then multiplied by a seed of 0. Or, if it `REDUCES`, as many maxima as that kernel makes
+        Statistics, two blocks of both rows, one of them again, the stop bits, the output. Nothing is computed but the
+        largest of what came, which is then multiplied by a seed of 0. Or, if `SUMMED`, as many maxima as that kernel makes
         maxima and sums at least, each of which has its threads wait for each other: of the statistics the largest, the sum
-        and which blocks lead; of the blocks' logits the sums, and which is best; of the last block's the first largest.
+        and the top blocks; of the blocks' logits the sums, and which is best; of the last block's the first largest.
         """
-        num_rows = num_draft_tokens + 1
-        request, offset = tl.program_id(0) // num_rows, tl.program_id(0) % num_rows
-        row = tl.minimum(offset, num_draft_tokens - 1)
-        target_ptr += (request * num_rows + row).to(tl.int64) * vocab_size
-        draft_ptr += (request * num_draft_tokens + row).to(tl.int64) * vocab_size
-        await_launch(OVERLAPS)
-        blocks = tl.arange(0, MAX_BLOCKS)
-        statistics_ptr += (request * num_rows + offset) * num_blocks * 2
-        found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < num_blocks, other=0.0)
-        add_verdict(state_ptr, request, offset, offset == num_draft_tokens, offset < 0, "relaxed")
-        first = (reduced(found.to(tl.int32), 3 + LEADERS if REDUCES else 1) * first_seed).to(tl.int32)
+        num_rows, seed = sizes.num_draft_tokens + 1, inputs.requests.first_seed
+        request, offset = (tl.program_id(0) // num_rows).to(tl.int64), tl.program_id(0) % num_rows
+        row = tl.minimum(offset, sizes.num_draft_tokens - 1)
+        target_ptr = inputs.target.ptr + request * inputs.target.stride_request + row * inputs.target.stride_offset
+        draft_ptr = inputs.draft.ptr + request * inputs.draft.stride_request + row * inputs.draft.stride_offset
+        await_launch(tuning.OVERLAPS)
+        blocks = tl.arange(0, sizes.MAX_BLOCKS)
+        statistics_ptr = workspace.statistics_ptr + (request * num_rows + offset) * sizes.num_blocks * 2
+        found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < sizes.num_blocks, other=0.0)
+        place = Place(request, offset, -1, (seed, request), 0.0)
+        add_stop_bits(workspace.state_ptr, place, offset == sizes.num_draft_tokens, offset < 0, False)
+        first = (reduced(found.to(tl.int32), 3 + tuning.TOP if tuning.SUMMED else 1) * seed).to(tl.int32)
         places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * first_seed).to(tl.int32)
+        block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * seed).to(tl.int32)
         places = block * 1024 + tl.arange(0, 1024)
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        token = reduced(found.to(tl.int32), 2 if REDUCES else 1) * first_seed
-        verdicts = load_verdicts(state_ptr, request)
-        tl.store(token_ids_ptr + tl.program_id(0), token)
-        if are_complete(verdicts, num_draft_tokens):
-            tl.store(num_accepted_ptr + request, first_row(verdicts, STOPS))
+        token = reduced(found.to(tl.int32), 2 if tuning.SUMMED else 1) * seed
+        bits = tl.atomic_or(bits_at(workspace.state_ptr, request), 0, sem="relaxed")
+        tl.store(outputs.token_ids_ptr + tl.program_id(0), token)
+        if are_complete(bits, sizes):
+            tl.store(outputs.num_accepted_ptr + request, first_row(bits, STOP_BITS))
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):
-        """Count a program in as `steps.is_last` does, but do not wait until what it wrote can be seen."""
+        """Count a program in as `state.is_last` does, but do not wait until what it wrote can be seen."""
         tl.debug_barrier()
         return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
 
@@ -158,9 +151,10 @@ if triton is not None:
 def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
     """Return a function that allocates what a verification step of one request does, and launches kernels without work."""
     device = torch.device("cuda", torch.cuda.current_device())
-    plan = Plan(device, {"workspace_ptr": (torch.int32, 8192)}, zeros=0, constants={})
+    plan = Plan(device, {"workspace": (torch.int32, 8192)}, zeros=0)
     for launch in range(launches):
-        plan.add(nothing_kernel, 1, num_warps=4, follows=launch > 0)
+        nothing = Nothing(plan.part("workspace"), can_overlap(device))
+        plan.add(nothing_kernel, (1,), (nothing,), num_warps=4, follows=launch > 0)
 
     def call() -> list[torch.Tensor]:
         output = [

@@ -264,7 +264,7 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
 
 def plan_of(monkeypatch, call: Callable[[], Any]) -> Any:
     """Return the plan that a call runs."""
-    from specdecode.kernels.launches import Plan
+    from specdecode.kernels.launch import Plan
 
     plans, run = [], Plan.run
     with monkeypatch.context() as patch:
@@ -276,13 +276,13 @@ def plan_of(monkeypatch, call: Callable[[], Any]) -> Any:
 def until_each_launch(monkeypatch, call: Callable[[], Any]) -> list[list[Any]]:
     """Time the first launch of a step, its first two, and so on; what is left out has no result."""
     plan = plan_of(monkeypatch, call)
-    compiled, after = plan.compiled, []
+    ready, after = plan.ready, []
     try:
         for count, launch in enumerate(plan.launches, start=1):
-            plan.compiled = compiled[:count]
+            plan.ready = ready[:count]
             after.append([launch.kernel.fn.__name__, median_us(call)])
     finally:
-        plan.compiled = compiled
+        plan.ready = ready
     return after
 
 
@@ -330,15 +330,16 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider
     benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
     call = PROVIDERS["triton"](inputs)
     plan = plan_of(monkeypatch, call)
-    launches, compiled = plan.launches, plan.compiled
+    launches, ready = plan.launches, plan.ready
     try:
-        constants = {**launches[1].constants, "REDUCES": provider == "trips and reductions"}
-        plan.launches, plan.compiled = [launches[0], launches[1]._replace(kernel=trips_kernel, constants=constants)], []
+        *bundles, tuning = launches[1].bundles
+        bundles = *bundles, tuning._replace(SUMMED=provider == "trips and reductions")
+        plan.launches, plan.ready = [launches[0], launches[1]._replace(kernel=trips_kernel, bundles=bundles)], []
         call()
         after = until_each_launch(monkeypatch, call)
         benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     finally:
-        plan.launches, plan.compiled = launches, compiled
+        plan.launches, plan.ready = launches, ready
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
@@ -362,30 +363,26 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
     """
     import triton
 
-    from specdecode.kernels import reading
-    from specdecode.kernels.launches import SIZES, SMALL_TENSORS
-    from specdecode.kernels.steps import FIELDS, STOP
+    from specdecode.kernels import read
+    from specdecode.kernels.state import FIELDS, STOP
     from tests.benchmarks.bandwidth import is_last_unpublished
 
     plan, empty = plan_of(monkeypatch, call), torch.empty
     requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
     workspace = torch.full((plan.length,), -(2**30), dtype=torch.int32, device="cuda")
     state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
-    state[:, STOP.value] = 2 * (most - output.num_accepted)
-    launches, compiled = plan.launches, plan.compiled
+    state[:, STOP.value] = most - output.num_accepted
+    launches, ready = plan.launches, plan.ready
     with monkeypatch.context() as patch:
         patch.setattr(
             torch, "empty", lambda *size, **like: workspace if size == (plan.length,) else empty(*size, **like)
         )
         patch.setattr(plan, "zeros", 0)
         patch.setattr(plan, "launches", launches[:1])
-        patch.setattr(plan, "compiled", compiled[:1])
+        patch.setattr(plan, "ready", ready[:1])
         times = {"decides nothing": median_us(call)}
-        patch.setattr(reading, "is_last", is_last_unpublished)
-        kernel = triton.jit(
-            reading.read_kernel.fn, do_not_specialize=SIZES, do_not_specialize_on_alignment=SMALL_TENSORS
-        )
-        plan.launches, plan.compiled = [launches[0]._replace(kernel=kernel)], []
+        patch.setattr(read, "is_last", is_last_unpublished)
+        plan.launches, plan.ready = [launches[0]._replace(kernel=triton.jit(read.read_kernel.fn))], []
         call()
         return {**times, "publishes nothing": median_us(call)}
 
@@ -413,8 +410,8 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     told = batch._replace(draft_token_ids=torch.where(offsets < output.num_accepted[:, None], draft.token_ids, -1))
     calls = {
         "as it is": call,
-        "told in advance": lambda: kernels.verify(verifier.method, told, lazy=False),
-        "every row": lambda: kernels.verify(verifier.method, batch, lazy=False),
+        "told in advance": lambda: kernels.verify(verifier.method, told, large=False),
+        "every row": lambda: kernels.verify(verifier.method, batch, large=False),
     }
     reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
     reading |= reading_that_decides_nothing(monkeypatch, call, output)
