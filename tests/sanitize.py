@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, kernels, sample
 from specdecode.batch import VerificationBatch
-from specdecode.kernels.launches import Plan
+from specdecode.kernels import plan as planning
+from specdecode.kernels.launch import Plan
 from tests.differential import Case, case
 
 BATCH, DRAFTS = 6, 3
@@ -33,7 +34,7 @@ NAN, INF = math.nan, math.inf
 
 
 def with_hostile_half(batch: Case) -> Case:
-    """Spoil the first half of the requests, on the host."""
+    """Put NaN, infinities and ids that are no tokens into the first half of the requests, on the host."""
     target, draft, token_ids = batch.target_logits, batch.draft_logits, batch.draft_token_ids
     if len(target) < 3:
         return batch
@@ -47,12 +48,15 @@ def with_hostile_half(batch: Case) -> Case:
 
 
 def run_in_parts(plan: Plan, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
-    """Run a plan with a workspace that is not one piece, for what overruns a part is to be seen."""
-    parts = [torch.empty(length, dtype=dtype, device=plan.device) for dtype, length in plan.parts.values()]
+    """Run a plan with a workspace that is not one piece: so what is written beyond a part is seen."""
+    parts = {name: torch.empty(size, dtype=dtype, device=plan.device) for name, (dtype, size) in plan.parts.items()}
     if plan.zeros:
-        assert plan.zeros == len(parts[0])
-        parts[0].zero_()
-    plan.launch_by_triton(tensors, parts, numbers)
+        assert plan.zeros == len(parts["state"])
+        parts["state"].zero_()
+    if not plan.ready:
+        plan.prepare([*tensors, *parts, *numbers])
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (*tensors.values(), *parts.values())]
+    plan.launch((*addresses, *numbers.values()))
 
 
 class Calls:
@@ -99,21 +103,21 @@ class Calls:
                 sample(batch.target_logits[:, 0], *scalars)
             for logsumexps in (None, logsumexp):  # the others have but one way to search
                 self.verify(
-                    "probabilistic", batch, draft_logsumexp=logsumexps, temperature=temperature, lazy=False, many=True
+                    "probabilistic", batch, draft_logsumexp=logsumexps, temperature=temperature, large=False, many=True
                 )
-            for method, lazy in itertools.product(METHODS, (False, True)):
-                options = {"temperature": temperature, "lazy": lazy}
+            for method, large in itertools.product(METHODS, (False, True)):
+                options = {"temperature": temperature, "large": large}
                 self.verify(method, batch, **options)
                 self.verify(method, batch, draft_logsumexp=logsumexp, **options)
                 self.verify(method, batch, with_draft=False, **options)
 
     def other_shapes(self) -> None:
         """No drafts, drafts like the target, other dtypes, greedy alone, rows that are not dense, large vocabularies."""
-        for lazy in (False, True):
+        for large in (False, True):
             for dtype in (torch.float16, torch.float32, torch.float64):
                 batch = with_hostile_half(case(BATCH, DRAFTS, 1040, dtype, seed=1)).to(self.device)
-                self.verify("strict", batch, lazy=lazy)
-                self.verify("probabilistic", batch, lazy=lazy)
+                self.verify("strict", batch, large=large)
+                self.verify("probabilistic", batch, large=large)
             batch = with_hostile_half(case(BATCH, DRAFTS, 1025, torch.float32, seed=2)).to(self.device)
             columns = replace(
                 batch,
@@ -125,22 +129,22 @@ class Calls:
             large = case(2, 2, 270_001, torch.bfloat16, seed=4).to(self.device)
             alike = case(BATCH, DRAFTS, 20_000, torch.bfloat16, greedy=0, seed=6).to(self.device)
             alike = replace(alike, draft_logits=alike.target_logits[:, :DRAFTS].contiguous())
-            self.verify("synthetic", alike, lazy=lazy)  # a residual of nothing, of which every block is looked at
+            self.verify("synthetic", alike, large=large)  # a residual of nothing, of which every block is looked at
             for method in METHODS:
-                self.verify(method, columns, lazy=lazy)
-                self.verify(method, batch, temperature=0.0, lazy=lazy)
-                self.verify(method, no_drafts, lazy=lazy)
-                self.verify(method, large, lazy=lazy)
+                self.verify(method, columns, large=large)
+                self.verify(method, batch, temperature=0.0, large=large)
+                self.verify(method, no_drafts, large=large)
+                self.verify(method, large, large=large)
 
     def many_requests(self) -> None:
-        """So many that each has one program in block verification, and that who is done helps with the longest searches."""
+        """Requests that have few programs each to settle block verification."""
         for vocab in (32_768, 33_001):
             batch = with_hostile_half(case(128, DRAFTS, vocab, torch.bfloat16, greedy=0, seed=vocab)).to(self.device)
             scalars = batch.temperature, batch.seeds, batch.positions
             columns = [self.draft("block", batch.draft_logits[:, i], *scalars) for i in range(DRAFTS)]
-            for lazy in (False, True):
-                self.verify("block", batch, lazy=lazy)
-                self.verify("block", batch, draft_logsumexp=torch.stack(columns, dim=1), lazy=lazy)
+            for large in (False, True):
+                self.verify("block", batch, large=large)
+                self.verify("block", batch, draft_logsumexp=torch.stack(columns, dim=1), large=large)
 
     def packed(self, methods: list[str]) -> None:
         """Rows of a ragged batch packed without gaps, drafts in slots of a larger cache."""
@@ -160,12 +164,12 @@ class Calls:
             # The shape says how many requests and rows there are; where they lie, the index and the strides.
             view = pack.as_strided((BATCH, DRAFTS + 1, vocab), (vocab, vocab, 1))
             batch = replace(batch, target_logits=view, draft_logits=cache[:BATCH])
-            for method, lazy, dtype in itertools.product(methods, (False, True), (torch.int32, torch.int64)):
+            for method, large, dtype in itertools.product(methods, (False, True), (torch.int32, torch.int64)):
                 index = {
                     "target_index": torch.tensor(starts, dtype=dtype).to(self.device),
                     "draft_index": torch.tensor(slots, dtype=dtype).to(self.device),
                 }
-                self.verify(method, batch, lazy=lazy, **index)
+                self.verify(method, batch, large=large, **index)
 
 
 def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
@@ -176,8 +180,8 @@ def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
     calls.other_shapes()
     calls.many_requests()
     calls.packed(METHODS)
-    kernels.emission = lambda *sizes: (1, 0)  # as if there were many requests
-    kernels.plan_verification.cache_clear()
+    planning.settling_programs = lambda *sizes: 1  # as if there were many requests
+    planning.plan_step.cache_clear()
     calls.packed(["block"])
     return calls.count
 
@@ -189,7 +193,7 @@ if __name__ == "__main__":
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     Plan.run = run_in_parts
     # Programs that go round several times, and the last of a row beyond its end, as in batches too large to check.
-    kernels.reading_tiles = lambda *sizes: TILES
+    planning.reading_tiles = lambda *sizes: TILES
     part, parts = map(int, sys.argv[1].split("/")) if len(sys.argv) > 1 else (0, 1)
     count = main("cuda", VOCABS, part, parts)
     torch.cuda.synchronize()
