@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
-from specdecode import AcceptanceSchedule, RejectionSampler, backends, kernels, sample
+from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.launch import Plan
@@ -126,7 +126,7 @@ class Calls:
                 draft_token_ids=batch.draft_token_ids.t().contiguous().t().to(torch.int32),
             )
             no_drafts = with_hostile_half(case(BATCH, 0, 2048, torch.bfloat16, seed=3)).to(self.device)
-            large = case(2, 2, 270_001, torch.bfloat16, seed=4).to(self.device)
+            wide = case(2, 2, 270_001, torch.bfloat16, seed=4).to(self.device)
             alike = case(BATCH, DRAFTS, 20_000, torch.bfloat16, greedy=0, seed=6).to(self.device)
             alike = replace(alike, draft_logits=alike.target_logits[:, :DRAFTS].contiguous())
             self.verify("synthetic", alike, large=large)  # a residual of nothing, of which every block is looked at
@@ -134,7 +134,7 @@ class Calls:
                 self.verify(method, columns, large=large)
                 self.verify(method, batch, temperature=0.0, large=large)
                 self.verify(method, no_drafts, large=large)
-                self.verify(method, large, large=large)
+                self.verify(method, wide, large=large)
 
     def many_requests(self) -> None:
         """Requests that have few programs each to settle block verification."""
