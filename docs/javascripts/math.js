@@ -136,17 +136,17 @@
   // Mean tokens per step of block verification for K = 0 .. most, by enumerating every sequence of drafts.
   function blockTokens(targetProbs, draftProbs, most) {
     const tokens = new Array(most + 1).fill(1);
-    // `ratio` is p_i of the recurrence; `length` is the mean accepted length of these i drafts were more to follow.
+    // `ratio` is the running ratio c_i; `length` is the mean accepted length of these i drafts if more drafts follow.
     function extend(i, reach, ratio, length) {
       for (let v = 0; v < draftProbs.length; v++) {
         if (draftProbs[v] === 0) continue;
         const next = Math.min(1, (ratio * targetProbs[v]) / draftProbs[v]);
-        tokens[i + 1] += reach * draftProbs[v] * (next * (i + 1) + (1 - next) * length); // as the last draft: h = p_K
+        tokens[i + 1] += reach * draftProbs[v] * (next * (i + 1) + (1 - next) * length); // as the last draft: h = c_K
         if (i + 1 === most) continue;
         let more = 0; // A_i
         for (let w = 0; w < draftProbs.length; w++) more += Math.max(0, next * targetProbs[w] - draftProbs[w]);
-        const stands = more + 1 - next > 0 ? more / (more + 1 - next) : 1;
-        extend(i + 1, reach * draftProbs[v], next, stands * (i + 1) + (1 - stands) * length);
+        const accepted = more + 1 - next > 0 ? more / (more + 1 - next) : 1;
+        extend(i + 1, reach * draftProbs[v], next, accepted * (i + 1) + (1 - accepted) * length);
       }
     }
     if (most > 0) extend(0, 1, 1, 0);

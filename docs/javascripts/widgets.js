@@ -1,6 +1,6 @@
 /*
  * The site's widgets: `<div class="sd-widget" data-widget="schedule">` (or residual, speedup) becomes an interactive
- * figure. What stands in the div before is the fallback, kept until then. All numbers come from math.js, all colours
+ * figure. The div's content is the fallback, shown until then. All numbers come from math.js, all colours
  * from widgets.css, which takes them from the palette.
  */
 (function () {
@@ -198,8 +198,8 @@
 
     function reason() {
       const reach = `${solved.highestMean.toFixed(4)} at a = 1`;
-      if (mean.value === 1) return "Every draft is to stand, so both are 1.";
-      if (mean.value === 0) return "No draft is to stand, so the base rate is 0.";
+      if (mean.value === 1) return "Every draft is accepted, so both are 1.";
+      if (mean.value === 0) return "No draft is accepted, so the base rate is 0.";
       if (drafts.value === 1) return "A single draft never decays: the base rate is the mean itself.";
       if (solved.decay > least.value) {
         return `The least decay reaches a mean of only ${reach}, so the base rate stays at 1 and the decay rises.`;
@@ -239,7 +239,7 @@
       bars.node,
       legend(
         [box(1, 1, 14, 10, "sd-conditional"), "conditional rate, a·dⁱ"],
-        [box(1, 1, 14, 10, "sd-joint"), "joint rate: all drafts through i stand"],
+        [box(1, 1, 14, 10, "sd-joint"), "joint rate: all drafts through i are accepted"],
       ),
       why,
       numbers.node,
@@ -368,7 +368,7 @@
       summary.textContent =
         alpha < 1 - 1e-12
           ? `The rejected mass is the total variation of p and q. It comes back by the residual: ${named.join(", ")}.`
-          : "p and q agree: every draft stands, and no residual is ever drawn.";
+          : "p and q are equal: every draft is accepted, and no residual is drawn.";
     }
 
     function showRuns() {
@@ -491,7 +491,7 @@
       distances.node,
       legend(
         [line(0, 6, 16, 6, "sd-distance"), "these verifications"],
-        [line(0, 6, 16, 6, "sd-noise"), "as many draws from p itself, in the mean"],
+        [line(0, 6, 16, 6, "sd-noise"), "as many draws from p itself, on average"],
       ),
       numbers.node,
       status.node,
