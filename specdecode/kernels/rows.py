@@ -29,7 +29,7 @@ LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
 @triton.jit
 def load_temperature(requests, request):
     """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
-    temperature = tl.full([], requests.temperature, tl.float32)
+    temperature = requests.temperature
     if requests.temperature_ptr is not None:
         given = tl.load(requests.temperature_ptr + request)
         # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
@@ -65,7 +65,7 @@ def row_at(rows, request, offset, sizes):
 def load_raw(row, token_ids, wanted):
     """Return logits as they are stored, -inf beyond the vocabulary."""
     pointers = row.ptr + token_ids * row.stride_token
-    return tl.load(pointers, mask=wanted & (token_ids < row.vocab_size), other=-INFINITY)
+    return tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
         if PAIRS:
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
-            inside = wanted & (pairs < row.vocab_size // 2)
+            inside = tl.where(wanted, pairs < row.vocab_size // 2, False)
             parts = parts + (tl.load(pointers, mask=inside, other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
