@@ -137,7 +137,8 @@ def run(
     assert target is not None
     inputs = {name: tensors.get(name) for name in TENSORS}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
-    plan = plan_step(rule, large, many, target.device, tuple(target.shape), layouts, "logsumexp" in outputs)
+    shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
+    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
     plan.run({**outputs, **inputs}, numbers)
 
 

@@ -158,7 +158,7 @@ def plan_step(
         large: whether to find out early which rows do not matter.
         many: whether to search as is best for many requests.
         device: where the tensors are.
-        shape: of the target logits, [batch, num_draft_tokens + 1, vocab], or [batch, vocab].
+        shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
     """
