@@ -1,0 +1,139 @@
+"""What is chosen by a call's sizes; memory; and on a GPU what is compiled, and calls from several threads."""
+
+import itertools
+import threading
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from specdecode import RejectionSampler, kernels
+from specdecode.kernels import block, launch, state
+from specdecode.kernels.launch import Plan
+from tests.differential import case
+from tests.kernels.common import DEVICE, KINDS, WAYS, Steps, checked, needs_gpu, verify
+
+
+def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_said_to_be():
+    requests, drafts, vocab = 3, 2, 5000
+    steps = Steps("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=True)
+    blocks = -(-vocab // 1024)
+    assert {name: len(part) for name, part in steps.parts.items()} == {
+        "state": requests * (state.FIELDS.value + drafts + 1),
+        "statistics": requests * (2 * drafts + 1) * 2 * blocks,
+        "candidates": requests * (drafts + 1) * block.NUMBERS.value,
+        "residual_sums": requests * drafts * blocks,
+    }
+    workspace = torch.zeros(steps.plan.length, dtype=torch.int32, device=DEVICE)
+    views = steps.plan.views(workspace)
+    for number, view in enumerate(views.values(), start=1):
+        view.view(torch.int32).add_(number)
+        assert (view.data_ptr() - workspace.data_ptr()) % 128 == 0
+    for number, (name, view) in enumerate(views.items(), start=1):
+        assert (view.view(torch.int32) == number).all(), name
+
+
+LIMITS = [
+    ("strict", 96, 3),
+    ("probabilistic", 46, 3),
+    ("given logsumexp", 80, 3),
+    ("block", 74, 3),
+    ("deterministic", 80, 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "requests", "drafts"), LIMITS)
+def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
+    """384 of strict, 320 of probabilistic, 512 of block: target rows, and draft rows where they are read."""
+    found = []
+    for number in (requests - 1, requests):
+        batch = case(number, drafts, 7, torch.float32)
+        method, arguments, schedule = checked(kind.removeprefix("given logsumexp") or "probabilistic", batch)
+        if kind == "given logsumexp":
+            arguments = arguments._replace(draft_logsumexp=torch.zeros(number, drafts))
+        with mock.patch.object(Plan, "run", autospec=True) as run:
+            kernels.verify(method, arguments, schedule)
+        chosen = run.call_args.args[0]
+        found.append((len(chosen.launches), chosen.zeros > 0))
+    assert found == ([(3, False), (4, False)] if kind == "block" else [(2, False), (2, True)])
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("requests", [8, 200])
+def test_the_workspace_is_at_most_two_percent_of_the_logits(kind, requests, large):
+    batch = case(requests, 3, 65536, torch.bfloat16).to("cuda")
+    verify(kind, batch, large=large)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    verify(kind, batch, large=large)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 0.02 * batch.target_logits.nbytes
+
+
+@needs_gpu
+def test_sizes_compile_nothing_anew():
+    for kind, way in itertools.product(KINDS, WAYS):
+        verify(kind, case(2, 2, 2048, torch.float16).to("cuda"), **way)
+    known = len(launch._variants)
+    # Some of these decide while they read, some do not.
+    for kind in KINDS:
+        for requests, drafts, vocab in ((1, 1, 16), (16, 3, 4096), (65, 8, 160), (128, 16, 1024), (33, 4, 128256)):
+            verify(kind, case(requests, drafts, vocab, torch.float16).to("cuda"))
+    assert len(launch._variants) == known
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_after_a_warmup_nothing_is_compiled(method):
+    batches = [case(requests, 3, 4112, torch.bfloat16).to("cuda") for requests in (1, 20, 90)]
+    sampler = RejectionSampler(method, backend="triton")
+
+    def arguments(batch):
+        ids = batch.draft_token_ids.to(torch.int32)
+        return (batch.target_logits, ids, batch.draft_logits), {"temperature": batch.temperature.half(), "seeds": 5}
+
+    positional, options = arguments(batches[0])
+    sampler.warmup(*positional, **options)
+    known = len(launch._variants)
+    for batch in [*batches, *map(without_drafts, batches)]:
+        positional, options = arguments(batch)
+        sampler(*positional, **options)
+        sampler.draft(batch.target_logits[:, 0], **options)
+    assert len(launch._variants) == known
+
+
+def without_drafts(batch):
+    return replace(
+        batch,
+        target_logits=batch.target_logits[:, :1],
+        draft_token_ids=batch.draft_token_ids[:, :0],
+        draft_logits=batch.draft_logits[:, :0],
+    )
+
+
+@needs_gpu
+def test_calls_from_several_threads_on_several_streams_do_not_meet():
+    batches = [case(requests, 3, 20_000, torch.bfloat16, seed=requests).to("cuda") for requests in (1, 7, 70, 260)]
+    wanted = [[verify(kind, batch) for kind in KINDS] for batch in batches]
+    torch.cuda.synchronize()
+    wrong: list = []
+
+    def work(batch, results):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(30):
+                for kind, want in zip(KINDS, results):
+                    got = verify(kind, batch)
+                    stream.synchronize()
+                    wrong.extend(kind for one, other in zip(got, want) if not torch.equal(one, other))
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(batches, wanted)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
