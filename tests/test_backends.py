@@ -1,0 +1,51 @@
+"""Which backend runs: one that is named runs or is refused; "auto" takes the kernels where they can run."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+
+from specdecode import RejectionSampler, backends
+from tests.conftest import ON_GPU
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    """What was found for other tests is not remembered, nor what is found here."""
+    remembered = backends.obstacle, backends.warn_once
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
+
+
+def test_a_backend_that_is_named_runs_or_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    logits, ids = torch.zeros(1, 2, 3), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"backend: 'triton' cannot run here"):
+        RejectionSampler("strict", backend="triton")(logits, ids)
+    with pytest.raises(ValueError, match=r"backend: 'triton' cannot run here"):
+        RejectionSampler("strict", backend="triton").draft(logits[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert RejectionSampler("strict")(logits, ids).token_ids.shape == (1, 2)  # eager, without a warning
+
+
+def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
+    class OnGpu:
+        device, is_cpu = torch.device("cuda"), False
+
+    monkeypatch.setattr(backends, "obstacle", lambda device: "triton is not installed")
+    with pytest.warns(RuntimeWarning, match=r"eager backend is used.*triton is not installed"):
+        assert backends.choose("auto", OnGpu()) is backends.eager
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backends.choose("auto", OnGpu()) is backends.eager  # said once
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_auto_takes_the_kernels_on_a_gpu():
+    assert backends.choose("auto", torch.zeros(1, device="cuda")) is importlib.import_module("specdecode.kernels")
+    assert backends.choose("auto", torch.zeros(1)) is backends.eager
