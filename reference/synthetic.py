@@ -4,8 +4,8 @@ Load tests need a serving system that behaves as if its drafter had a given acce
 or rejected by a schedule, not by the models. A draft can be accepted only if all drafts before it were accepted. So
 there are two rates for position i (counted from 0) of K:
 
-    conditional   c_i   draft i is accepted, given that all drafts before it were accepted
-    joint         J_i = c_0 * c_1 * ... * c_i   all drafts through i are accepted
+    conditional   a_i   draft i is accepted, given that all drafts before it were accepted
+    joint         J_i = a_0 * a_1 * ... * a_i   all drafts through i are accepted
 
 The number of accepted drafts is greater than i with probability J_i, so its mean is the sum of the J_i. Therefore the
 acceptance rate that a benchmark reports, accepted / drafted tokens, is the mean of the joint rates, and the acceptance
@@ -26,7 +26,7 @@ from reference.selection import is_invalid, log_softmax, sample
 
 
 def conditional_rates(base_rate, decay, num_draft_tokens):
-    """Return the conditional rates c_i = a d^i: the base rate a, multiplied by the decay d from position to position.
+    """Return the conditional rates a_i = a d^i: the base rate a, multiplied by the decay d from position to position.
 
     >>> conditional_rates(0.8, 0.5, 3).tolist()
     [0.8, 0.4, 0.2]
@@ -35,9 +35,9 @@ def conditional_rates(base_rate, decay, num_draft_tokens):
 
 
 def joint_rates(conditional):
-    """Return the joint rates J_i = c_0 * c_1 * ... * c_i.
+    """Return the joint rates J_i = a_0 * a_1 * ... * a_i.
 
-    With c_i = a d^i, J_i = a^(i+1) d^(0+1+...+i) = a^(i+1) d^(i(i+1)/2).
+    With a_i = a d^i, J_i = a^(i+1) d^(0+1+...+i) = a^(i+1) d^(i(i+1)/2).
 
     >>> joint_rates([0.5, 0.25, 0.5]).tolist()
     [0.5, 0.125, 0.0625]
@@ -46,7 +46,7 @@ def joint_rates(conditional):
 
 
 def conditional_from_joint(joint):
-    """Return the conditional rates c_i = J_i / J_{i-1} of given joint rates, where J_{-1} = 1 and 0/0 = 0.
+    """Return the conditional rates a_i = J_i / J_{i-1} of given joint rates, where J_{-1} = 1 and 0/0 = 0.
 
     >>> conditional_from_joint([0.5, 0.125, 0.0, 0.0]).tolist()
     [0.5, 0.25, 0.0, 0.0]
@@ -151,7 +151,7 @@ def verify(
     seed: int = 0,
     position: int = 0,
 ) -> Outcome:
-    """Accept the draft at offset i if u_i <= c_i. After the accepted drafts emit what the imitated method would emit there.
+    """Accept the draft at offset i if u_i <= a_i. After the accepted drafts emit what the imitated method would emit there.
 
     With draft logits the imitated method is probabilistic verification, which draws a recovered token from the
     residual. Without them it is strict verification, which emits the target's own sample. At temperature 0 both emit
@@ -161,7 +161,7 @@ def verify(
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
         draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None.
-        conditional_rates: [num_draft_tokens] c_i.
+        conditional_rates: [num_draft_tokens] a_i.
         temperature: 0 is greedy.
         seed: the request's seed.
         position: absolute position of the first draft token.

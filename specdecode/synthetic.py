@@ -1,7 +1,7 @@
 """Acceptance schedules: how often synthetic verification accepts each draft.
 
-Position i of a step (counted from 0) is accepted, given that all drafts before it were, with the conditional rate c_i;
-so all drafts through i are accepted with the joint rate J_i = c_0 * ... * c_i. The mean number of accepted drafts is
+Position i of a step (counted from 0) is accepted, given that all drafts before it were, with the conditional rate a_i;
+so all drafts through i are accepted with the joint rate J_i = a_0 * ... * a_i. The mean number of accepted drafts is
 J_0 + ... + J_{K-1}, which relates the two numbers that benchmarks quote:
 
     mean rate r = mean(J_0 .. J_{K-1})        acceptance length L = 1 + K * r

@@ -112,7 +112,7 @@ def test_every_test_that_a_page_names_exists():
             assert f"def {name}(" in tests, f"{page}: {name}"
 
 
-def test_the_lazy_schedule_is_drawn_as_the_kernel_page_describes_it():
+def test_the_early_exit_schedule_is_drawn_as_the_kernel_page_describes_it():
     figures = pytest.importorskip("docs._tools.figures", exc_type=ImportError)
     schedule = figures.Schedule()
     states, posted = schedule.frames()[-1]
@@ -394,7 +394,7 @@ def test_the_search_finds_the_residual(server):
         assert not complaints
 
 
-def test_the_lazy_schedule_is_stepped_through_by_keyboard(server):
+def test_the_early_exit_schedule_is_stepped_through_by_keyboard(server):
     with opened(server, width=360) as (tab, complaints):
         tab.goto(server.address + "kernels/")
         frames = tab.locator(".steps .frames > div")

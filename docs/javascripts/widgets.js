@@ -164,7 +164,7 @@
 
   function scheduleWidget() {
     const drafts = slider("Drafts per step, K", { min: 1, max: 16, step: 1, value: 3, format: String }, changed);
-    const mean = slider("Mean joint rate, r", { value: 0.69 }, changed);
+    const mean = slider("Mean joint rate", { value: 0.69 }, changed);
     const least = slider("Least decay", { value: 0.85 }, changed);
     const results = readouts({ a: "base rate a", d: "decay d", mean: "mean joint rate", length: "acceptance length" });
     const why = html("p", { class: "sd-summary" });
@@ -522,7 +522,7 @@
 
   function speedupWidget() {
     const rate = slider("Acceptance rate, α", { value: 0.8 }, changed);
-    const cost = slider("Cost of a draft, c", { value: 0.05 }, changed);
+    const cost = slider("Cost of a draft, κ", { value: 0.05 }, changed);
     const drafts = slider(
       "Drafts per step, K",
       { min: 0, max: MOST_DRAFTS, step: 1, value: 4, format: String },

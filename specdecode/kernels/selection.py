@@ -4,8 +4,7 @@
 
 One random number is drawn for each block, and one for each token of a single block, of which alone logits are read again.
 With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v): so they are computed,
-without logarithms. (In words: of tokens that arrive after times E(v) / w(v) the first is taken, an *exponential race*;
-Maddison, Tarlow, Minka 2014.)
+without logarithms. (Of tokens that arrive after times E(v) / w(v) the first is taken: an *exponential race*.)
 """
 
 import triton
