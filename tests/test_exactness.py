@@ -25,6 +25,7 @@ from scipy.stats import binom, chi2, ncx2
 
 import reference
 from reference import block, greedy, philox, probabilistic, selection, strict, synthetic
+from tests.distributions import FALSE_ALARM, assert_distribution
 from tests.enumeration import (
     Case,
     Chance,
@@ -42,7 +43,6 @@ from tests.enumeration import (
     shared_selection,
     total_variation,
 )
-from tests.laws import FALSE_ALARM, assert_law
 from tests.mutants import Mutant, assert_caught
 
 EXACT = 1e-12
@@ -766,7 +766,7 @@ def check_real_noise(case: Case) -> None:
             tokens.append(selection.sample(target_row, seed=seed, position=1).index)
         counts[tuple(tokens)] += 1
     expected = sequence_distribution(case.target, 2)
-    assert_law(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
+    assert_distribution(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
 
 
 @pytest.mark.parametrize("case", [GOLDEN, CERTAIN], ids=["golden", "certain"])
@@ -794,7 +794,7 @@ def check_real_selection() -> None:
     weights = np.ones(65)
     weights[30] = 64
     heavy = sum(selection.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
-    assert_law(np.array([heavy, 500 - heavy]), np.array([0.5, 0.5]))
+    assert_distribution(np.array([heavy, 500 - heavy]), np.array([0.5, 0.5]))
 
 
 def test_real_noise_has_the_right_sign():

@@ -20,7 +20,7 @@ from reference import selection
 from specdecode import noise
 from specdecode.batch import MOST_DRAFT_TOKENS
 from specdecode.eager import philox as eager
-from tests.laws import FALSE_ALARM
+from tests.distributions import FALSE_ALARM
 from tests.mutants import Mutant, assert_caught
 
 ONES = 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Probabilistic verification: tokens against the reference, and the laws of what comes out."""
+"""Probabilistic verification: tokens against the reference, and the distributions of what comes out."""
 
 from contextlib import nullcontext
 
@@ -9,7 +9,7 @@ import torch
 from reference import probabilistic
 from specdecode import RejectionSampler
 from specdecode.eager.probabilistic import residual
-from tests import laws
+from tests import distributions
 from tests.differential import assert_same_tokens, case, like_a_device
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -41,45 +41,52 @@ def test_probabilistic_equals_the_reference_token_for_token(place, deterministic
 
 
 @pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
-@pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
-def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):
+@pytest.mark.parametrize(("vocab", "drafts", "history"), distributions.CASES, ids=distributions.IDS)
+def test_tokens_and_accepted_length_have_their_distributions(place, vocab, drafts, history, own_drafts):
     backend, device = place
-    model = laws.tables(vocab, drafts, history, seed=vocab)
+    model = distributions.tables(vocab, drafts, history, seed=vocab)
     sampler = RejectionSampler("probabilistic", backend=backend)
-    result = laws.run(sampler, model, device, own_drafts=own_drafts, temperature=0.8)
-    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model, 0.8))
+    result = distributions.run(sampler, model, device, own_drafts=own_drafts, temperature=0.8)
+    distributions.assert_distribution(
+        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model, 0.8)
+    )
     counts = np.bincount(result.num_accepted, minlength=drafts + 1)
-    laws.assert_law(counts, laws.accepted_law(model, np.minimum, 0.8))
+    distributions.assert_distribution(counts, distributions.accepted_distribution(model, np.minimum, 0.8))
 
 
-def test_a_deterministic_drafter_leaves_the_law_alone(place):
+def test_a_deterministic_drafter_leaves_the_distribution_alone(place):
     backend, device = place
-    model = laws.tables(4, 3, history=True)
+    model = distributions.tables(4, 3, history=True)
     # The drafter always proposes its likeliest token: q is a point mass, and no draft logits are given.
     greedy = [np.where(rows == rows.max(axis=1, keepdims=True), 0.0, -np.inf) for rows in model.draft]
     sampler = RejectionSampler("probabilistic", backend=backend)
-    result = laws.run(sampler, model, device, own_drafts=False, draft_logits=False, draft_rows=greedy)
-    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model))
+    result = distributions.run(sampler, model, device, own_drafts=False, draft_logits=False, draft_rows=greedy)
+    distributions.assert_distribution(
+        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model)
+    )
     model.draft = greedy
     counts = np.bincount(result.num_accepted, minlength=4)
-    laws.assert_law(counts, laws.accepted_law(model, np.minimum))
+    distributions.assert_distribution(counts, distributions.accepted_distribution(model, np.minimum))
 
 
-def test_drafts_that_share_the_targets_noise_would_break_the_law(place):
+def test_drafts_that_share_the_targets_noise_would_change_the_distribution(place):
     # What `draft` protects from: strict's drafts, verified by probabilistic. The check above has to see it.
     backend, device = place
-    model = laws.tables(5, 2, history=False, seed=5)
+    model = distributions.tables(5, 2, history=False, seed=5)
 
     class WrongDomain(RejectionSampler):
         def draft(self, *args, **options):
             return RejectionSampler("strict").draft(*args, **options)
 
-    result = laws.run(WrongDomain("probabilistic", backend=backend), model, device, own_drafts=True)
-    assert laws.p_value(laws.counts_of_tokens(model, result), laws.joint_law(model)) < laws.FALSE_ALARM
+    result = distributions.run(WrongDomain("probabilistic", backend=backend), model, device, own_drafts=True)
+    assert (
+        distributions.p_value(distributions.counts_of_tokens(model, result), distributions.joint_distribution(model))
+        < distributions.FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize(("temperature", "height"), [(1e-6, 20.0), (1e-4, 20.0), (1.0, 1e5)])
-def test_a_logsumexp_too_large_for_float32_does_not_change_the_law(place, temperature, height):
+def test_a_logsumexp_too_large_for_float32_does_not_change_the_distribution(place, temperature, height):
     # Both draft tokens are equally likely, and the target's differ by a rounding of the height. log q = -log 2 is the
     # difference of two numbers of size height / temperature, which float32 would get wrong by up to a nat.
     backend, device = place
@@ -98,7 +105,9 @@ def test_a_logsumexp_too_large_for_float32_does_not_change_the_law(place, temper
         draft_logsumexp=draft.logsumexp[:, None],
     )
     counts = np.bincount(output.token_ids[:, 0].cpu(), minlength=2)
-    laws.assert_law(counts, laws.softmax(np.array([above, height], dtype=np.float64) / temperature))
+    distributions.assert_distribution(
+        counts, distributions.softmax(np.array([above, height], dtype=np.float64) / temperature)
+    )
 
 
 @pytest.mark.parametrize("closeness", [1e-1, 1e-3, 1e-5])
@@ -109,8 +118,8 @@ def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     one, rejected, log_ratio = torch.ones(4), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
     weights = residual(target, draft, rejected, one, log_ratio)[0].double()
     exact = residual(target.double(), draft.double(), rejected, one.double(), log_ratio.double())[0]
-    law, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
-    assert ((law - expected).abs().sum(dim=1) / 2).max() < 2e-6
+    distribution, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
+    assert ((distribution - expected).abs().sum(dim=1) / 2).max() < 2e-6
 
 
 def test_residuals_of_the_largest_logits_do_not_overflow():

@@ -1,4 +1,4 @@
-"""Two-level selection: the law of `sample`, its tail, and its tokens against the reference."""
+"""Two-level selection: the distribution of `sample`, its tail, and its tokens against the reference."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from specdecode import RejectionSampler, sample
 from specdecode.eager.selection import block_sums, read, select
 from specdecode.noise import BLOCK_SIZE, SELECT
 from tests.differential import band_of
-from tests.laws import FALSE_ALARM, REQUESTS, assert_law, softmax
+from tests.distributions import FALSE_ALARM, REQUESTS, assert_distribution, softmax
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -35,7 +35,7 @@ def test_sample_equals_the_reference_token_for_token(place, vocab, dtype, temper
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vocab", [2, 8, 2 * BLOCK_SIZE + 3])
-def test_sample_has_the_law_of_the_softmax(place, vocab, temperature):
+def test_sample_has_the_distribution_of_the_softmax(place, vocab, temperature):
     _, device = place
     requests = REQUESTS if vocab < 100 else 20_000
     # Over several blocks only a few tokens, on both sides of each block's end, have any weight.
@@ -44,7 +44,7 @@ def test_sample_has_the_law_of_the_softmax(place, vocab, temperature):
     logits[spread] = np.random.default_rng(vocab).normal(size=len(spread))
     rows = torch.tensor(logits, dtype=torch.float32, device=device).expand(requests, vocab)
     counts = np.bincount(sample(rows, temperature, seeds=0).cpu(), minlength=vocab)
-    assert_law(counts, softmax(logits / temperature))
+    assert_distribution(counts, softmax(logits / temperature))
 
 
 def test_rare_tokens_are_drawn_as_often_as_they_should(place):
@@ -81,4 +81,4 @@ def test_a_last_block_of_one_token_counts_as_any_other(place):
     draft = RejectionSampler("strict", backend=backend).draft(logits.expand(requests, vocab), seeds=0)
     assert torch.allclose(draft.logsumexp.double().cpu(), torch.tensor(np.log(2 * (vocab - 1))), atol=1e-5)
     is_last = np.bincount((draft.token_ids == vocab - 1).cpu(), minlength=2)
-    assert_law(is_last, np.array([0.5, 0.5]))
+    assert_distribution(is_last, np.array([0.5, 0.5]))

@@ -1,4 +1,4 @@
-"""Strict verification: tokens against the reference and plain sampling, and the laws of acceptance."""
+"""Strict verification: tokens against the reference and plain sampling, and the distributions of acceptance."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from reference import strict
 from specdecode import RejectionSampler
-from tests import laws
+from tests import distributions
 from tests.differential import assert_same_tokens, case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -73,14 +73,18 @@ def test_the_dtype_of_draft_logits_does_not_matter(place):
 
 
 @pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
-@pytest.mark.parametrize(("vocab", "drafts", "history"), laws.CASES, ids=laws.IDS)
-def test_tokens_and_accepted_length_have_their_laws(place, vocab, drafts, history, own_drafts):
+@pytest.mark.parametrize(("vocab", "drafts", "history"), distributions.CASES, ids=distributions.IDS)
+def test_tokens_and_accepted_length_have_their_distributions(place, vocab, drafts, history, own_drafts):
     backend, device = place
-    model = laws.tables(vocab, drafts, history, seed=vocab)
-    result = laws.run(RejectionSampler("strict", backend=backend), model, device, own_drafts=own_drafts)
+    model = distributions.tables(vocab, drafts, history, seed=vocab)
+    result = distributions.run(RejectionSampler("strict", backend=backend), model, device, own_drafts=own_drafts)
 
     def stands(p, q):
         return np.array(strict.match_probabilities(list(p), list(q))) if own_drafts else p * q
 
-    laws.assert_law(laws.counts_of_tokens(model, result), laws.joint_law(model))
-    laws.assert_law(np.bincount(result.num_accepted, minlength=drafts + 1), laws.accepted_law(model, stands))
+    distributions.assert_distribution(
+        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model)
+    )
+    distributions.assert_distribution(
+        np.bincount(result.num_accepted, minlength=drafts + 1), distributions.accepted_distribution(model, stands)
+    )

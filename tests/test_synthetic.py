@@ -6,7 +6,7 @@ import torch
 
 from reference import synthetic
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler
-from tests import laws
+from tests import distributions
 from tests.differential import assert_same_tokens, case
 
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=4)
@@ -45,7 +45,7 @@ def test_synthetic_equals_the_reference_token_for_token(place, with_logits, voca
 def test_positions_are_accepted_as_scheduled(place, rate, percentages, with_logits, temperature):
     # The percentages are those that vLLM's pull request 38045 measured, itself within its sampling error of the schedule.
     backend, device = place
-    requests = laws.REQUESTS
+    requests = distributions.REQUESTS
     schedule = AcceptanceSchedule.from_mean_rate(rate, num_draft_tokens=3)
     sampler = RejectionSampler("synthetic", backend=backend, schedule=schedule)
     generator = torch.Generator().manual_seed(1)
@@ -54,9 +54,9 @@ def test_positions_are_accepted_as_scheduled(place, rate, percentages, with_logi
     token_ids = torch.randint(0, 6, (requests, 3), generator=generator).to(device)
     output = sampler(target, token_ids, draft_logits if with_logits else None, temperature=temperature, seeds=0)
 
-    law = -np.diff([1.0, *schedule.joint_rates, 0.0])
+    distribution = -np.diff([1.0, *schedule.joint_rates, 0.0])
     counts = np.bincount(output.num_accepted.cpu(), minlength=4)
-    laws.assert_law(counts, np.where(law < 1e-12, 0, law))
+    distributions.assert_distribution(counts, np.where(distribution < 1e-12, 0, distribution))
     stats = AcceptanceStats(num_draft_tokens=3)
     stats.update(output)
     # Five standard errors of a proportion are at most 0.56 percentage points; the pull request rounds to 0.01.

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode import AcceptanceSchedule, RejectionSampler, sample
-from tests.laws import FALSE_ALARM, p_value
+from tests.distributions import FALSE_ALARM, p_value
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.probabilistic import is_trusted, log_quotient, one_minus_exp2
-from tests import laws
+from tests import distributions
 from tests.conftest import ON_GPU, combine
 from tests.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.kernels.common import (
@@ -179,7 +179,7 @@ def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray,
 
     A schedule that accepts nothing draws every token from there.
     """
-    vocab, requests = 12, laws.REQUESTS
+    vocab, requests = 12, distributions.REQUESTS
     generator = torch.Generator().manual_seed(1)
     target = torch.randn(vocab, generator=generator)
     draft = target + closeness * torch.randn(vocab, generator=generator)
@@ -192,7 +192,7 @@ def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray,
         seeds=torch.arange(requests, device="cuda"),
         draft_logsumexp=draft.double().logsumexp(0).float().to("cuda").expand(requests, 1) if given else None,
     )
-    p, q = (laws.softmax(logits.double().numpy()) for logits in (target, draft))
+    p, q = (distributions.softmax(logits.double().numpy()) for logits in (target, draft))
     return np.bincount(output.token_ids[:, 0].cpu(), minlength=vocab), (p - q).clip(min=0)
 
 
@@ -200,7 +200,7 @@ def recovered_near_agreement(closeness: float, given: bool) -> tuple[np.ndarray,
 @pytest.mark.parametrize(("closeness", "given"), [(1e-1, False), (1e-1, True), (1e-2, True), (1e-3, False)])
 def test_the_residual_keeps_its_distribution_where_target_and_draft_nearly_agree(closeness, given):
     counts, residual = recovered_near_agreement(closeness, given)
-    laws.assert_law(counts, residual / residual.sum())
+    distributions.assert_distribution(counts, residual / residual.sum())
 
 
 @needs_gpu

@@ -13,7 +13,7 @@ from specdecode import RejectionSampler, sample
 from specdecode.kernels import selection as kernel_selection
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.selection import first_largest, select_block, select_token, token_weights
-from tests import laws
+from tests import distributions
 from tests.conftest import ON_GPU
 from tests.differential import case
 from tests.kernels.common import DEVICE, needs_gpu, needs_interpreter, run_kernel
@@ -122,6 +122,6 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
     logits = torch.full((262_145,), -20.5, device="cuda").index_fill_(0, torch.tensor(77, device="cuda"), 0)
     tokens = torch.cat([sample(logits.expand(1000, -1), seeds=seed) for seed in range(0, 100_000, 1000)])
     hits = tokens[tokens != 77]
-    low, high = poisson.ppf([laws.FALSE_ALARM / 2, 1 - laws.FALSE_ALARM / 2], 32.8)
+    low, high = poisson.ppf([distributions.FALSE_ALARM / 2, 1 - distributions.FALSE_ALARM / 2], 32.8)
     assert low <= len(hits) <= high
     assert len(hits.unique()) >= len(hits) - 1

@@ -13,10 +13,10 @@ from tests.conftest import ON_GPU
 
 REQUESTS = 200_000
 FALSE_ALARM = 1e-6
-"""Each chi-square rejects a right law once in a million (pseudo-random) runs; seeds are fixed, so a pass stays one.
+"""Each chi-square rejects a right distribution once in a million (pseudo-random) runs; seeds are fixed, so a pass stays one.
 
-With 200,000 requests it rejects a law that is wrong by a total variation of 0.009, 0.010 and 0.013 at 2, 7 and 63 degrees
-of freedom 999 times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
+With 200,000 requests it rejects a distribution that is wrong by a total variation of 0.009, 0.010 and 0.013 at 2, 7 and 63
+degrees of freedom 999 times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 142.
 """
 
 
@@ -116,15 +116,15 @@ def run(
     return Run(tokens.cpu().numpy(), output.num_accepted.cpu().numpy())
 
 
-def joint_law(model: Tables, temperature: float = 1.0) -> np.ndarray:
+def joint_distribution(model: Tables, temperature: float = 1.0) -> np.ndarray:
     """Return the target's probability of every sequence of K + 1 tokens, by its code in base `vocab`."""
-    law = np.ones(1)
+    distribution = np.ones(1)
     for rows in model.target:
-        law = (law[:, None] * softmax(rows / temperature)).reshape(-1)
-    return law
+        distribution = (distribution[:, None] * softmax(rows / temperature)).reshape(-1)
+    return distribution
 
 
-def accepted_law(
+def accepted_distribution(
     model: Tables, accepted_draft: Callable[[np.ndarray, np.ndarray], np.ndarray], temperature: float = 1.0
 ) -> np.ndarray:
     """Return P(num_accepted = n); `accepted_draft(p, q)[j]` is the probability that the draft is j and is accepted."""
@@ -136,7 +136,7 @@ def accepted_law(
     return -np.diff([*at_least, 0.0])
 
 
-def accepted_law_of_blocks(model: Tables, temperature: float = 1.0) -> np.ndarray:
+def accepted_distribution_of_blocks(model: Tables, temperature: float = 1.0) -> np.ndarray:
     """Return P(num_accepted = n) of block verification.
 
     A block x of i drafts is drafted, and i drafts or more are accepted, with probability Q(x) c_i(x), where Q(x) is the
@@ -155,19 +155,19 @@ def counts_of_tokens(model: Tables, result: Run) -> np.ndarray:
     return np.bincount(result.tokens @ powers, minlength=model.vocab ** (model.num_draft_tokens + 1))
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     """Return the p-value of Pearson's chi-square. Cells that expect fewer than 5 are pooled, impossible ones must be 0."""
-    assert counts[law == 0].sum() == 0
-    expected = law * counts.sum()
+    assert counts[distribution == 0].sum() == 0
+    expected = distribution * counts.sum()
     rare = expected < 5
     observed, expected = np.append(counts[~rare], counts[rare].sum()), np.append(expected[~rare], expected[rare].sum())
     observed, expected = observed[expected > 0], expected[expected > 0]
     return float(chi2.sf(((observed - expected) ** 2 / expected).sum(), max(1, len(expected) - 1)))
 
 
-def assert_law(counts: np.ndarray, law: np.ndarray) -> None:
-    assert abs(law.sum() - 1) < 1e-9
-    assert p_value(counts, law) > FALSE_ALARM
+def assert_distribution(counts: np.ndarray, distribution: np.ndarray) -> None:
+    assert abs(distribution.sum() - 1) < 1e-9
+    assert p_value(counts, distribution) > FALSE_ALARM
 
 
 # A model without history is a special case, in which rows of other positions could be used and nobody would see it.
