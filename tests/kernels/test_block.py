@@ -23,6 +23,7 @@ from tests.kernels.common import (
     in_reverse,
     needs_interpreter,
     small,
+    verify,
 )
 
 REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
@@ -182,3 +183,26 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
     output = output_of(batch, large=large, programs=2, rounds=100)
     assert len(set(output.num_accepted.tolist())) > 1
     assert_same_tokens(output.token_ids, expected("block", batch), FLOAT32_BAND)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target(large):
+    """P and q differ by a millionth of one token, and these positions' accept decisions have a uniform still closer to 1."""
+    positions = [35_853, 769_517, 1_720_060, 2_957_302]
+    requests, vocab, token = len(positions), 2064, 1100
+    target = torch.zeros(requests, 2, vocab)
+    target[:, 0, token] = -2e-6
+    batch = Case(
+        target,
+        torch.full((requests, 1), token),
+        torch.zeros(requests, 1, vocab),
+        torch.ones(requests),
+        torch.ones(requests, dtype=torch.int64),
+        torch.tensor(positions),
+    )
+    steps = steps_of(batch, large=large, programs=2, rounds=100)
+    output = steps.run(*steps.launches).output
+    assert (output.num_accepted == 0).all()
+    if not large:
+        assert (steps.parts["residual_sums"] == 0).all()
+    assert torch.equal(output.token_ids[:, :1], verify("strict", batch.to(DEVICE)).token_ids[:, :1])

@@ -207,21 +207,28 @@ def test_ids_and_temperatures_that_make_no_sense_are_harmless():
 
 @pytest.mark.parametrize("form", ["number", "tensor"])
 @pytest.mark.parametrize(
-    ("extreme", "limit"),
-    [(1e300, LARGEST_TEMPERATURE.value), (2.0**127, LARGEST_TEMPERATURE.value), (1e-300, SMALLEST.value)],
+    ("extreme", "limit", "logit"),
+    [
+        (1e300, LARGEST_TEMPERATURE.value, 3e38),
+        (2.0**127, LARGEST_TEMPERATURE.value, 3e38),
+        (1e-300, SMALLEST.value, 15),
+    ],
 )
-def test_temperatures_that_float32_cannot_hold_become_the_nearest_that_it_can(extreme, limit, form):
+def test_temperatures_that_float32_cannot_hold_become_the_nearest_that_it_can(extreme, limit, logit, form):
     logits = torch.zeros(8, 40, device=DEVICE)
-    logits[:, 7] = logits[:, 30] = 15.0  # greedy would always take the first
+    logits[:, 7] = logits[:, 30] = logit  # greedy would always take the first
 
     def run(temperature):
         if form == "tensor":
             temperature = torch.full((8,), temperature, dtype=torch.float64, device=DEVICE)
         return kernels.sample(RowBatch.check(logits, temperature, 0, None), SELECT)
 
-    for got, want in zip(run(extreme), run(limit)):
+    token_ids, logsumexp = run(extreme)
+    wanted = (logits.double() / limit).logsumexp(1).float()  # infinite for the smallest
+    torch.testing.assert_close(logsumexp, wanted, rtol=1e-6, atol=0)
+    assert len(set(token_ids.tolist())) > 1
+    for got, want in zip((token_ids, logsumexp), run(limit)):
         assert torch.equal(got, want)
-    assert len(set(run(extreme)[0].tolist())) > 1
 
 
 def draw(logits, temperature, seeds, positions=None):

@@ -177,6 +177,18 @@ def test_p_bounds_its_residual_at_the_largest_temperatures_too(temperature):
     search(replace(batch, temperature=torch.full((requests,), temperature)), top=2, columns=4)
 
 
+def test_p_bounds_its_residual_where_both_are_next_to_nothing():
+    """Blocks 100 nats below the first, in which the sums of p are rounded to a few bits."""
+    requests = 24 if ON_GPU else 4
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(requests, 2, 4096, generator=generator) - 100
+    target[..., :1024] = 0
+    draft = torch.full((requests, 1, 4096), -torch.inf)
+    draft[..., :1024] = 0
+    batch = replace(case(requests, 1, 4096, torch.float32, greedy=0), target_logits=target, draft_logits=draft)
+    search(replace(batch, temperature=torch.ones(requests)), top=2, columns=1)
+
+
 @needs_interpreter
 def test_little_is_read_again_of_rows_that_differ(monkeypatch):
     """Counted: the blocks that are summed at once."""

@@ -67,6 +67,12 @@ def test_no_weight_that_can_win_underflows():
     assert select([*logits[:3], -100.0], [least, least, least / 1.005, 1e-12], 0.0)[1:] == [2, 5 * 1024 + 2]
 
 
+def test_a_block_with_the_smallest_sum_can_be_selected():
+    """Though its exponential number be the largest: nothing rounds to the score of blocks that are impossible."""
+    smallest = -87.0 if ON_GPU else -103.0  # a GPU rounds denormal numbers to 0
+    assert select([-torch.inf, smallest, -torch.inf, -torch.inf], [1e-19, 44.0, 1e-19, 1e-19], 0.0)[1] == 1
+
+
 def drawn(logits: torch.Tensor, temperature: float, seeds: torch.Tensor) -> list[int]:
     sampler = RejectionSampler("strict", backend="triton")
     return sampler.draft(logits.to(DEVICE), temperature, seeds.to(DEVICE)).token_ids.tolist()
