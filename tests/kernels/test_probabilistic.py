@@ -33,7 +33,7 @@ class Numbers(NamedTuple):
 
     x_ptr: Pointer  # [64] float32
     trusted_ptr: Pointer  # [64] int32
-    made_ptr: Pointer  # [2, 64] float32: 1 - 2^-|x|, and log((1 + x) / 1)
+    made_ptr: Pointer  # [2, 64] float32: 1 - 2^-|x|, and log((3 + x) / 3)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def numbers_kernel(numbers):
     x = tl.load(numbers.x_ptr + places)
     tl.store(numbers.trusted_ptr + places, is_trusted(x).to(tl.int32))
     tl.store(numbers.made_ptr + places, one_minus_exp2(-tl.abs(x)))
-    tl.store(numbers.made_ptr + 64 + places, log_quotient(1 + x, x * 0 + 1))
+    tl.store(numbers.made_ptr + 64 + places, log_quotient(3 + x, x * 0 + 3))
 
 
 def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_small_differences_keep_their_relative_precision():
     _, (shortfalls, quotients), x = made_of([2.0**-k for k in range(1, 22)] + [-(2.0**-k) for k in range(1, 22)])
     np.testing.assert_allclose(shortfalls, -np.expm1(-abs(x) * np.log(2)), rtol=2**-17)
-    np.testing.assert_allclose(quotients, np.log1p(x), rtol=2**-17)
+    np.testing.assert_allclose(quotients, np.log1p(x / 3), rtol=2**-17)
 
 
 def test_a_logsumexp_is_trusted_only_if_float32_holds_it_to_a_hundred_thousandth():

@@ -93,14 +93,14 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
         tl.store(found.decisions_ptr + request * found.tests + test, decision)
 
 
-FRACTIONS = torch.tensor([0.1, 0.9, 1 - 2**-23, 1 + 2**-22, 1.2, 10] + [1 - 1e-3, 1, 1 + 1e-3] * ON_GPU)
+FRACTIONS = torch.tensor([0.1, 0.9, 1 - 2**-23, 1 + 2**-23, 1.2, 10] + [1 - 1e-3, 1, 1 + 1e-3] * ON_GPU)
 """Of a mass; about the mass itself they are so close that only the sum of all blocks could tell."""
 
 REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
 
 
 def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: int | None = None):
-    """Search the residual of each first row; check what is drawn and the bounds, and return decisions about masses."""
+    """Search the residual of each first row; check it, and return decisions with the masses."""
     steps = Steps("probabilistic", batch.to(DEVICE), **FEW)
     steps.run(steps.launches[0])
     requests, sizes = len(batch.seeds), steps.bundle("sizes")
@@ -118,10 +118,12 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, tuning, found)
     assert (holds == 1).all()
     assert torch.equal(blocks[:, 0], blocks[:, 1])
-    return decisions.cpu(), masses.cpu(), sizes.MAX_BLOCKS
+    found = decisions.cpu(), masses.cpu(), sizes.MAX_BLOCKS
+    assert_decisions_are_right(*found)
+    return found
 
 
-def assert_decisions_are_right(decisions, masses, max_blocks, *, all_rounds: bool) -> None:
+def assert_decisions_are_right(decisions, masses, max_blocks, *, all_rounds: bool = False) -> None:
     """None contradicts the sum; after all rounds only what is close to it is open."""
     mass, of_p = masses[:, :1], masses[:, 1:]
     least = mass * FRACTIONS
@@ -139,7 +141,8 @@ def assert_decisions_are_right(decisions, masses, max_blocks, *, all_rounds: boo
 )
 @pytest.mark.parametrize("vocab", small(6160, 151_936, 50_257))
 def test_what_is_found_by_bounds_is_what_is_found_by_summing_all(vocab, closeness, top, columns):
-    batch = impossible_drafts(300 if ON_GPU else 2, vocab, closeness)
+    requests = 300 if ON_GPU else 8 if closeness == 3 else 2  # there sums in different orders often differ
+    batch = impossible_drafts(requests, vocab, closeness)
     found = search(batch, top=top, columns=columns)
     assert_decisions_are_right(*found, all_rounds=True)
     assert (found[0][:, :2] == ACCEPTED).all()
@@ -155,7 +158,8 @@ def test_a_residual_of_nothing_selects_no_block():
 def test_a_search_that_ends_early_never_contradicts_the_sum(rounds):
     batch = impossible_drafts(100 if ON_GPU else 2, 5200, 0.3)
     found = search(batch, top=1, columns=1, rounds=rounds)
-    assert_decisions_are_right(*found, all_rounds=rounds >= 5)
+    if rounds >= 5:
+        assert_decisions_are_right(*found, all_rounds=True)
     if rounds in (0, 5):
         assert (found[0][:, 1] == OPEN).any() == (rounds == 0)
 
