@@ -153,6 +153,35 @@
     return tokens;
   }
 
+  // Every path of drafts of this length: how often it is proposed and, given the path, the probability that all of it is
+  // accepted by token verification and by block verification, which is the running ratio.
+  function draftPaths(targetProbs, draftProbs, length) {
+    let paths = [{ drafts: [], proposed: 1, token: 1, block: 1 }];
+    const extended = ({ drafts, proposed, token, block }, prob, v) => ({
+      drafts: [...drafts, v],
+      proposed: proposed * prob,
+      token: token * acceptanceProbability(targetProbs[v], prob),
+      block: Math.min(1, (block * targetProbs[v]) / prob),
+    });
+    const isProposed = ({ proposed }) => proposed > 0; // so that nothing is divided by 0
+    for (let i = 0; i < length; i++) {
+      paths = paths.flatMap((path) => draftProbs.map((prob, v) => extended(path, prob, v)).filter(isProposed));
+    }
+    return paths;
+  }
+
+  // Joint rates J_0 .. J_{K-1} of both methods, by enumerating every path. They add up to the mean of accepted drafts.
+  function jointRatesByMethod(targetProbs, draftProbs, numDraftTokens) {
+    const rates = { token: [], block: [] };
+    for (let length = 1; length <= numDraftTokens; length++) {
+      const paths = draftPaths(targetProbs, draftProbs, length);
+      for (const method of ["token", "block"]) {
+        rates[method].push(sum(paths.map((path) => path.proposed * path[method])));
+      }
+    }
+    return rates;
+  }
+
   const math = {
     schedule,
     overlap,
@@ -169,6 +198,8 @@
     speedup,
     bestDraftCount,
     blockTokens,
+    draftPaths,
+    jointRatesByMethod,
   };
   if (typeof module === "object" && module.exports) module.exports = math;
   else globalThis.specdecodeMath = math;

@@ -1,6 +1,6 @@
 /*
- * The site's widgets: `<div class="sd-widget" data-widget="schedule">` (or residual, speedup) becomes an interactive
- * figure. The div's content is the fallback, shown until then. All numbers come from math.js, all colours
+ * The site's widgets: `<div class="sd-widget" data-widget="schedule">` (or residual, speedup, block) becomes an
+ * interactive figure. The div's content is the fallback, shown until then. All numbers come from math.js, all colours
  * from widgets.css, which takes them from the palette.
  */
 (function () {
@@ -72,14 +72,14 @@
   }
 
   // The same numbers as a table, closed at first: for those who do not see the picture, or want to copy.
-  function table(caption, headings) {
+  function table(caption, headings, title = "The numbers") {
     const body = html("tbody");
     const head = html("tr", {}, ...headings.map((heading) => html("th", { scope: "col" }, heading)));
     const grid = html("table", { class: "sd-table", "aria-label": caption }, html("thead", {}, head), body);
     const node = html(
       "details",
       { class: "sd-numbers" },
-      html("summary", {}, "The numbers"),
+      html("summary", {}, title),
       html("div", { class: "sd-scroll", tabindex: "0", role: "region", "aria-label": caption }, grid),
     );
     return {
@@ -169,7 +169,7 @@
     const results = readouts({ a: "base rate a", d: "decay d", mean: "mean joint rate", length: "acceptance length" });
     const why = html("p", { class: "sd-summary" });
     const status = announcer();
-    const numbers = table("Rates by position", ["position", "conditional", "joint"]);
+    const numbers = table("Rates by offset", ["offset", "conditional", "joint"]);
     let solved;
 
     const bars = chart(220, (width, height) => {
@@ -177,7 +177,7 @@
       const { x, y, nodes } = frame(width, height, {
         xTicks: range(count).map((i) => [i, (i + 0.5) / count]),
         yTicks: [0, 0.25, 0.5, 0.75, 1].map((tick) => [tick.toFixed(2), tick]),
-        xTitle: "position i",
+        xTitle: "offset i",
         yTitle: "acceptance rate",
       });
       const band = x(1 / count) - x(0);
@@ -221,7 +221,7 @@
         range(drafts.value).map((i) => [i, solved.conditionalRates[i].toFixed(6), solved.jointRates[i].toFixed(6)]),
       );
       const joint = solved.jointRates.map(fixed(2)).join(", ");
-      bars.redraw(`Bar chart of the conditional and joint acceptance rates by position. Joint rates: ${joint}.`);
+      bars.redraw(`Bar chart of the conditional and joint acceptance rates by offset. Joint rates: ${joint}.`);
     }
     function changed() {
       update();
@@ -252,7 +252,7 @@
   const TOKENS = ["cat", "dog", "fox", "owl"];
   const TARGET = [0.4, 0.35, 0.15, 0.1];
   const DRAFT = [0.2, 0.25, 0.4, 0.15];
-  const SEED = 20230207;
+  const SEED = 0; // the first seed, whatever it shows; test_widgets.py states how far its frequencies are from p
   const MOST_RUNS = 1e5;
   const FLOOR = 1e-3; // the least total variation that the chart shows
 
@@ -261,7 +261,7 @@
     const runs = readouts({ runs: "verifications", accepted: "accepted so far", distance: "total variation to p" });
     const summary = html("p", { class: "sd-summary" });
     const status = announcer();
-    const numbers = table("Probabilities by token", ["token", "p", "q", "min", "residual", "out"]);
+    const numbers = table("Probabilities by token", ["token", "p", "q", "min", "residual", "emitted"]);
     const hatch = unique("hatch");
     const reduced = matchMedia("(prefers-reduced-motion: reduce)");
     let target, draft, counts, done, accepted, history, stream, random, timer;
@@ -291,9 +291,9 @@
         simulated: svg("line", { y1: "0", y2: "100%", class: "sd-simulated" }),
       };
       parts.refused.style.fill = `url(#${hatch})`;
-      const input = (name, set) => {
+      const input = (model, name, set) => {
         const node = html("input", { type: "range", min: 0, max: 100, step: "any", autocomplete: "off" });
-        node.setAttribute("aria-label", `${name}(${token})`);
+        node.setAttribute("aria-label", `${model} ${name}(${token})`);
         node.addEventListener("input", () => {
           set(node.valueAsNumber / 100);
           changed();
@@ -301,8 +301,8 @@
         return node;
       };
       const inputs = [
-        input("p", (value) => (target = math.withProbability(target, v, value))),
-        input("q", (value) => (draft = math.withProbability(draft, v, value))),
+        input("target", "p", (value) => (target = math.withProbability(target, v, value))),
+        input("draft", "q", (value) => (draft = math.withProbability(draft, v, value))),
       ];
       const row = (name, cell, i) => [html("span", { "aria-hidden": "true" }, name), cell, shown[i]];
       const node = html(
@@ -311,7 +311,7 @@
         html("strong", { "aria-hidden": "true" }, token),
         ...row("p", html("div", { class: "sd-track" }, bar(parts.target), inputs[0]), 0),
         ...row("q", html("div", { class: "sd-track" }, bar(parts.kept, parts.refused), inputs[1]), 1),
-        ...row("out", html("div", { class: "sd-track" }, bar(parts.overlap, parts.recovered, parts.simulated)), 2),
+        ...row("emitted", html("div", { class: "sd-track" }, bar(parts.overlap, parts.recovered, parts.simulated)), 2),
       );
       return { node, parts, inputs, shown };
     });
@@ -657,14 +657,178 @@
         [svg("circle", { cx: 8, cy: 6, r: 5, class: "sd-token sd-best" }), "best K"],
       ),
       summary,
+      measured(),
       numbers.node,
+      status.node,
+    ];
+  }
+
+  // ---- Accepted drafts of token and block verification, by draft path ------------------------------------------------
+
+  const MOST_BLOCK_DRAFTS = 8;
+
+  // What is not read off these pictures: the rows of real models depend on the text.
+  const measured = () =>
+    html(
+      "p",
+      { class: "sd-note" },
+      "Exact, for two tokens and rows that do not depend on the text. On real models, with 8 drafts, the paper about " +
+        "block verification reports 8.5% more tokens per step.",
+    );
+
+  function blockWidget() {
+    const targetProb = slider("Target, p(0)", { value: 0.4 }, changed);
+    const draftProb = slider("Draft, q(0)", { value: 0.8 }, changed);
+    const drafts = slider(
+      "Drafts per step, K",
+      { min: 1, max: MOST_BLOCK_DRAFTS, step: 1, value: 2, format: String },
+      changed,
+    );
+    const results = readouts({
+      token: "accepted drafts, by token",
+      block: "accepted drafts, by block",
+      moreDrafts: "more accepted drafts",
+      moreTokens: "more tokens per step",
+    });
+    const summary = html("p", { class: "sd-summary" });
+    const status = announcer();
+    const byPath = table(
+      "Acceptance by draft path",
+      ["drafts", "proposed", "by token", "by block"],
+      "The numbers by draft path",
+    );
+    const byOffset = table("Joint rates by offset", ["offset", "by token", "by block"], "The numbers by offset");
+    let paths, rates, accepted, gains;
+
+    const ticks = [0, 0.25, 0.5, 0.75, 1].map((tick) => [tick.toFixed(2), tick]);
+
+    // A bar for each path, as wide as it is often proposed. Block verification accepts no path less often, so what it
+    // adds lies above what token verification accepts, and areas are joint rates.
+    const bars = chart(230, (width, height) => {
+      let start = 0;
+      const placed = paths.map((path) => ({ ...path, start, end: (start += path.proposed) }));
+      const { x, y, nodes } = frame(width, height, {
+        xTicks: [],
+        yTicks: ticks,
+        xTitle: paths[0].drafts.length > 1 ? "drafts x₀ x₁; width: how often proposed" : "draft x₀; width: how often proposed",
+        yTitle: "accepted, given these drafts",
+      });
+      for (const path of placed) {
+        const [left, wide] = [x(path.start) + 0.5, Math.max(1, x(path.end) - x(path.start) - 1)];
+        nodes.push(box(left, y(path.block), wide, y(path.token) - y(path.block), "sd-block-bar"));
+        nodes.push(box(left, y(path.token), wide, y(0) - y(path.token), "sd-token-bar"));
+        const middle = left + wide / 2;
+        if (wide >= 20) nodes.push(text(middle, y(0) + 15, "middle", path.drafts.join(" ")));
+        if (wide >= 28) {
+          nodes.push(text(middle, y(path.block) - 4, "middle", path.block.toFixed(2)));
+          const room = y(path.token) - y(path.block) >= 18;
+          if (room) nodes.push(text(middle, y(path.token) - 4, "middle", path.token.toFixed(2)));
+        }
+      }
+      return nodes;
+    });
+
+    const joints = chart(230, (width, height) => {
+      const count = rates.token.length;
+      const { x, y, nodes } = frame(width, height, {
+        xTicks: range(count).map((i) => [i, (i + 0.5) / count]),
+        yTicks: ticks,
+        xTitle: "offset i",
+        yTitle: "joint rate, over all drafts",
+      });
+      const band = x(1 / count) - x(0);
+      const wide = Math.min(32, 0.38 * band);
+      for (const i of range(count)) {
+        const middle = x((i + 0.5) / count);
+        const pair = [
+          [rates.token[i], middle - wide - 1, "sd-token-bar"],
+          [rates.block[i], middle + 1, "sd-block-bar"],
+        ];
+        for (const [rate, start, name] of pair) {
+          nodes.push(box(start, y(rate), wide, y(0) - y(rate), name));
+          if (wide >= 26) nodes.push(text(start + wide / 2, y(rate) - 4, "middle", rate.toFixed(2)));
+        }
+      }
+      return nodes;
+    });
+
+    const more = (share) => (share === undefined ? "–" : `${(100 * share).toFixed(1)}%`);
+
+    function reason() {
+      if (drafts.value === 1) return "One draft: both methods accept it alike.";
+      if (targetProb.value === draftProb.value) return "p and q are equal: every draft is accepted by both methods.";
+      if ([0, 1].includes(draftProb.value)) return "The drafter always proposes the same token: the methods are equal.";
+      if ([0, 1].includes(targetProb.value)) return "The target is certain: the methods are equal.";
+      const [low, high] = targetProb.value < draftProb.value ? [0, 1] : [1, 0];
+      return (
+        `The gain comes from paths on which a draft with λ < 1 (token ${low}) is followed by one with λ > 1 ` +
+        `(token ${high}).`
+      );
+    }
+
+    function update() {
+      const [p, q, count] = [targetProb.value, draftProb.value, drafts.value];
+      const pair = [
+        [p, 1 - p],
+        [q, 1 - q],
+      ];
+      paths = math.draftPaths(...pair, Math.min(count, 2));
+      rates = math.jointRatesByMethod(...pair, count);
+      const mean = (joint) => joint.reduce((total, rate) => total + rate, 0);
+      accepted = { token: mean(rates.token), block: mean(rates.block) };
+      const exactly = accepted.block - accepted.token;
+      const difference = Math.abs(exactly) < 1e-12 ? 0 : exactly;
+      gains = {
+        moreDrafts: more(accepted.token > 0 ? difference / accepted.token : undefined),
+        moreTokens: more(difference / (1 + accepted.token)),
+      };
+      results.set({ token: accepted.token.toFixed(3), block: accepted.block.toFixed(3), ...gains });
+      summary.textContent = reason();
+      byPath.set(
+        paths.map((path) => [
+          path.drafts.join(", "),
+          ...[path.proposed, path.token, path.block].map((value) => value.toFixed(4)),
+        ]),
+      );
+      byOffset.set(range(count).map((i) => [i, rates.token[i].toFixed(4), rates.block[i].toFixed(4)]));
+      const described = paths.map(
+        (path) => `drafts ${path.drafts.join(", ")}: ${path.token.toFixed(2)} by token, ${path.block.toFixed(2)} by block`,
+      );
+      bars.redraw(
+        `Bar chart of the probability that ${paths[0].drafts.length > 1 ? "the first two drafts are both" : "the draft is"} ` +
+          `accepted, given the drafts. ${described.join("; ")}.`,
+      );
+      const joint = ["token", "block"].map((method) => `by ${method} ${rates[method].map(fixed(2)).join(", ")}`);
+      joints.redraw(`Bar chart of the joint rates by offset: ${joint.join("; ")}.`);
+    }
+    function changed() {
+      update();
+      status.say(
+        `At K = ${drafts.value}: ${accepted.token.toFixed(3)} accepted drafts by token, ${accepted.block.toFixed(3)} by ` +
+          `block, ${gains.moreDrafts} more.`,
+      );
+    }
+    update();
+    return [
+      "Accepted drafts by token and by block",
+      html("div", { class: "sd-sliders" }, targetProb.node, draftProb.node, drafts.node),
+      results.node,
+      html("div", { class: "sd-charts" }, bars.node, joints.node),
+      legend(
+        [box(1, 1, 14, 10, "sd-token-bar"), "accepted by token verification"],
+        [box(1, 1, 14, 10, "sd-block-bar"), "by block verification: on the left what it adds, on the right all"],
+      ),
+      summary,
+      measured(),
+      byPath.node,
+      byOffset.node,
       status.node,
     ];
   }
 
   // ---- Mounting ------------------------------------------------------------------------------------------------------
 
-  const WIDGETS = { schedule: scheduleWidget, residual: residualWidget, speedup: speedupWidget };
+  const WIDGETS = { schedule: scheduleWidget, residual: residualWidget, speedup: speedupWidget, block: blockWidget };
 
   function mountAll() {
     for (const root of document.querySelectorAll(".sd-widget:not([data-mounted])")) {
