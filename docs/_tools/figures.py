@@ -5,11 +5,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
+import numpy as np
 from pymdownx.superfences import SuperFencesException
 
-from docs._tools.svg import path, picture, rect, text
+from docs._tools.svg import WIDTH, mark, path, picture, rect, text
+from reference import greedy  # noqa: TID251 - the reference computes what figures show
+from reference.block import running_ratio  # noqa: TID251
+from reference.philox import Domain, uniform  # noqa: TID251
+from reference.probabilistic import acceptance_probability, residual  # noqa: TID251
 
 
 def figure_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
@@ -206,4 +212,421 @@ def schedule_frame(
     return picture(parts, y + 10, f"Which rows are read, moment {number + 1} of {total}", caption)
 
 
-FIGURES: dict[str, Callable[[], str]] = {"step": step_figure, "launches": launches_figure, "schedule": schedule_figure}
+def timeline_figure() -> str:
+    """Draw the same time spent with and without drafts. A draft is drawn a tenth as long as a call of the target."""
+    left, call, height = 8, 106, 28
+    parts = [text(left, 14, "one token for each call of the target: 4 tokens", "label", "start")]
+    for i, word in enumerate(["sat", "on", "the", "mat"]):
+        x = left + call * i
+        parts += [rect(x, 22, call, height, "box row"), text(x + call / 2, 41, "target: 1 row", "small")]
+        parts.append(text(x + call / 2, 68, word))
+    parts.append(text(left, 104, "three drafts before each call of the target: 8 tokens", "label", "start"))
+    steps = [(["sat", "on"], "the"), ([], "mat"), (["and", "then", "it"], "slept")]
+    for i, (accepted, last) in enumerate(steps):
+        x = left + 1.3 * call * i
+        parts += [rect(x + 0.1 * call * draft, 112, 0.1 * call, height, "box read", 2) for draft in range(3)]
+        x += 0.3 * call
+        parts += [rect(x, 112, call, height, "box row"), text(x + call / 2, 131, "target: 4 rows", "small")]
+        words = [*((word, "good") for word in accepted), (last, "new")]
+        parts.append(colored_text(x + call * (0.35 if i == 2 else 0.5), 158, words))
+    end = left + 4 * call
+    parts += [path([(left, 176), (end, 176)], "arrow"), path([(end - 6, 172), (end, 176), (end - 6, 180)], "arrow")]
+    parts.append(text(end, 194, "time", "label", "end"))
+    parts.append(rect(left, 185, 10.6, 11, "box read", 2))
+    parts.append(text(left + 16, 194, "a draft", "small", "start"))
+    parts.append(text(left + 78, 194, "accepted", "small good", "start"))
+    parts.append(text(left + 148, 194, "recovered or bonus token", "small new", "start"))
+    return picture(
+        parts,
+        202,
+        "The same time with and without drafts",
+        "Four calls of the target without drafts give four tokens: sat, on, the, mat. With three drafts before each call, "
+        "three calls fit into that time. The first accepts sat and on and adds the; the second accepts nothing and adds "
+        "mat; the third accepts and, then, it and adds slept. That is eight tokens. The lengths are schematic.",
+    )
+
+
+def runs_figure() -> str:
+    """Draw ten drafts as often as q says, what becomes of each, and that the emitted tokens are as frequent as p says."""
+    words = ["the", "a", "my"]
+    p, q, runs = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]), 10
+    accepted = [runs * q[i] * acceptance_probability(p[i], q[i]) for i in range(3)]
+    rejected = runs * q - accepted
+    recovered = residual(p, q) * rejected.sum()
+    kept = [word for word, count in zip(words, accepted) for _ in range(round(count))]
+    lost = [word for word, count in zip(words, rejected) for _ in range(round(count))]
+    new = [word for word, count in zip(words, recovered) for _ in range(round(count))]
+    drafts, emitted = kept + lost, kept + new
+    left, pitch, width = 5, 43.2, 38.6
+    gap = 6  # between the accepted and the rejected
+    parts = [text(left, 13, f"drafted as q says: {count_words(drafts, words)}", "label", "start")]
+    for i, (draft, word) in enumerate(zip(drafts, emitted)):
+        good = i < len(kept)
+        x = left + pitch * i + (0 if good else gap) - gap / 2
+        middle = x + width / 2
+        parts += [rect(x, 22, width, 28, "box"), text(middle, 41, draft)]
+        parts.append(path([(middle, 50), (middle, 60)], "arrow"))
+        parts.append(path([(middle, 78), (middle, 88)], "arrow"))
+        parts += [rect(x, 88, width, 28, f"box {'good' if good else 'new'}"), text(middle, 107, word)]
+    split = left + pitch * len(kept) - gap / 2
+    parts.append(text(split / 2, 74, f"{len(kept)} accepted", "good"))
+    parts.append(text((split + gap + WIDTH) / 2, 74, f"{len(lost)} rejected", "bad"))
+    parts.append(text(split / 2, 132, "the drafts", "small good"))
+    parts.append(text((split + gap + WIDTH) / 2, 132, "recovered", "small new"))
+    parts.append(text(left, 156, f"emitted as p says: {count_words(emitted, words)}", "label", "start"))
+    return picture(
+        parts,
+        164,
+        "Ten drafts, on average",
+        f"Drafted: {count_words(drafts, words)}. Accepted: {count_words(kept, words)}. The rejected ones are replaced by "
+        f"{count_words(new, words)}. Emitted: {count_words(emitted, words)}.",
+    )
+
+
+def count_words(found: list[str], words: list[str]) -> str:
+    """Say how often each word was found."""
+    return ", ".join(f"{found.count(word)} “{word}”" for word in words if word in found)
+
+
+def greedy_figure() -> str:
+    """Draw greedy verification of the drafts 1, 2 over the rows of the example by hand."""
+    rows, drafts = [[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]], [1, 2]
+    emitted = greedy.verify(rows, drafts).token_ids
+    left, pitch, width, base = 108, 112, 96, 76
+    parts = []
+    labels = {"target's logits": 56, "argmax": 116, "draft": 152, "compare": 186, "emitted": 222}
+    for label, y in labels.items():
+        parts.append(text(left - 12, y, label, "label", "end"))
+    for i, row in enumerate(rows):
+        x, middle = left + pitch * i, left + pitch * i + width / 2
+        used = i < len(emitted)
+        best = greedy.argmax(row).index
+        parts.append(
+            text(middle, 14, f"row {i}" + ("" if used else ", not needed"), "small" if used else "small muted")
+        )
+        parts.append(path([(x, base), (x + width, base)], "axis"))
+        for token, logit in enumerate(row):
+            height = 3 + 5.2 * logit
+            look = " new" if token == best and used else ""
+            parts.append(rect(x + 8 + 30 * token, base - height, 20, height, f"bar{look}", 1))
+            parts.append(text(x + 18 + 30 * token, base + 14, str(token), "tick"))
+        if not used:
+            continue
+        parts += [rect(middle - 18, 98, 36, 26, "box new"), text(middle, 116, str(best))]
+        parts += [rect(middle - 18, 134, 36, 26, "box"), text(middle, 152, str(drafts[i]))]
+        same = drafts[i] == best
+        parts.append(text(middle, 186, "same" if same else "first difference", "good" if same else "bad"))
+        look = "good" if same else "new"
+        parts += [rect(middle - 18, 204, 36, 26, f"box {look}"), text(middle, 222, str(emitted[i]))]
+        parts.append(text(middle, 246, "the draft" if same else "the argmax", f"small {look}"))
+    return picture(
+        parts,
+        254,
+        "Greedy verification of the drafts 1, 2",
+        "Three rows of logits. The argmax of row 0 is 1, the same as the first draft. The argmax of row 1 is 0, the draft "
+        f"is 2: the first difference. Emitted are {', '.join(map(str, emitted))}. Row 2 is not needed.",
+    )
+
+
+def race_figure() -> str:
+    """Draw two draws of the same exponential numbers: one where target and draft select one token, one where they differ."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    left, right, top, pitch, panel, seed = 96, 428, 46, 40, 160, 0
+    parts, told = [], []
+    for number, position in enumerate(RACES):
+        exponentials = -np.log1p(-uniform(seed, position, np.arange(3), Domain.SELECT_TOKEN))
+        y = top + panel * number
+        lines = {"target: E / p": exponentials / p, "the noise: E": exponentials, "draft: E / q": exponentials / q}
+        picks = int(np.argmin(exponentials / p)), int(np.argmin(exponentials / q))
+        verdict = f"both select token {picks[0]}" if picks[0] == picks[1] else "they select different tokens"
+        parts.append(
+            text(left, y - 32, f"position {position}: {verdict}", "good" if picks[0] == picks[1] else "bad", "start")
+        )
+        scale = (right - left) / max(times.max() for times in lines.values())
+        placed = [[left + scale * time for time in times] for times in lines.values()]
+        for token in range(3):
+            steps = [(placed[line][token], y + pitch * line) for line in range(3)]
+            parts.append(path(steps, f"line thread s{token + 1}"))
+        for line, label in enumerate(lines):
+            height = y + pitch * line
+            parts.append(text(left - 12, height + 4, label, "label", "end"))
+            parts.append(path([(left, height), (right, height)], "axis"))
+            for token in range(3):
+                x = placed[line][token]
+                first = line != 1 and token == picks[line // 2]
+                if first:
+                    parts.append(f'<circle cx="{x:.1f}" cy="{height:.1f}" r="9" class="ring"/>')
+                parts.append(mark(x, height, f"s{token + 1}"))
+                if line == 1:
+                    continue
+                parts.append(text(x, height + (-12 if line == 0 else 22), str(token), "verdict" if first else "small"))
+        told.append(
+            f"Position {position}: E is {numbers(exponentials)}, E / p is {numbers(exponentials / p)}, E / q is "
+            f"{numbers(exponentials / q)}; target and draft select {picks[0]} and {picks[1]}"
+        )
+    return picture(
+        parts,
+        top + panel * (len(RACES) - 1) + 2 * pitch + 32,
+        "The same noise for target and draft",
+        f"Each takes the token with the smallest time. {'. '.join(told)}.",
+    )
+
+
+RACES = (30, 53)
+"""Positions whose noise shows both outcomes."""
+
+
+def numbers(values: Any) -> str:
+    """Say some numbers."""
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def strict_step_figure() -> str:
+    """Draw one step of strict verification: noise of each position drives the draft and the target's own sample."""
+    drafts, samples = ["sat", "on", "my"], ["sat", "on", "the"]
+    left, pitch, width = 118, 80, 70
+    parts = []
+    rows = {
+        "draft, from q": 42,
+        "noise, by position": 96,
+        "target's sample": 150,
+        "compare": 190,
+        "the step emits": 236,
+    }
+    for label, y in rows.items():
+        parts.append(text(left - 10, y + 5, label, "label", "end"))
+    for i in range(4):
+        x, middle = left + pitch * i, left + pitch * i + width / 2
+        last = i == 3
+        parts.append(text(middle, 14, f"position {12 + i}", "small muted"))
+        unread = " unread" if last else ""
+        look = "muted" if last else ""
+        if not last:
+            parts += [rect(x, 26, width, 32, "box"), text(middle, 47, drafts[i])]
+            parts.append(path([(middle, 82), (middle, 60), (middle - 4, 65)], "arrow"))
+            parts.append(path([(middle, 60), (middle + 4, 65)], "arrow"))
+        parts += [
+            rect(x, 82, width, 28, f"box noise{unread}", 14),
+            text(middle, 101, f"noise {12 + i}", f"small {look}"),
+        ]
+        parts.append(path([(middle, 110), (middle, 132), (middle - 4, 127)], f"arrow{unread}"))
+        parts.append(path([(middle, 132), (middle + 4, 127)], "arrow"))
+        parts += [rect(x, 134, width, 32, f"box row{unread}"), text(middle, 155, "" if last else samples[i])]
+        if last:
+            parts.append(text(middle, 195, "not needed", "muted"))
+            continue
+        same = drafts[i] == samples[i]
+        parts.append(text(middle, 195, "the same" if same else "different", "good" if same else "bad"))
+        look = "good" if same else "new"
+        parts += [rect(x, 220, width, 32, f"box {look}"), text(middle, 241, samples[i])]
+    return picture(
+        parts,
+        260,
+        "One step of strict verification",
+        "The noise of positions 12, 13 and 14 selects the drafts sat, on, my from q and the target's own samples sat, on, "
+        "the from p. The first two are the same, the third differs. The step emits the target's samples sat, on, the. "
+        "Position 15 is not needed.",
+    )
+
+
+def noise_figure() -> str:
+    """Draw the counter, and the numbers of one seed by domain and position."""
+    parts = []
+    fields = [("seed", 2, "key"), ("index", 1, "counter"), ("position", 2, ""), ("domain", 1, "")]
+    x, word, height = 4, 54, 30
+    for name, count, group in fields:
+        if group:
+            parts.append(text(x, 14, group, "label", "start"))
+        parts += [rect(x, 22, word * count, height, "box row"), text(x + word * count / 2, 41, name, "small")]
+        for i in range(1, count):
+            parts.append(path([(x + word * i, 22), (x + word * i, 22 + 6)], "axis"))
+            parts.append(path([(x + word * i, 46), (x + word * i, 22 + height)], "axis"))
+        x += word * count + (14 if name == "seed" else 0)
+    end = x
+    parts += [
+        path([(end, 37), (end + 40, 37)], "arrow"),
+        path([(end + 35, 33), (end + 40, 37), (end + 35, 41)], "arrow"),
+    ]
+    parts.append(text(end + 20, 28, "Philox", "small"))
+    parts += [rect(end + 42, 22, 44, height, "box new"), text(end + 64, 41, "u")]
+    seed, positions, token = 7, (12, 13, 14), 0
+    columns = [136 + 44 * i for i in range(3)]
+    parts.append(text(4, 84, f"u at seed {seed}, index {token}", "label", "start"))
+    for column, position in zip(columns, positions):
+        parts.append(text(column, 84, str(position), "small muted"))
+    uses = [294, 386]
+    parts += [text(uses[0], 84, "probabilistic", "small muted"), text(uses[1], 84, "strict", "small muted")]
+    parts.append(path([(4, 92), (WIDTH - 4, 92)], "axis"))
+    table = {
+        Domain.ACCEPT: ("accepts", "bad", "", ""),
+        Domain.SELECT_BLOCK: ("emits", "new", "drafts, emits", "new"),
+        Domain.SELECT_TOKEN: ("emits", "new", "drafts, emits", "new"),
+        Domain.DRAFT_BLOCK: ("drafts", "good", "", ""),
+        Domain.DRAFT_TOKEN: ("drafts", "good", "", ""),
+    }
+    told = []
+    for row, (domain, (use, look, strict_use, strict_look)) in enumerate(table.items()):
+        y = 111 + 24 * row
+        found = [f"{uniform(seed, position, token, domain):.3f}" for position in positions]
+        parts.append(text(4, y, domain.name, "small", "start"))
+        parts += [text(column, y, value, "small") for column, value in zip(columns, found)]
+        parts.append(text(uses[0], y, use, f"small {look}"))
+        parts.append(text(uses[1], y, strict_use or "not used", f"small {strict_look or 'muted'}"))
+        told.append(f"{domain.name}: {', '.join(found)}; probabilistic {use}; strict {strict_use or 'does not use it'}")
+    return picture(
+        parts,
+        111 + 24 * len(table) - 8,
+        "The counter and the domains",
+        "The seed is the key, two words; index, position (two words) and domain are the counter. Philox turns them into a "
+        f"uniform number u. At seed {seed}, index {token}, positions 12, 13 and 14: {'. '.join(told)}.",
+    )
+
+
+def colored_text(x: float, y: float, words: list[tuple[str, str]]) -> str:
+    """Return one line of words, each with its class."""
+    spans = " ".join(f'<tspan class="{look}">{word}</tspan>' for word, look in words)
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{spans}</text>'
+
+
+BLOCK_PAIR = ((Fraction(2, 5), Fraction(3, 5)), (Fraction(4, 5), Fraction(1, 5)))
+"""p and q of the example on the page about block verification: the same at each offset."""
+
+
+class DraftPath(NamedTuple):
+    """Drafts, and what becomes of them."""
+
+    drafts: tuple[int, ...]
+    proposed: Fraction  # how often these drafts are proposed
+    by_token: Fraction  # the probability that all are accepted, given them: by token verification
+    by_block: Fraction  # and by block verification: the running ratio
+
+
+def draft_paths(length: int) -> list[DraftPath]:
+    """Return every path of the example with this many drafts."""
+    paths = [DraftPath((), Fraction(1), Fraction(1), Fraction(1))]
+    for _ in range(length):
+        paths = [
+            DraftPath(
+                (*before.drafts, token),
+                before.proposed * q,
+                before.by_token * acceptance_probability(p, q),
+                Fraction(running_ratio(before.by_block, p, q)),
+            )
+            for before in paths
+            for token, (p, q) in enumerate(zip(*BLOCK_PAIR))
+        ]
+    return paths
+
+
+def short(value: Fraction) -> str:
+    """Return a number without trailing zeros."""
+    return f"{float(value):.4g}"
+
+
+def block_tree_figure() -> str:
+    """Draw the four paths of two drafts: how often each is proposed, and how often it is accepted, given the path."""
+    ratios = [p / q for p, q in zip(*BLOCK_PAIR)]
+    tall, gap, widths, columns = 54, 12, (124, 154), (334, 408)
+    parts = [
+        text(widths[0] / 2 + 2, 14, "first draft", "label"),
+        text(148 + widths[1] / 2, 14, "second draft", "label"),
+        text(sum(columns) / 2, 14, "both accepted, given them", "label"),
+        text(columns[0], 32, "by token", "small"),
+        text(columns[1], 32, "by block", "small"),
+    ]
+    told = []
+    for first in draft_paths(1):
+        token = first.drafts[0]
+        top = 42 + 2 * token * (tall + gap)
+        middle = top + tall + gap / 2
+        lines = [f"token {token}: λ = {short(ratios[token])}", f"c₁ = {product(1, ratios[token])}"]
+        parts += node(2, middle - tall / 2, widths[0], tall, [*lines, f"proposed: {short(first.proposed)}"])
+        for second, path_of_two in enumerate(draft_paths(2)[2 * token : 2 * token + 2]):
+            y = top + second * (tall + gap)
+            parts.append(path([(126, middle), (137, middle), (137, y + tall / 2), (148, y + tall / 2)], "arrow"))
+            gains = path_of_two.by_block > path_of_two.by_token
+            lines = [
+                f"token {second}: λ = {short(ratios[second])}",
+                f"c₂ = {product(first.by_block, ratios[second])}",
+                f"proposed: {short(path_of_two.proposed)}",
+            ]
+            parts += node(148, y, widths[1], tall, lines, "box good" if gains else "box")
+            parts.append(text(columns[0], y + tall / 2 + 5, short(path_of_two.by_token)))
+            parts.append(text(columns[1], y + tall / 2 + 5, short(path_of_two.by_block), "good" if gains else ""))
+            told.append(
+                f"Drafts {token}, {second}: proposed with {short(path_of_two.proposed)}; given them, both are accepted with "
+                f"{short(path_of_two.by_token)} by token, {short(path_of_two.by_block)} by block"
+            )
+    return picture(parts, 42 + 4 * (tall + gap) - gap + 4, "The four paths of two drafts", f"{'. '.join(told)}.")
+
+
+def product(before: Fraction | int, ratio: Fraction) -> str:
+    """Say a running ratio as it is computed."""
+    terms = short(ratio) if before == 1 else f"{short(Fraction(before))} · {short(ratio)}"
+    after = min(Fraction(1), before * ratio)
+    return f"{terms} = {short(after)}" if before * ratio == after and before != 1 else (
+        short(after) if before * ratio == after else f"min(1, {terms}) = {short(after)}"
+    )
+
+
+def node(x: float, y: float, width: float, height: float, lines: list[str], look: str = "box") -> list[str]:
+    """Draw a box with lines of text."""
+    first, *others = lines
+    parts = [rect(x, y, width, height, look), text(x + width / 2, y + 17, first)]
+    return parts + [text(x + width / 2, y + 32 + 15 * i, line, "small") for i, line in enumerate(others)]
+
+
+def block_bars_figure() -> str:
+    """Draw a bar for each path of two drafts: as wide as the path is often proposed, as high as it is often accepted."""
+    left, right, top, bottom = 34, WIDTH - 8, 34, 214
+    paths = draft_paths(2)
+    parts = [text(4, 14, "both drafts accepted, given these drafts", "label", "start")]
+    for level in (0, 0.25, 0.5, 0.75, 1):
+        y = bottom - (bottom - top) * level
+        parts += [path([(left, y), (right, y)], "grid" if level else "axis"), text(left - 6, y + 4, f"{level:g}", "tick", "end")]
+    start = Fraction(0)
+    for each in paths:
+        x, width = left + (right - left) * float(start), (right - left) * float(each.proposed)
+        start += each.proposed
+        low, high = (float((bottom - top) * share) for share in (each.by_token, each.by_block))
+        parts.append(rect(x + 1, bottom - low, width - 2, low, "mark s1", 0))
+        parts.append(text(x + width / 2, bottom - low - 6, short(each.by_token)))
+        if high > low:
+            parts.append(rect(x + 1, bottom - high, width - 2, high - low, "mark s3", 0))
+            parts.append(text(x + width / 2, bottom - high - 6, short(each.by_block)))
+        parts.append(text(x + width / 2, bottom + 16, ", ".join(map(str, each.drafts)), "tick"))
+    areas = [sum(each.proposed * each[method] for each in paths) for method in (2, 3)]
+    parts.append(text((left + right) / 2, bottom + 34, "the two drafts; width: how often they are proposed", "label"))
+    told = ". ".join(
+        f"Drafts {', '.join(map(str, each.drafts))}, proposed with {short(each.proposed)}: {short(each.by_token)} by token, "
+        f"{short(each.by_block)} by block"
+        for each in paths
+    )
+    drawn = picture(
+        parts,
+        bottom + 40,
+        "The probability that both drafts are accepted, given the path",
+        f"{told}. The areas, which are joint rates, are {short(areas[0])} and {short(areas[1])}.",
+    )
+    names = (f"by token: area {short(areas[0])}", f"by block also: area {short(areas[1] - areas[0])}")
+    legend = "".join(
+        f'<li><svg viewBox="0 0 24 12" class="key" aria-hidden="true">{rect(5, 1, 14, 10, f"mark {look}", 0)}</svg>'
+        f"{name}</li>"
+        for look, name in zip(("s1", "s3"), names)
+    )
+    return f'{drawn}<ul class="legend">{legend}</ul>'
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "step": step_figure,
+    "launches": launches_figure,
+    "schedule": schedule_figure,
+    "timeline": timeline_figure,
+    "runs": runs_figure,
+    "greedy": greedy_figure,
+    "race": race_figure,
+    "strict": strict_step_figure,
+    "noise": noise_figure,
+    "block-tree": block_tree_figure,
+    "block-bars": block_bars_figure,
+}
