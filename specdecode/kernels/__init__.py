@@ -34,7 +34,7 @@ from specdecode.synthetic import AcceptanceSchedule
 
 BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, None, num_warps=8, large_rows=384)
 BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320)
-IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
+IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=128)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -72,8 +72,8 @@ def verify(
         method: one of the sampler's methods.
         batch: the checked arguments.
         schedule: for `"synthetic"`.
-        large: whether to decide while reading (in block verification: to bound before summing); None chooses by the number
-            of rows.
+        large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
+            None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
         target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
             overlapping strides, this addresses the rows of a ragged, packed batch. Then all ids behind a request's last

@@ -12,6 +12,7 @@ Int64 = Annotated[Any, "i64"]
 Float32 = Annotated[Any, "fp32"]
 Constant = Annotated[Any, "constexpr"]
 Stride = Annotated[Any, "stride"]  # int64, where 1 is a constant
+Count = Annotated[Any, "count"]  # int32, where 0 is a constant
 # Multiples of 16 wherever the bundle's ALIGNED holds: the compiler is told, so that a thread can load 16 bytes at once.
 AlignedPointer = Annotated[Any, "pointer", "aligned"]
 AlignedInt32 = Annotated[Any, "i32", "aligned"]
@@ -80,14 +81,15 @@ class Workspace(NamedTuple):
     state_ptr: Pointer  # int32, see `state`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
-    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `block`, or None
+    listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
+    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
 
 
 class Sizes(NamedTuple):
     """How much there is of everything."""
 
     batch: Int32
-    num_draft_tokens: Int32
+    num_draft_tokens: Count
     vocab_size: AlignedInt32
     num_blocks: Int32
     MAX_BLOCKS: Constant  # num_blocks or more, a power of two
@@ -108,11 +110,18 @@ class Reading(NamedTuple):
     ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
 
 
+class Settling(NamedTuple):
+    """How block verification decides what it takes residual sums to decide."""
+
+    BLOCKS: Constant  # a program sums so many blocks at once
+    LANES: Constant  # logits of each that are loaded at once
+    SUMMED: Constant  # the block sums of every residual that may be drawn from are wanted, not only of the open ones
+    OVERLAPS: Constant
+
+
 class Searching(NamedTuple):
     """How blocks are searched in the order of their bounds, and how a request's token is emitted."""
 
-    programs: Int32  # programs for each request
-    rounds: Int32  # a search that only decides ends after so many rounds, see `block`
     TOP: Constant  # so many blocks are looked at first
     BLOCKS: Constant  # then so many at once
     LANES: Constant  # logits of each that are loaded at once

@@ -7,18 +7,16 @@ i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last an
 a point mass. An i that is left *open* matters only above the largest accepted one.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what the residual of its row
-   takes. The last program of a request to finish makes these decisions.
-2. `bound_kernel`, in a large batch, a program for each draft: the few blocks that hold most of p bound A_i from both sides,
-   which decides about most that are open.
-3. `settle`, at the start of the launch that emits: the programs of a request sum all blocks of the residuals that are still
-   open, 4 KB (bfloat16) a block for both rows, and the last of them to finish decides, draws and writes.
+   takes. The last program of a request to finish makes these decisions, and lists the residuals whose sum is wanted.
+2. `sum_kernel`, programs that share the blocks of all listed residuals: 4 KB (bfloat16) a block for both rows.
+3. `settle`, at the start of the launch that emits: a request's program decides about what was open.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Place, Residual
-from specdecode.kernels.distribution import combine, logprob, relative_sums
+from specdecode.kernels.distribution import combine, logprob
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
@@ -42,15 +40,14 @@ from specdecode.kernels.rows import (
     sum_in_order,
     target_statistics,
 )
-from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
-from specdecode.kernels.state import FIELDS, RATIOS, SHARES, count_drafts, is_last, load_draft_ids
+from specdecode.kernels.state import FIELDS, LISTED, RATIOS, count_drafts, is_last, load_draft_ids
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, KNOWN, DECISION, NUMBERS = (
-    tl.constexpr(number) for number in range(12)
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
+    tl.constexpr(number) for number in range(11)
 )
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, what is known without reading, and the decision."""
+at least, and the decision, as far as it takes no reading."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -118,8 +115,8 @@ def least_mass(log_uniform, log_c):
 
 
 @triton.jit
-def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
-    """Decide about each number of drafts as far as that takes no reading."""
+def decide_without_reading(request, num_drafts, log_uniform, inputs, workspace, sizes, tuning):
+    """Decide about each number of drafts as far as that takes no reading, and list the residuals that are to be summed."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     numbers_ptr = numbers_at(workspace, request, counts, sizes)
     has_draft = counts < num_drafts
@@ -139,8 +136,29 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     decision = tl.where((log_uniform <= log_c) & is_count, decision, REJECTED)
     tl.store(numbers_ptr + LOG_C, log_c, mask=is_count)
     tl.store(numbers_ptr + LEAST, least * tl.exp(log_sum), mask=is_count)
-    tl.store(numbers_ptr + KNOWN, decision, mask=is_count)
     tl.store(numbers_ptr + DECISION, decision, mask=is_count)
+    if inputs.draft.ptr is not None:
+        accepted, is_open = undecided(decision, counts)
+        if tuning.SUMMED:  # the token is drawn from sums: of the row up to which all is accepted as well
+            is_open = tl.where((counts == accepted) & has_draft & (subtracted == ROW), 1, is_open)
+        list_residuals(request, counts, is_open, workspace, sizes)
+
+
+@triton.jit
+def undecided(decision, counts):
+    """Return the largest number of drafts that is accepted so far, and (int32) which numbers above it are open."""
+    accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
+    return accepted, ((decision == OPEN) & (counts > accepted)).to(tl.int32)
+
+
+@triton.jit
+def list_residuals(request, offsets, is_wanted, workspace, sizes):
+    """Add the residuals at some offsets of a request to the list of those that are to be summed."""
+    wanted = tl.sum(is_wanted, 0)
+    if wanted > 0:
+        first = tl.atomic_add(workspace.state_ptr + LISTED, wanted, sem="relaxed")
+        entries_ptr = workspace.listed_ptr + first + tl.cumsum(is_wanted, 0) - 1
+        tl.store(entries_ptr, (request * sizes.num_draft_tokens + offsets).to(tl.int32), mask=is_wanted == 1)
 
 
 @triton.jit
@@ -163,7 +181,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
         terms = acceptance_terms(place, inputs, workspace, sizes)
         store_terms(numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, sizes))
     if is_last(workspace.state_ptr + request * FIELDS + RATIOS, num_rows):
-        decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
+        decide_without_reading(request, num_drafts, log_uniform, inputs, workspace, sizes, tuning)
 
 
 @triton.jit
@@ -175,113 +193,40 @@ def load_residual(numbers_ptr):
 
 
 @triton.jit
-def decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning):
-    """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
-
-    No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
-    would not be with all that is left. If `rounds` of them do not decide, it stays open.
-    """
-    row = row_at(inputs.target, request, offset, sizes)
-    draft_row = row_at(inputs.draft, request, offset, sizes)
-    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
-    block_sums = relative_sums(residual.row_max, statistics, temperature)
-    block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
-    left = tl.sum(block_sums, 0)
-    margin = left * SLACK  # `left` becomes a difference, and is rounded
-    top, remaining = take_top(keys_of(block_sums, sizes), tuning)
-    top_target, top_draft = load_both(inputs, row, draft_row, blocks_of(top, sizes), tuning.LANES)
-    # The next blocks are loaded before it is known whether they matter.
-    largest = tl.max(remaining, 0)
-    blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
-    found = tl.sum(residual_sums(top_target, top_draft, residual, temperature), 0)
-    left -= tl.sum(least_of(top, sizes), 0)
-    enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-    rounds = 0
-    while (tl.max(largest, 0) >= 0) & (enough == 0) & (too_little == 0) & (rounds < tuning.rounds):
-        rounds += 1
-        left -= tl.sum(least_of(largest, sizes), 0)
-        remaining = tl.where(remaining == largest[None, :], -1, remaining)
-        largest = tl.max(remaining, 0)
-        blocks = blocks_of(largest, sizes)
-        next_target, next_draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
-        found += tl.sum(residual_sums(target, draft, residual, temperature), 0)
-        enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-        target, draft = next_target, next_draft
-    return tl.where(enough, ACCEPTED, tl.where(too_little, REJECTED, OPEN))
-
-
-@triton.jit
-def bound_kernel(inputs, workspace, sizes, tuning):
-    """Decide about one number of drafts of a request, if that is open and a few blocks can tell."""
-    request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
-    offset = tl.program_id(0) % sizes.num_draft_tokens
-    temperature = load_temperature(inputs.requests, request)
-    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+def sum_kernel(inputs, workspace, sizes, tuning):
+    """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    # What other programs of this launch decide is not looked at: warps could see it at different times.
-    _, is_open, _ = load_decisions(request, num_drafts, KNOWN, workspace, sizes)
-    if at(is_open, offset) == 1:
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        least, residual = tl.load(numbers_ptr + LEAST), load_residual(numbers_ptr)
-        decision = decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning)
-        tl.store(numbers_ptr + DECISION, decision)
-
-
-@triton.jit
-def load_decisions(request, num_drafts, FIELD: tl.constexpr, workspace, sizes):
-    """Return the largest number of drafts that is accepted so far, and what is open above it.
-
-    And, likewise as [MAX_DRAFTS] int32, which target rows have no finite logit.
-    """
-    counts = tl.arange(0, sizes.MAX_DRAFTS)
-    numbers_ptr = numbers_at(workspace, request, counts, sizes)
-    decision = tl.load(numbers_ptr + FIELD, mask=counts <= num_drafts, other=REJECTED)
-    row_max = tl.load(numbers_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
-    largest_accepted = tl.max(tl.where(decision == ACCEPTED, counts, 0), 0)
-    is_open = (decision == OPEN) & (counts > largest_accepted)
-    return largest_accepted, is_open.to(tl.int32), (row_max == -INFINITY).to(tl.int32)
-
-
-@triton.jit
-def sum_share(request, offset, program, residual, temperature, inputs, workspace, sizes, tuning):
-    """Sum this program's share of the blocks of one residual."""
-    row = row_at(inputs.target, request, offset, sizes)
-    draft_row = row_at(inputs.draft, request, offset, sizes)
-    sums_ptr = residual_sums_at(workspace, request, offset, sizes)
-    for first in range(program * tuning.BLOCKS, sizes.num_blocks, tuning.programs * tuning.BLOCKS):
-        blocks = first + tl.arange(0, tuning.BLOCKS)
+    chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
+        entry = tl.load(workspace.listed_ptr + share // chunks)
+        request, offset = (entry // sizes.num_draft_tokens).to(tl.int64), entry % sizes.num_draft_tokens
+        residual = load_residual(numbers_at(workspace, request, offset, sizes))
+        temperature = load_temperature(inputs.requests, request)
+        row = row_at(inputs.target, request, offset, sizes)
+        draft_row = row_at(inputs.draft, request, offset, sizes)
+        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)
+        sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)
 
 
 @triton.jit
-def settle(request, program, num_drafts, temperature, inputs, workspace, sizes, tuning):
-    """Return how many drafts are accepted, whether a row up to there has no finite logit, and whether this program emits."""
+def settle(request, num_drafts, inputs, workspace, sizes):
+    """Return how many drafts of a request are accepted, and whether a row up to there has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    accepted, is_open, is_empty = load_decisions(request, num_drafts, DECISION, workspace, sizes)
-    emits = program == 0
+    numbers_ptr = numbers_at(workspace, request, counts, sizes)
+    decision = tl.load(numbers_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
+    row_max = tl.load(numbers_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
+    accepted, is_open = undecided(decision, counts)
     if inputs.draft.ptr is not None:
-        is_wanted = is_open
-        if tuning.SUMMED:  # the token is drawn from sums
-            residual = load_residual(numbers_at(workspace, request, accepted, sizes))
-            if (accepted < num_drafts) & (residual.subtracted == ROW):
-                is_wanted = tl.where(counts == accepted, 1, is_wanted)
-        if tl.max(is_wanted, 0) == 1:
-            for offset in range(accepted, num_drafts):
-                if at(is_wanted, offset) == 1:
-                    residual = load_residual(numbers_at(workspace, request, offset, sizes))
-                    sum_share(request, offset, program, residual, temperature, inputs, workspace, sizes, tuning)
-            emits = is_last(workspace.state_ptr + request * FIELDS + SHARES, tuning.programs)
-            if emits:
-                for offset in range(accepted + 1, num_drafts):
-                    if at(is_open, offset) == 1:
-                        least = tl.load(numbers_at(workspace, request, offset, sizes) + LEAST)
-                        mass = sum_in_order(load_residual_sums(workspace, request, offset, sizes))
-                        accepted = tl.where(mass >= least, offset, accepted)
-    return accepted, tl.max(tl.where(counts <= accepted, is_empty, 0), 0) == 1, emits
+        for offset in range(accepted + 1, num_drafts):
+            if at(is_open, offset) == 1:
+                least = tl.load(numbers_at(workspace, request, offset, sizes) + LEAST)
+                mass = sum_in_order(load_residual_sums(workspace, request, offset, sizes))
+                accepted = tl.where(mass >= least, offset, accepted)
+    return accepted, tl.max(tl.where((counts <= accepted) & (row_max == -INFINITY), 1, 0), 0) == 1
 
 
 @triton.jit

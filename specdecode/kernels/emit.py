@@ -62,61 +62,58 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
-    no = tl.full([], False, tl.int1)
-    if offset > counted[0]:
-        bits = add_stop_bits(workspace.state_ptr, place, no, no, IS_DRAWN)
-    else:
+    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
+    bits = tl.full([], 0, tl.int64)
+    if offset <= counted[0]:
         accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        if IS_DRAWN:
-            if accepted == 0:
+        stops, is_empty = accepted == 0, row_max == -INFINITY
+        if stops:
+            if IS_DRAWN:
                 store_token(outputs, place, source, sizes)
-            bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY, IS_DRAWN)
-        else:
-            bits = add_stop_bits(workspace.state_ptr, place, accepted == 0, row_max == -INFINITY, IS_DRAWN)
-            if accepted == 0:
+            else:
+                add_stop_bits(workspace.state_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
                 token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
                 bits = hand_in(outputs, workspace.state_ptr, place, token, sizes)
+    if IS_DRAWN or stops == 0:
+        bits = add_stop_bits(workspace.state_ptr, place, stops, is_empty, IS_DRAWN)
     if is_to_finish(workspace.state_ptr, place, bits, sizes, IS_DRAWN):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
 
 
 @triton.jit
-def emit_request(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning):
+def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Draw the token where a request stops, and write its output."""
     counted = count_drafts(inputs.drafts, request, sizes)
-    emits = True
     await_launch(tuning.OVERLAPS)
     if tuning.SETTLES:
-        stop, is_empty, emits = settle(request, program, counted[0], temperature, inputs, workspace, sizes, tuning)
+        stop, is_empty = settle(request, counted[0], inputs, workspace, sizes)
     else:
         stop = load_stop(workspace.state_ptr, request, sizes)
         is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
-    if emits:
-        place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
-        noise = noise_at(place, inputs.requests, sizes)
-        _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        token = source
-        if tuning.DRAW is not None:
-            token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-        store_token(outputs, place, token, sizes)
-        store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (row_max == -INFINITY), sizes)
+    place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
+    noise = noise_at(place, inputs.requests, sizes)
+    _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    token = source
+    if tuning.DRAW is not None:
+        token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+    store_token(outputs, place, token, sizes)
+    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (row_max == -INFINITY), sizes)
 
 
 @triton.jit
 def emit_kernel(inputs, outputs, workspace, sizes, tuning):
-    """Emit one request, or one row of it, or a share of it."""
-    if tuning.SETTLES:  # the first programs of all requests begin first: often no other is needed
-        request = (tl.program_id(0) % sizes.batch).to(tl.int64)
-        program = tl.program_id(0) // sizes.batch
-    else:
-        request = (tl.program_id(0) // tuning.programs).to(tl.int64)
-        program = tl.program_id(0) % tuning.programs
+    """Emit one request, or one row of it."""
+    programs = 1
+    if tuning.PER_ROW:
+        programs = sizes.num_draft_tokens + 1
+    request = (tl.program_id(0) // programs).to(tl.int64)
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:
         emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
     elif tuning.PER_ROW:
-        emit_row(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning)
+        offset = tl.program_id(0) % programs
+        emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning)
     else:
-        emit_request(request, program, key, temperature, inputs, outputs, workspace, sizes, tuning)
+        emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning)

@@ -59,6 +59,7 @@ class Argument(NamedTuple):
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
+NUMBERS = {"stride": "i64", "count": "i32"}
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def kinds(bundle: Any) -> tuple[tuple[str, bool], ...]:
 
 def is_constant(kind: str, value: object) -> bool:
     """Return whether a kernel is compiled for the value of a field."""
-    return kind == "constexpr" or value is None or (kind == "stride" and value == 1)
+    return kind == "constexpr" or value is None or (kind, value) in (("stride", 1), ("count", 0))
 
 
 class Signature:
@@ -99,7 +100,7 @@ class Signature:
                 self.constants[here] = value
                 types.append("constexpr")
             else:
-                types.append(TYPES[value.dtype] if kind == "pointer" else "i64" if kind == "stride" else kind)
+                types.append(TYPES[value.dtype] if kind == "pointer" else NUMBERS.get(kind, kind))
                 if may_be_aligned and bundle.ALIGNED:
                     self.attributes[here] = [["tt.divisibility", 16]]
         return type(bundle)(*types)

@@ -20,10 +20,11 @@ from specdecode.kernels.arguments import (
     Requests,
     Rows,
     Searching,
+    Settling,
     Sizes,
     Workspace,
 )
-from specdecode.kernels.block import NUMBERS, bound_kernel, ratio_kernel
+from specdecode.kernels.block import NUMBERS, ratio_kernel, sum_kernel
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
@@ -51,15 +52,14 @@ SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
 # Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
 # once. And where block verification settles: with more, a multiprocessor would run one program at a time, not two.
-READ_REGISTERS, READ_REGISTERS_BOTH, SETTLE_REGISTERS = 48, 64, 128
+READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-# Programs that share all residual sums of block verification, and rounds by which its bounds decide or leave a sum to be
-# made. Estimated from the 264 programs that run at once and the blocks that hold most of p; not measured yet.
-SETTLE_PROGRAMS, BOUND_ROUNDS = 512, 6
+# Programs that share all residual sums of block verification, and how many blocks and logits of each they load at once.
+SUM_PROGRAMS, SUM_BLOCKS, SUM_LANES = 1056, 4, 512
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
 # requests one is likely to need a long search, for which the others wait.
-SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256), "block": (1, 4, 512)}
+SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
 MANY_REQUESTS = 12
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
@@ -171,37 +171,41 @@ def plan_step(
     num_rows, num_drafts = requests * (num_draft_tokens + 1), requests * num_draft_tokens
     state = requests * FIELDS.value + num_rows
     statistics = (num_rows + num_drafts * has_draft_rows) * 2 * sizes.num_blocks
+    sums = settles and has_draft_rows
     parts = {
         "state": (torch.int32, state) if has_drafts else None,
         "statistics": (torch.float32, statistics),
         "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
-        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if settles and has_draft_rows else None,
+        "listed": (torch.int32, num_drafts) if sums else None,
+        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
     workspace = Workspace(*[plan.part(name) for name in parts])
     bundles = inputs, workspace, sizes
     add_reading(plan, *bundles, rule.while_reading if decides else None)
-
-    per_row = has_drafts and not settles and not large
-    programs = num_draft_tokens + 1 if per_row else 1
-    if settles and has_draft_rows:
-        programs = settling_programs(requests, sizes.num_blocks)
-    search = "block" if settles else "large" if large else "many" if many and has_draft_rows else "few"
-    flags = per_row, settles, settles and has_draft_rows and not large, can_overlap(device)
-    tuning = Searching(programs, BOUND_ROUNDS, *SEARCH[search], rule.decide, rule.draw, *flags)
     if settles:
-        plan.add(ratio_kernel, (num_rows,), (*bundles, tuning), num_warps=4)
-        if large and has_draft_rows:
-            plan.add(bound_kernel, (num_drafts,), (*bundles, tuning), num_warps=8)
+        add_settling(plan, *bundles, summed=sums and not large)
+    per_row = has_drafts and not settles and not large
+    search = "large" if large else "many" if many and has_draft_rows else "few"
+    flags = per_row, settles, sums and not large, can_overlap(device)
     plan.add(
         emit_kernel,
-        (requests * programs,),
-        (inputs, outputs_of(samples), workspace, sizes, tuning),
+        (requests * (num_draft_tokens + 1) if per_row else requests,),
+        (inputs, outputs_of(samples), workspace, sizes, Searching(*SEARCH[search], rule.decide, rule.draw, *flags)),
         num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=SETTLE_REGISTERS if settles else None,
+        max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
     return plan
+
+
+def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: bool) -> None:
+    """Add the launches of block verification between reading and emitting."""
+    bundles = inputs, workspace, sizes, Settling(SUM_BLOCKS, SUM_LANES, summed, can_overlap(plan.device))
+    plan.add(ratio_kernel, (sizes.batch * (sizes.num_draft_tokens + 1),), bundles, num_warps=4)
+    if inputs.draft.ptr is not None:
+        shares = sizes.batch * sizes.num_draft_tokens * triton.cdiv(sizes.num_blocks, SUM_BLOCKS)
+        plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
 
 
 def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, while_reading: Any) -> None:
@@ -242,9 +246,3 @@ def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int
     if requests * num_rows * triton.cdiv(num_blocks, READ_BLOCKS) <= small_grid:
         return 1
     return min(max(requests // REQUESTS_PER_TILE, 2), 8)
-
-
-def settling_programs(requests: int, num_blocks: int) -> int:
-    """Return how many programs share the residual sums of a request in block verification."""
-    _, blocks, _ = SEARCH["block"]
-    return max(1, min(-(-num_blocks // blocks), SETTLE_PROGRAMS // requests))

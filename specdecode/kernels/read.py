@@ -81,6 +81,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
     if not tuning.ADMITS_LATE:
         admit_next_launch(tuning.OVERLAPS)
     chunk, request, offset = place_in_grid(sizes, tuning)
+    if not HAS_DRAFTS:
+        offset = 0
     # Loaded before it is known whether the row matters.
     if READS_DRAFT:
         has_draft = load_draft_ids(inputs.drafts, request, offset, sizes) >= 0

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, RATIOS, SHARES, FIELDS = (tl.constexpr(field) for field in range(5))
+STOP, EMPTY, RATIOS, LISTED, FIELDS = (tl.constexpr(field) for field in range(5))
 """A request's state: its stop, its first empty row; in block verification how many programs have finished their ratio, and
-their share. Behind the states of all requests come the numbers of programs that have finished each row."""
+(of the first request, for all) how many residuals are listed. Behind the states of all requests come the numbers of programs
+that have finished each row."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
