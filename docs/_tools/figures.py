@@ -525,48 +525,50 @@ def short(value: Fraction) -> str:
 
 def block_tree_figure() -> str:
     """Draw the four paths of two drafts: how often each is proposed, and how often it is accepted, given the path."""
-    ratios = [p / q for p, q in zip(*BLOCK_PAIR)]
-    tall, gap, widths, columns = 54, 12, (124, 154), (334, 408)
+    ratios, left = [p / q for p, q in zip(*BLOCK_PAIR)], 158
+    tall, gap, widths, columns = 54, 12, (136, 160), (352, 414)
     parts = [
         text(widths[0] / 2 + 2, 14, "first draft", "label"),
-        text(148 + widths[1] / 2, 14, "second draft", "label"),
-        text(sum(columns) / 2, 14, "both accepted, given them", "label"),
-        text(columns[0], 32, "by token", "small"),
-        text(columns[1], 32, "by block", "small"),
+        text(left + widths[1] / 2, 14, "second draft", "label"),
+        text(sum(columns) / 2, 14, "both accepted,", "label"),
+        text(sum(columns) / 2, 29, "given the path", "label"),
+        text(columns[0], 46, "by token", "small"),
+        text(columns[1], 46, "by block", "small"),
     ]
     told = []
     for first in draft_paths(1):
         token = first.drafts[0]
-        top = 42 + 2 * token * (tall + gap)
+        top = 56 + 2 * token * (tall + gap)
         middle = top + tall + gap / 2
-        lines = [f"token {token}: λ = {short(ratios[token])}", f"c₁ = {product(1, ratios[token])}"]
+        lines = [
+            f"token {token}: λ = {short(ratios[token])}",
+            f"c₁ = {product(Fraction(1), ratios[token])}",
+        ]
         parts += node(2, middle - tall / 2, widths[0], tall, [*lines, f"proposed: {short(first.proposed)}"])
         for second, path_of_two in enumerate(draft_paths(2)[2 * token : 2 * token + 2]):
             y = top + second * (tall + gap)
-            parts.append(path([(126, middle), (137, middle), (137, y + tall / 2), (148, y + tall / 2)], "arrow"))
+            parts.append(path([(138, middle), (148, middle), (148, y + tall / 2), (left, y + tall / 2)], "arrow"))
             gains = path_of_two.by_block > path_of_two.by_token
             lines = [
                 f"token {second}: λ = {short(ratios[second])}",
                 f"c₂ = {product(first.by_block, ratios[second])}",
                 f"proposed: {short(path_of_two.proposed)}",
             ]
-            parts += node(148, y, widths[1], tall, lines, "box good" if gains else "box")
+            parts += node(left, y, widths[1], tall, lines, "box good" if gains else "box")
             parts.append(text(columns[0], y + tall / 2 + 5, short(path_of_two.by_token)))
             parts.append(text(columns[1], y + tall / 2 + 5, short(path_of_two.by_block), "good" if gains else ""))
             told.append(
                 f"Drafts {token}, {second}: proposed with {short(path_of_two.proposed)}; given them, both are accepted with "
                 f"{short(path_of_two.by_token)} by token, {short(path_of_two.by_block)} by block"
             )
-    return picture(parts, 42 + 4 * (tall + gap) - gap + 4, "The four paths of two drafts", f"{'. '.join(told)}.")
+    return picture(parts, 56 + 4 * (tall + gap) - gap + 4, "The four paths of two drafts", f"{'. '.join(told)}.")
 
 
-def product(before: Fraction | int, ratio: Fraction) -> str:
-    """Say a running ratio as it is computed."""
-    terms = short(ratio) if before == 1 else f"{short(Fraction(before))} · {short(ratio)}"
-    after = min(Fraction(1), before * ratio)
-    return f"{terms} = {short(after)}" if before * ratio == after and before != 1 else (
-        short(after) if before * ratio == after else f"min(1, {terms}) = {short(after)}"
-    )
+def product(before: Fraction, ratio: Fraction) -> str:
+    """Say how the next running ratio is computed, with the minimum where it acts."""
+    after = Fraction(running_ratio(before, ratio, 1))
+    factors = f"{short(before)} · {short(ratio)}"
+    return f"{factors} = {short(after)}" if before * ratio <= 1 else f"min(1, {factors}) = {short(after)}"
 
 
 def node(x: float, y: float, width: float, height: float, lines: list[str], look: str = "box") -> list[str]:
@@ -578,22 +580,25 @@ def node(x: float, y: float, width: float, height: float, lines: list[str], look
 
 def block_bars_figure() -> str:
     """Draw a bar for each path of two drafts: as wide as the path is often proposed, as high as it is often accepted."""
-    left, right, top, bottom = 34, WIDTH - 8, 34, 214
+    left, right, top, bottom = 46, WIDTH - 14, 34, 214
     paths = draft_paths(2)
     parts = [text(4, 14, "both drafts accepted, given these drafts", "label", "start")]
     for level in (0, 0.25, 0.5, 0.75, 1):
         y = bottom - (bottom - top) * level
-        parts += [path([(left, y), (right, y)], "grid" if level else "axis"), text(left - 6, y + 4, f"{level:g}", "tick", "end")]
+        parts.append(path([(left, y), (right, y)], "grid" if level else "axis"))
+        parts.append(text(left - 6, y + 4, f"{level:g}", "tick", "end"))
     start = Fraction(0)
     for each in paths:
         x, width = left + (right - left) * float(start), (right - left) * float(each.proposed)
         start += each.proposed
         low, high = (float((bottom - top) * share) for share in (each.by_token, each.by_block))
+        middle = x + width / 2
+        parts.append(rect(x + 1, bottom - high, width - 2, high, "mark s3", 0))
         parts.append(rect(x + 1, bottom - low, width - 2, low, "mark s1", 0))
-        parts.append(text(x + width / 2, bottom - low - 6, short(each.by_token)))
+        parts.append(text(middle, bottom - high - 6, short(each.by_block)))
         if high > low:
-            parts.append(rect(x + 1, bottom - high, width - 2, high - low, "mark s3", 0))
-            parts.append(text(x + width / 2, bottom - high - 6, short(each.by_block)))
+            inside = text(middle, bottom - low + 17, short(each.by_token))
+            parts.append(inside.replace("<text ", '<text style="fill: var(--md-default-bg-color)" '))
         parts.append(text(x + width / 2, bottom + 16, ", ".join(map(str, each.drafts)), "tick"))
     areas = [sum(each.proposed * each[method] for each in paths) for method in (2, 3)]
     parts.append(text((left + right) / 2, bottom + 34, "the two drafts; width: how often they are proposed", "label"))
@@ -608,7 +613,10 @@ def block_bars_figure() -> str:
         "The probability that both drafts are accepted, given the path",
         f"{told}. The areas, which are joint rates, are {short(areas[0])} and {short(areas[1])}.",
     )
-    names = (f"by token: area {short(areas[0])}", f"by block also: area {short(areas[1] - areas[0])}")
+    names = (
+        f"by token verification: area {short(areas[0])}",
+        f"by block verification only: area {short(areas[1] - areas[0])}",
+    )
     legend = "".join(
         f'<li><svg viewBox="0 0 24 12" class="key" aria-hidden="true">{rect(5, 1, 14, 10, f"mark {look}", 0)}</svg>'
         f"{name}</li>"

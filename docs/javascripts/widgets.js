@@ -702,8 +702,8 @@
 
     const ticks = [0, 0.25, 0.5, 0.75, 1].map((tick) => [tick.toFixed(2), tick]);
 
-    // A bar for each path, as wide as it is often proposed. Block verification accepts no path less often, so what it
-    // adds lies above what token verification accepts, and areas are joint rates.
+    // Two bars for each path, as wide as it is often proposed, so that areas are joint rates. Block verification accepts
+    // no prefix less often, given it: so its bar stands behind, and what is seen of it is what it adds.
     const bars = chart(230, (width, height) => {
       let start = 0;
       const placed = paths.map((path) => ({ ...path, start, end: (start += path.proposed) }));
@@ -715,14 +715,16 @@
       });
       for (const path of placed) {
         const [left, wide] = [x(path.start) + 0.5, Math.max(1, x(path.end) - x(path.start) - 1)];
-        nodes.push(box(left, y(path.block), wide, y(path.token) - y(path.block), "sd-block-bar"));
+        nodes.push(box(left, y(path.block), wide, y(0) - y(path.block), "sd-block-bar"));
         nodes.push(box(left, y(path.token), wide, y(0) - y(path.token), "sd-token-bar"));
         const middle = left + wide / 2;
         if (wide >= 20) nodes.push(text(middle, y(0) + 15, "middle", path.drafts.join(" ")));
         if (wide >= 28) {
           nodes.push(text(middle, y(path.block) - 4, "middle", path.block.toFixed(2)));
-          const room = y(path.token) - y(path.block) >= 18;
-          if (room) nodes.push(text(middle, y(path.token) - 4, "middle", path.token.toFixed(2)));
+          if (y(path.token) - y(path.block) < 1 || y(0) - y(path.token) < 16) continue;
+          const inside = text(middle, y(path.token) + 13, "middle", path.token.toFixed(2));
+          inside.setAttribute("class", "sd-inside");
+          nodes.push(inside);
         }
       }
       return nodes;
@@ -815,8 +817,8 @@
       results.node,
       html("div", { class: "sd-charts" }, bars.node, joints.node),
       legend(
-        [box(1, 1, 14, 10, "sd-token-bar"), "accepted by token verification"],
-        [box(1, 1, 14, 10, "sd-block-bar"), "by block verification: on the left what it adds, on the right all"],
+        [box(1, 1, 14, 10, "sd-token-bar"), "token verification"],
+        [box(1, 1, 14, 10, "sd-block-bar"), "block verification (by drafts: behind)"],
       ),
       summary,
       measured(),
