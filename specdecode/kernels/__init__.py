@@ -34,7 +34,7 @@ from specdecode.synthetic import AcceptanceSchedule
 
 BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, None, num_warps=8, large_rows=384)
 BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320)
-IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=128)
+IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),

@@ -113,8 +113,10 @@ class Reading(NamedTuple):
 class Settling(NamedTuple):
     """How block verification decides what it takes residual sums to decide."""
 
-    BLOCKS: Constant  # a program sums so many blocks at once
+    TOP: Constant  # by bounds: so many blocks are looked at first
+    BLOCKS: Constant  # then, and where all are summed, so many at once
     LANES: Constant  # logits of each that are loaded at once
+    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: all open residuals are summed
     SUMMED: Constant  # the block sums of every residual that may be drawn from are wanted, not only of the open ones
     OVERLAPS: Constant
 

@@ -6,17 +6,18 @@ The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So 
 i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is
 a point mass. An i that is left *open* matters only above the largest accepted one.
 
-1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what the residual of its row
-   takes. The last program of a request to finish makes these decisions, and lists the residuals whose sum is wanted.
-2. `sum_kernel`, programs that share the blocks of all listed residuals: 4 KB (bfloat16) a block for both rows.
-3. `settle`, at the start of the launch that emits: a request's program decides about what was open.
+1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what its row's residual takes.
+2. `decide_kernel`, a program for each number of drafts: decides without reading, and in a large batch by the few blocks that
+   hold most of p, which bound A_i from both sides. If that is not enough, it lists the residual.
+3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
+4. `settle`, at the start of the launch that emits: what is still open follows from the sums.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Place, Residual
-from specdecode.kernels.distribution import combine, logprob
+from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
@@ -40,14 +41,15 @@ from specdecode.kernels.rows import (
     sum_in_order,
     target_statistics,
 )
-from specdecode.kernels.state import FIELDS, LISTED, RATIOS, count_drafts, is_last, load_draft_ids
+from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
+from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
     tl.constexpr(number) for number in range(11)
 )
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, and the decision, as far as it takes no reading."""
+at least, and the decision, as far as it takes no sum of all blocks."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -115,8 +117,11 @@ def least_mass(log_uniform, log_c):
 
 
 @triton.jit
-def decide_without_reading(request, num_drafts, log_uniform, inputs, workspace, sizes, tuning):
-    """Decide about each number of drafts as far as that takes no reading, and list the residuals that are to be summed."""
+def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
+    """Return what is decided about each number of drafts as far as that takes no reading, [MAX_DRAFTS].
+
+    And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
+    """
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     numbers_ptr = numbers_at(workspace, request, counts, sizes)
     has_draft = counts < num_drafts
@@ -134,14 +139,7 @@ def decide_without_reading(request, num_drafts, log_uniform, inputs, workspace, 
     decision = tl.where(subtracted == ROW, OPEN, decision)
     decision = tl.where((log_c == 0) | (has_draft == 0), ACCEPTED, decision)
     decision = tl.where((log_uniform <= log_c) & is_count, decision, REJECTED)
-    tl.store(numbers_ptr + LOG_C, log_c, mask=is_count)
-    tl.store(numbers_ptr + LEAST, least * tl.exp(log_sum), mask=is_count)
-    tl.store(numbers_ptr + DECISION, decision, mask=is_count)
-    if inputs.draft.ptr is not None:
-        accepted, is_open = undecided(decision, counts)
-        if tuning.SUMMED:  # the token is drawn from sums: of the row up to which all is accepted as well
-            is_open = tl.where((counts == accepted) & has_draft & (subtracted == ROW), 1, is_open)
-        list_residuals(request, counts, is_open, workspace, sizes)
+    return decision, log_c, least * tl.exp(log_sum), subtracted
 
 
 @triton.jit
@@ -152,44 +150,102 @@ def undecided(decision, counts):
 
 
 @triton.jit
-def list_residuals(request, offsets, is_wanted, workspace, sizes):
-    """Add the residuals at some offsets of a request to the list of those that are to be summed."""
-    wanted = tl.sum(is_wanted, 0)
-    if wanted > 0:
-        first = tl.atomic_add(workspace.state_ptr + LISTED, wanted, sem="relaxed")
-        entries_ptr = workspace.listed_ptr + first + tl.cumsum(is_wanted, 0) - 1
-        tl.store(entries_ptr, (request * sizes.num_draft_tokens + offsets).to(tl.int32), mask=is_wanted == 1)
-
-
-@triton.jit
 def ratio_kernel(inputs, workspace, sizes, tuning):
-    """Keep the ratio of the draft at one offset of a request; the last program of a request decides what it can."""
-    num_rows = sizes.num_draft_tokens + 1
-    request = (tl.program_id(0) // num_rows).to(tl.int64)
-    offset = tl.program_id(0) % num_rows
+    """Keep the ratio of the draft at one offset of a request, and what its row's residual takes."""
+    request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
+    offset = tl.program_id(0) % sizes.num_draft_tokens
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
-    key = load_key(inputs.requests, request)
-    counts = tl.arange(0, sizes.MAX_DRAFTS)
-    uniforms = uniform(key, counts - 1, counts - 1, ACCEPT)
-    log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     if offset < num_drafts:
-        place = Place(request, offset, token, key, temperature)
+        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         terms = acceptance_terms(place, inputs, workspace, sizes)
         store_terms(numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, sizes))
-    if is_last(workspace.state_ptr + request * FIELDS + RATIOS, num_rows):
-        decide_without_reading(request, num_drafts, log_uniform, inputs, workspace, sizes, tuning)
 
 
 @triton.jit
-def load_residual(numbers_ptr):
+def decide_kernel(inputs, workspace, sizes, tuning):
+    """Decide about one number of drafts of a request, if that takes no sum of all blocks; else list the residual for it."""
+    num_rows = sizes.num_draft_tokens + 1
+    request = (tl.program_id(0) // num_rows).to(tl.int64)
+    offset = tl.program_id(0) % num_rows
+    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    counts = tl.arange(0, sizes.MAX_DRAFTS)
+    uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
+    log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
+    await_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    if offset <= num_drafts:
+        decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
+        accepted, is_open = undecided(decisions, counts)
+        decision, its_least = at(decisions, offset), at(least, offset)
+        numbers_ptr = numbers_at(workspace, request, offset, sizes)
+        tl.store(numbers_ptr + LOG_C, at(log_c, offset))
+        tl.store(numbers_ptr + LEAST, its_least)
+        if inputs.draft.ptr is not None:
+            is_wanted = at(is_open, offset) == 1
+            if tuning.ROUNDS > 0:
+                if is_wanted:
+                    residual = load_residual(numbers_ptr, at(log_c, offset))
+                    decision = decide_by_bounds(
+                        its_least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
+                    )
+                    is_wanted = decision == OPEN
+            if tuning.SUMMED:  # the token is drawn from sums: of the row up to which all is accepted as well
+                is_wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
+            if is_wanted:
+                place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
+                entry = request * sizes.num_draft_tokens + offset
+                tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
+        tl.store(numbers_ptr + DECISION, decision)
+
+
+@triton.jit
+def load_residual(numbers_ptr, log_c):
     """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
     row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
-    log_sum_ratio = tl.load(numbers_ptr + LOG_SUM_RATIO) + tl.load(numbers_ptr + LOG_C)
+    log_sum_ratio = tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c
     return Residual(row_max, draft_max, log_sum_ratio, tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning):
+    """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
+
+    No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
+    would not be with all that is left. If `ROUNDS` of them do not decide, it stays open.
+    """
+    row = row_at(inputs.target, request, offset, sizes)
+    draft_row = row_at(inputs.draft, request, offset, sizes)
+    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
+    block_sums = relative_sums(residual.row_max, statistics, temperature)
+    block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
+    left = tl.sum(block_sums, 0)
+    margin = left * SLACK  # `left` becomes a difference, and is rounded
+    top, remaining = take_top(keys_of(block_sums, sizes), tuning)
+    top_target, top_draft = load_both(inputs, row, draft_row, blocks_of(top, sizes), tuning.LANES)
+    # The next blocks are loaded before it is known whether they matter.
+    largest = tl.max(remaining, 0)
+    blocks = blocks_of(largest, sizes)
+    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+    found = tl.sum(residual_sums(top_target, top_draft, residual, temperature), 0)
+    left -= tl.sum(least_of(top, sizes), 0)
+    enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
+    rounds = 0
+    while (tl.max(largest, 0) >= 0) & (enough == 0) & (too_little == 0) & (rounds < tuning.ROUNDS):
+        rounds += 1
+        left -= tl.sum(least_of(largest, sizes), 0)
+        remaining = tl.where(remaining == largest[None, :], -1, remaining)
+        largest = tl.max(remaining, 0)
+        blocks = blocks_of(largest, sizes)
+        next_target, next_draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+        found += tl.sum(residual_sums(target, draft, residual, temperature), 0)
+        enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
+        target, draft = next_target, next_draft
+    return tl.where(enough, ACCEPTED, tl.where(too_little, REJECTED, OPEN))
 
 
 @triton.jit
@@ -201,7 +257,8 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
         request, offset = (entry // sizes.num_draft_tokens).to(tl.int64), entry % sizes.num_draft_tokens
-        residual = load_residual(numbers_at(workspace, request, offset, sizes))
+        numbers_ptr = numbers_at(workspace, request, offset, sizes)
+        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
         temperature = load_temperature(inputs.requests, request)
         row = row_at(inputs.target, request, offset, sizes)
         draft_row = row_at(inputs.draft, request, offset, sizes)
@@ -236,6 +293,7 @@ def decide(place, noise, inputs, workspace, sizes):
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
-        residual = load_residual(numbers_at(workspace, place.request, place.offset, sizes))
+        numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
+        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     p = combine(statistics, row, place.temperature, sizes)
     return False, p.row_max, (p, residual)

@@ -24,7 +24,7 @@ from specdecode.kernels.arguments import (
     Sizes,
     Workspace,
 )
-from specdecode.kernels.block import NUMBERS, ratio_kernel, sum_kernel
+from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
@@ -54,8 +54,9 @@ SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 # once. And where block verification settles: with more, a multiprocessor would run one program at a time, not two.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-# Programs that share all residual sums of block verification, and how many blocks and logits of each they load at once.
-SUM_PROGRAMS, SUM_BLOCKS, SUM_LANES = 1056, 4, 512
+# In block verification: rounds by which bounds decide in a large batch, or leave a sum to be made; programs that share all
+# sums; and TOP, BLOCKS and LANES of `arguments.Settling`, for both.
+ROUNDS, SUM_PROGRAMS, SETTLING = 6, 1056, (1, 4, 512)
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
 # requests one is likely to need a long search, for which the others wait.
@@ -201,10 +202,12 @@ def plan_step(
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: bool) -> None:
     """Add the launches of block verification between reading and emitting."""
-    bundles = inputs, workspace, sizes, Settling(SUM_BLOCKS, SUM_LANES, summed, can_overlap(plan.device))
-    plan.add(ratio_kernel, (sizes.batch * (sizes.num_draft_tokens + 1),), bundles, num_warps=4)
+    tuning = Settling(*SETTLING, 0 if summed else ROUNDS, summed, can_overlap(plan.device))
+    bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
+    plan.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
+    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4 if summed else 8)
     if inputs.draft.ptr is not None:
-        shares = sizes.batch * sizes.num_draft_tokens * triton.cdiv(sizes.num_blocks, SUM_BLOCKS)
+        shares = requests * num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
         plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
 
 

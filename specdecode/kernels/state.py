@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(32)
-STOP, EMPTY, RATIOS, LISTED, FIELDS = (tl.constexpr(field) for field in range(5))
-"""A request's state: its stop, its first empty row; in block verification how many programs have finished their ratio, and
-(of the first request, for all) how many residuals are listed. Behind the states of all requests come the numbers of programs
-that have finished each row."""
+STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
+LISTED = STOP
+"""A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
+finished each row. In block verification only one number is kept, at the start: how many residuals are listed."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
