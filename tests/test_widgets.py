@@ -268,6 +268,21 @@ def test_draft_paths_and_joint_rates_are_the_references(call, weights):
         assert found[method] == pytest.approx([float(rates[i]) for rates in expected], abs=1e-12)
 
 
+def test_drawings_of_block_verification_show_the_widgets_numbers():
+    figures = pytest.importorskip("docs._tools.figures", exc_type=ImportError)
+    pair = [normalised(side) for side in SMALL_PAIRS[0]]
+    assert [list(side) for side in figures.BLOCK_PAIR] == pair
+    for length in (1, 2):
+        assert [tuple(path) for path in figures.draft_paths(length)] == enumerated_paths(*pair, length)
+    drawn = figures.block_tree_figure() + figures.block_bars_figure()
+    for path in enumerated_paths(*pair, 2):
+        drafts, proposed, token, ratio = ", ".join(map(str, path[0])), *(f"{float(value):.4g}" for value in path[1:])
+        accepted = f"{token} by token, {ratio} by block"
+        assert f"Drafts {drafts}: proposed with {proposed}; given them, both are accepted with {accepted}" in drawn
+        assert f"Drafts {drafts}, proposed with {proposed}: {accepted}" in drawn
+    assert "are 0.36 and 0.44" in drawn
+
+
 @pytest.mark.parametrize("weights", SMALL_PAIRS[:2], ids=str)
 def test_joint_rates_are_those_of_the_references_verify(call, weights):
     target, draft = (normalised(side) for side in weights)
