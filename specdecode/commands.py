@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ except ImportError:
 
 from specdecode.batch import SamplerOutput
 from specdecode.demo import DRAFT, TARGET
-from specdecode.metrics import AcceptanceStats
+from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -52,14 +52,24 @@ BAR_WIDTH = 36
 MEAN_RATE = 0.69
 """Of the demo's synthetic acceptance."""
 
+TEXTS = 8
+"""How many texts the demo generates for each prompt."""
+
+SEEDS = 4
+"""With how many seeds each method judges a step's drafts. (`strict` has one: that of the drafts.)"""
+
+SHOWN_TOKENS = 64
+"""How much of one text the demo shows."""
+
 EXPLANATION = f"""\
-rate: accepted of drafted tokens, in %; length: tokens emitted per draft
-gain: in length, of block over probabilistic on the same drafts, with its
-standard error (the rows have different texts, so their lengths differ too)
-positions: drafts accepted through the 1st, 2nd, ... token, in %
-calls: of the target; speed: relative to plain decoding
-prompt lookup: strict, with drafts from the text so far instead of a model
-synthetic: accepts by a schedule of mean rate {MEAN_RATE}, whatever the logits are"""
+first four rows: strict wrote the texts, and all four judged its drafts
+accepted: drafts accepted per step, on average
+difference: from probabilistic, with its standard error over the steps
+positions: steps that accepted the 1st draft, the first 2, ..., in %
+calls saved: a call of the target gives 1 + accepted tokens instead of 1
+synthetic: accepts by a schedule of mean rate {MEAN_RATE}, whatever the logits are
+prompt lookup: strict, with drafts from the text so far, where it has any
+greedy: drafts and target at temperature 0"""
 
 
 def make_console() -> Console:
@@ -191,18 +201,28 @@ def run_generate(options: Namespace, console: Console) -> None:
     console.print(str(output.stats), markup=False)
 
 
-class MeasuredBlock(RejectionSampler):
-    """Block verification that records how many more drafts it accepts, on average, than `probabilistic` would accept.
+class Comparison(RejectionSampler):
+    """Strict verification that records what each method decides on the same drafts.
 
-    Let r_i = p / q of draft i. Given the first i drafts, block verification accepts them all with the probability
-    c_i = min(1, c_{i-1} r_i), their running ratio, and `probabilistic` with the product of min(1, r_1), ..., min(1, r_i).
-    The sum over i of the differences has the gain in accepted length as its mean, and varies far less than the accepted
-    lengths do.
+    The drafts share the noise of the target's samples, as they should for `strict`. The other methods decide by other
+    noise, so that they accept as often as they accept drafts of their own. What they emit is not used.
     """
 
-    def __init__(self) -> None:
-        super().__init__("block")
-        self.gains: list[float] = []
+    def __init__(self, num_draft_tokens: int) -> None:
+        super().__init__("probabilistic")  # so that `generate` hands the draft logits over
+        schedule = AcceptanceSchedule.from_mean_rate(MEAN_RATE, num_draft_tokens=num_draft_tokens)
+        self.num_draft_tokens = num_draft_tokens
+        self.strict = RejectionSampler("strict")
+        self.others = {
+            "probabilistic": RejectionSampler("probabilistic"),
+            "block": RejectionSampler("block"),
+            "synthetic": RejectionSampler("synthetic", schedule=schedule),
+        }
+        self.decisions: dict[str, list[torch.Tensor]] = {name: [] for name in ("strict", *self.others)}
+
+    def draft(self, *arguments: Any, **options: Any) -> DraftOutput:
+        """Draw drafts for `strict`."""
+        return self.strict.draft(*arguments, **options)
 
     def __call__(
         self,
@@ -211,26 +231,23 @@ class MeasuredBlock(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         **options: Any,
     ) -> SamplerOutput:
-        """Verify one step of drafts, and record the gain."""
-        if draft_logits is not None and options["temperature"] > 0:
-            token_ids = draft_token_ids.clamp(min=0)[:, :, None]
-            log_p, log_q = (
-                (logits.double() / options["temperature"]).log_softmax(dim=2).gather(2, token_ids)[:, :, 0]
-                for logits in (target_logits[:, :-1], draft_logits)
-            )
-            for ids, ratios in zip(draft_token_ids.tolist(), (log_p - log_q).exp().tolist()):
-                by_blocks = by_tokens = 1.0
-                gain = 0.0
-                for _, ratio in takewhile(lambda draft: draft[0] >= 0, zip(ids, ratios)):
-                    by_blocks, by_tokens = min(1.0, by_blocks * ratio), by_tokens * min(1.0, ratio)
-                    gain += by_blocks - by_tokens
-                if ids[0] >= 0:
-                    self.gains.append(gain)
-        return super().__call__(target_logits, draft_token_ids, draft_logits, **options)
+        """Verify one step by `strict`; record how many drafts each method accepts of the requests with K drafts."""
+        output = self.strict(target_logits, draft_token_ids, draft_logits, **options)
+        if draft_token_ids.shape[1] == self.num_draft_tokens:
+            rows = (draft_token_ids >= 0).all(dim=1).nonzero()[:, 0]
+            self.decisions["strict"].append(output.num_accepted[rows, None].cpu())
+            rows = rows.repeat_interleave(SEEDS)
+            again = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+            again["seeds"] = again["seeds"] + (torch.arange(len(rows), device=rows.device) % SEEDS << 32)
+            logits = None if draft_logits is None else draft_logits[rows]
+            for name, sampler in self.others.items():
+                decided = sampler(target_logits[rows], draft_token_ids[rows], logits, **again)
+                self.decisions[name].append(decided.num_accepted.view(-1, SEEDS).cpu())
+        return output
 
-    def gain(self) -> tuple[float, float]:
-        """Return the mean gain in accepted length, and its standard error."""
-        return mean_and_error(self.gains)
+    def accepted(self) -> dict[str, torch.Tensor]:
+        """Return [steps, seeds] accepted drafts for each method; the steps are the same, in the same order."""
+        return {name: torch.cat(parts) for name, parts in self.decisions.items()}
 
 
 def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
@@ -246,139 +263,136 @@ def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(sum((number - mean) ** 2 for number in numbers) / (count * (count - 1)))
 
 
-@dataclass
-class Trial:
-    """One row of the demo's table."""
-
-    name: str
-    sampler: RejectionSampler | None
-    drafter: Any
-    temperature: float
-    outputs: list[GenerationOutput]
-    steps: list[Step]
-    seconds: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """New tokens over all prompts."""
-        return sum(int(output.num_generated.sum()) for output in self.outputs)
-
-    @property
-    def target_calls(self) -> int:
-        """Forward passes of the target over all prompts."""
-        return sum(output.target_calls for output in self.outputs)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second of wall time."""
-        return self.tokens / self.seconds
-
-    def stats(self) -> AcceptanceStats | None:
-        """Return acceptance over all prompts, None for plain decoding."""
-        total: AcceptanceStats | None = None
-        for output in self.outputs:
-            if output.stats is not None:
-                total = output.stats if total is None else total + output.stats
-        return total
-
-
 def run_demo(options: Namespace, console: Console) -> None:
-    """Generate with every method, show the text of one of them, and compare them in a table."""
-    models = Models.load(options.target, options.draft, options.device)
-    from specdecode.integrations.transformers import generate
-
-    block = MeasuredBlock()
-    trials = make_trials(models.draft, block, options.num_draft_tokens, options.temperature)
-    prompts = [models.encode(prompt) for prompt in options.prompt or DEMO_PROMPTS]
-
-    def run(trial: Trial, prompt: torch.Tensor, seed: int, max_new_tokens: int) -> GenerationOutput:
-        return generate(
-            models.target,
-            trial.drafter,
-            prompt,
-            method=trial.sampler or "strict",
-            num_draft_tokens=options.num_draft_tokens,
-            max_new_tokens=max_new_tokens,
-            temperature=trial.temperature,
-            seeds=seed,
-            eos_token_id=[],  # so that every trial generates equally many tokens
-            on_step=lambda step: trial.steps.append(step._replace(request=seed)),
-        )
-
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        for trial in trials:
-            run(trial, prompts[0], 0, min(8, options.max_new_tokens))  # the first calls of a model are slow
-            trial.steps.clear()
-            if trial.sampler is block:
-                block.gains.clear()
-            for seed, prompt in progress.track(list(enumerate(prompts, options.seed)), description=trial.name):
-                start = time.perf_counter()
-                trial.outputs.append(run(trial, prompt, seed, options.max_new_tokens))
-                trial.seconds += time.perf_counter() - start
-
-    shown = trials[2]
-    console.print(
-        f"[bold]{shown.name}[/bold], temperature {options.temperature:g}, {options.num_draft_tokens} drafts per step"
-    )
-    console.print(legend(console), end="\n\n")
-    text = Text().append(models.tokenizer.decode(prompts[0][0]), style="dim")
-    for step in shown.steps:
-        if step.request == options.seed:
-            text.append_text(show(models, step, console))
-    console.print(text, end="\n\n", soft_wrap=True)
-
-    plain = trials[0]
-    console.print(comparison(trials, options.num_draft_tokens, {"block": block.gain()}))
-    same = sum(
-        torch.equal(strict_output.sequences, plain_output.sequences)
-        for strict_output, plain_output in zip(trials[1].outputs, plain.outputs)
-    )
-    relation = "identical to" if same == len(prompts) else f"NOT identical to ({len(prompts) - same} texts differ)"
-    console.print(
-        f"strict was {relation} plain decoding, token for token ({len(prompts)} texts, {plain.tokens} tokens)"
-    )
+    """Compare the methods, and explain the comparison."""
+    compare_methods(options, console)
     console.print(EXPLANATION, style="dim")
 
 
-def make_trials(draft: Any, block: MeasuredBlock, num_draft_tokens: int, temperature: float) -> list[Trial]:
-    """Return the demo's trials, none of which has run."""
-    from specdecode.integrations.transformers import PromptLookup
+def compare_methods(options: Namespace, console: Console) -> None:
+    """Generate texts with and without drafts, show a part of one, and tabulate how many drafts each method accepts.
 
-    schedule = AcceptanceSchedule.from_mean_rate(MEAN_RATE, num_draft_tokens=num_draft_tokens)
-    synthetic = RejectionSampler("synthetic", schedule=schedule)
-    strict, probabilistic = RejectionSampler("strict"), RejectionSampler("probabilistic")
-    rows = [
-        ("plain", None, None, temperature),
-        ("strict", strict, draft, temperature),
-        ("probabilistic", probabilistic, draft, temperature),
-        ("block", block, draft, temperature),
-        ("greedy", strict, draft, 0.0),
-        ("prompt lookup", strict, PromptLookup(), temperature),
-        ("synthetic", synthetic, draft, temperature),
-    ]
-    return [Trial(*row, outputs=[], steps=[]) for row in rows]
+    Raises:
+        ValueError: the texts are so short that no step has K drafts, or as `Models.load` and `generate` say.
+    """
+    if options.max_new_tokens <= options.num_draft_tokens:
+        least = options.num_draft_tokens + 1
+        raise ValueError(
+            f"--max-new-tokens: expected at least {least}, for a step of all drafts, got {options.max_new_tokens}"
+        )
+    models = Models.load(options.target, options.draft, options.device)
+    from specdecode.integrations.transformers import PromptLookup, generate
 
+    prompts = [models.encode(prompt)[0] for prompt in options.prompt or DEMO_PROMPTS]
+    num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
+    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
-def comparison(trials: Sequence[Trial], num_draft_tokens: int, gains: dict[str, tuple[float, float]]) -> Table:
-    """Return the table of all trials; `gains` holds the known gains by the trial's name, with standard errors."""
-    plain = trials[0]
-    table = Table(
-        title=f"{num_draft_tokens} drafts per step, {plain.tokens} tokens per row", box=SIMPLE, padding=(0, 1, 0, 0)
+    def run(
+        name: str, drafter: Any, sampler: RejectionSampler, texts: int, temperature: float
+    ) -> tuple[GenerationOutput, list[Step]]:
+        steps: list[Step] = []
+
+        def on_step(step: Step) -> None:
+            steps.append(step)
+            progress.advance(task, len(step.token_ids))
+
+        input_ids, mask = padded([prompt for prompt in prompts for _ in range(texts)])
+        task = progress.add_task(name, total=len(input_ids) * num_new)
+        output = generate(
+            models.target,
+            drafter,
+            input_ids,
+            mask,
+            method=sampler,
+            num_draft_tokens=num_drafts,
+            max_new_tokens=num_new,
+            temperature=temperature,
+            seeds=options.seed,
+            eos_token_id=[],  # so that all texts have equally many tokens
+            on_step=on_step,
+        )
+        return output, steps
+
+    with Progress(*columns, console=console, transient=True) as progress:
+        comparison, strict = Comparison(num_drafts), RejectionSampler("strict")
+        plain, _ = run("plain decoding", None, strict, TEXTS, options.temperature)
+        compared, steps = run("all methods", models.draft, comparison, TEXTS, options.temperature)
+        _, by_lookup = run("prompt lookup", PromptLookup(), strict, TEXTS, options.temperature)
+        _, by_greedy = run("greedy", models.draft, strict, 1, 0.0)
+
+    console.print(
+        f"[bold]strict[/bold], temperature {options.temperature:g}, {num_drafts} drafts per step; one text's beginning:"
     )
-    for heading in ("method", "rate", "length", "gain", "positions", "calls", "tokens/s", "speed"):
+    console.print(legend(console), end="\n\n")
+    text, shown = Text().append(models.tokenizer.decode(prompts[0]), style="dim"), 0
+    for step in steps:
+        if step.request == 0 and shown < SHOWN_TOKENS:
+            text.append_text(show(models, step, console))
+            shown += len(step.token_ids)
+    console.print(text, end="\n\n", soft_wrap=True)
+
+    accepted = comparison.accepted()
+    others = {
+        "prompt lookup": accepted_in(by_lookup, num_drafts, num_new),
+        "greedy": accepted_in(by_greedy, num_drafts, num_new),
+    }
+    console.print(acceptance_table(accepted, others, num_drafts))
+    tokens, same = int(plain.num_generated.sum()), int((compared.sequences == plain.sequences).all(dim=1).sum())
+    relation = "identical to" if same == len(plain.sequences) else "NOT identical to"
+    console.print(
+        f"strict was {relation} plain decoding, token for token ({same} of {len(plain.sequences)} texts),\n"
+        f"with {len(steps)} calls of the target instead of {tokens}, each text counted by itself"
+    )
+
+
+def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return prompts as one tensor, padded on the left, and the mask of what is not padding.
+
+    >>> padded([torch.tensor([5, 6]), torch.tensor([7])])
+    (tensor([[5, 6],
+            [0, 7]]), tensor([[1, 1],
+            [0, 1]]))
+    """
+    width = max(len(prompt) for prompt in prompts)
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return input_ids, mask
+
+
+def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: int) -> torch.Tensor:
+    """Return [steps, 1] accepted drafts of steps that were allowed K drafts, even if fewer were found."""
+    lengths, accepted = Counter[int](), []
+    for step in steps:
+        if lengths[step.request] + num_draft_tokens < max_new_tokens:
+            accepted.append(sum(kind.name == "ACCEPTED" for kind in step.kinds))
+        lengths[step.request] += len(step.token_ids)
+    return torch.tensor(accepted, dtype=torch.int64)[:, None]
+
+
+def acceptance_table(methods: dict[str, torch.Tensor], others: dict[str, torch.Tensor], num_draft_tokens: int) -> Table:
+    """Return the table of accepted drafts, each given as [steps, seeds]: of methods on the same drafts, then of others."""
+    steps = len(methods["probabilistic"])
+    table = Table(
+        title=f"four methods on the same drafts: {steps} steps of {num_draft_tokens}",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("method", "accepted", "difference", "positions", "calls saved"):
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-    for trial in trials:
-        stats = trial.stats()
-        acceptance = ("", "", "", "")
-        if stats is not None:
-            positions = " ".join(f"{100 * rate:.0f}" for rate in stats.per_position)
-            gain, error = gains.get(trial.name, (math.nan, math.nan))
-            shown = "" if math.isnan(gain) else f"{gain:.3f}±{error:.3f}"
-            acceptance = (f"{100 * stats.acceptance_rate:.1f}", f"{stats.acceptance_length:.2f}", shown, positions)
-        speed = trial.tokens_per_second
-        ratio = f"{speed / plain.tokens_per_second:.2f}x"
-        table.add_row(trial.name, *acceptance, str(trial.target_calls), f"{speed:.0f}", ratio)
+    for name, accepted in (methods | others).items():
+        if name == next(iter(others)):
+            table.add_section()
+        mean = accepted.double().mean().item()
+        difference = ""
+        if name in ("strict", "block"):
+            by_step = accepted.double().mean(dim=1) - methods["probabilistic"].double().mean(dim=1)
+            difference = "{:+.3f}±{:.3f}".format(*mean_and_error(by_step.tolist()))
+        positions = ((accepted > i).double().mean().item() for i in range(num_draft_tokens))
+        shares = " ".join(f"{100 * share:.0f}" for share in positions)
+        table.add_row(name, f"{mean:.2f}", difference, shares, f"{100 - 100 / (1 + mean):.1f}%")
     return table
 
 

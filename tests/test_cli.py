@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import specdecode
-from specdecode import cli
+from specdecode import cli, commands
 from specdecode.demo import DRAFT
 from specdecode.integrations import transformers as integration
+from specdecode.integrations.transformers import TokenKind
 from specdecode.sampler import Method
 from specdecode.synthetic import Shape
 
@@ -156,6 +157,7 @@ def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
         (("generate", "--prompt", "x", "--device", "nowhere"), "--device: expected a device that PyTorch can use here"),
         (("demo", "--device", "cuda:99"), "--device: expected a device that PyTorch can use here, got 'cuda:99'"),
         (("demo", "--target", str(tmp_path), "--draft", str(tmp_path)), "expected a folder with a model"),
+        (("demo", "--max-new-tokens", "3"), "--max-new-tokens: expected at least 4"),
     ]:
         status, out, err = run(capsys, *arguments)
         assert (status, out) == (2, "")
@@ -237,9 +239,33 @@ def test_strict_generates_the_same_text_with_any_drafter(capsys):
 def test_demo_compares_the_methods_and_says_that_strict_is_plain_decoding(capsys):
     status, out, _ = run(capsys, "demo", "--max-new-tokens", "24")
     assert status == 0
-    for method in ("plain", "strict", "probabilistic", "block", "greedy", "prompt lookup", "synthetic"):
-        assert re.search(rf"^ +{method} .*\d+ +\d+\.\d\dx", out, flags=re.M)
-    # Given its drafts, a block is accepted at least as often on average, so the gain is a mean of numbers >= 0.
-    gain, error = map(float, re.search(r"^ +block .* (\d\.\d{3})±(\d\.\d{3}) ", out, flags=re.M).groups())
-    assert 0 < error <= gain < 0.5
-    assert "strict was identical to plain decoding, token for token (6 texts, 144 tokens)" in out
+    rows = {}
+    for name in ("strict", "probabilistic", "block", "synthetic", "prompt lookup", "greedy"):
+        row = re.search(
+            rf"^ {name} +(\d\.\d\d) +(?:([+-]\d\.\d{{3}})±(\d\.\d{{3}}))? +[\d ]+ +(\d+\.\d)%", out, flags=re.M
+        )
+        rows[name] = {
+            heading: float(cell or "nan") for heading, cell in zip(("accepted", "by", "error", "saved"), row.groups())
+        }
+        assert rows[name]["saved"] == pytest.approx(100 - 100 / (1 + rows[name]["accepted"]), abs=0.3)
+    # The mean differences are those of the means, and what the theory says about them is seen at 2 standard errors.
+    for name in ("strict", "block"):
+        apart = rows[name]["accepted"] - rows["probabilistic"]["accepted"]
+        assert rows[name]["by"] == pytest.approx(apart, abs=0.011)
+    assert rows["strict"]["by"] < 2 * rows["strict"]["error"]
+    assert rows["block"]["by"] > -2 * rows["block"]["error"]
+    assert rows["synthetic"]["accepted"] == pytest.approx(3 * 0.69, abs=0.15)
+    assert "strict was identical to plain decoding, token for token (48 of 48 texts)" in out
+    calls, tokens = map(int, re.search(r"(\d+) calls of the target instead of (\d+),", out).groups())
+    assert calls < tokens == 48 * 24
+
+
+def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
+    steps = [
+        integration.Step(
+            request, [7] * (accepted + 1), [TokenKind.ACCEPTED] * accepted + [TokenKind.BONUS], [7] * drafts
+        )
+        for request, accepted, drafts in [(0, 2, 3), (1, 3, 3), (0, 0, 0), (1, 0, 3), (0, 2, 2), (1, 1, 1)]
+    ]
+    # Of 8 tokens request 0 has 3, then 4, so that its last step may have 3 drafts; request 1 has 4, then 5.
+    assert commands.accepted_in(steps, num_draft_tokens=3, max_new_tokens=8)[:, 0].tolist() == [2, 3, 0, 0, 2]

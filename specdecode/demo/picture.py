@@ -1,0 +1,30 @@
+"""Draw what `specdecode demo` prints, without its explanations: `python -m specdecode.demo.picture docs/demo.svg`."""
+
+import re
+import sys
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from specdecode.cli import parser
+from specdecode.commands import compare_methods
+
+COLUMNS = 77
+FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
+
+
+def main(path: str) -> None:
+    """Run the demo with its defaults and write the picture."""
+    options = {"record": True, "width": COLUMNS, "file": StringIO(), "highlight": False}
+    console = Console(**options, force_terminal=False, color_system="truecolor")  # no terminal: no progress bars
+    compare_methods(parser().parse_args(["demo"]), console)
+    console.print()
+    picture = console.export_svg(title="specdecode demo", unique_id="demo")
+    picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)  # which would load a font from another host
+    picture = picture.replace("Fira Code, monospace", FONTS)
+    Path(path).write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
