@@ -16,8 +16,14 @@ FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monosp
 
 def main(path: str) -> None:
     """Run the demo with its defaults and write the picture."""
-    options = {"record": True, "width": COLUMNS, "file": StringIO(), "highlight": False}
-    console = Console(**options, force_terminal=False, color_system="truecolor")  # no terminal: no progress bars
+    console = Console(
+        record=True,
+        width=COLUMNS,
+        file=StringIO(),
+        force_terminal=False,  # which would record the progress bars
+        color_system="truecolor",
+        highlight=False,
+    )
     compare_methods(parser().parse_args(["demo"]), console)
     console.print()
     picture = console.export_svg(title="specdecode demo", unique_id="demo")
