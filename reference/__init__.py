@@ -18,6 +18,9 @@ Read the modules in this order: [`philox`][reference.philox] (noise; on a first 
 returns the same tokens as `verify` for the same logits, seed and position, except where two scores are so close that
 rounding decides.
 
+The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
+`block`.
+
 This package imports nothing of specdecode, and specdecode imports nothing of it: a reference that shared code with what
 it tests would repeat its mistakes.
 """

@@ -49,6 +49,7 @@ class AcceptanceSchedule:
         ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none.
 
     Example:
+        >>> from specdecode import AcceptanceSchedule
         >>> schedule = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=3)
         >>> [round(rate, 4) for rate in schedule.joint_rates]
         [0.9084, 0.7014, 0.4603]
@@ -94,6 +95,7 @@ class AcceptanceSchedule:
             ValueError: an argument is out of range, or `shape` is unknown.
 
         Example:
+            >>> from specdecode import AcceptanceSchedule
             >>> schedule = AcceptanceSchedule.from_mean_rate(0.24, num_draft_tokens=3)
             >>> round(schedule.base_rate, 6), schedule.decay
             (0.469308, 0.85)
@@ -135,6 +137,7 @@ class AcceptanceSchedule:
             ValueError: an argument is out of range, or `shape` is unknown.
 
         Example:
+            >>> from specdecode import AcceptanceSchedule
             >>> schedule = AcceptanceSchedule.from_length(2.5, num_draft_tokens=3)
             >>> schedule.joint_rates
             (1.0, 0.5, 0.0)
@@ -164,6 +167,7 @@ class AcceptanceSchedule:
             ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none.
 
         Example:
+            >>> from specdecode import AcceptanceSchedule
             >>> AcceptanceSchedule.from_rates([0.8, 0.4, 0.0]).conditional_rates
             (0.8, 0.5, 0.0)
         """

@@ -1,17 +1,15 @@
 """The site's examples run; the site builds strictly, needs nothing from other hosts, and works in a browser."""
 
 import contextlib
-import doctest
 import functools
 import http.server
+import importlib
 import importlib.util
-import io
 import json
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,89 +18,52 @@ from typing import ClassVar, NamedTuple
 import pytest
 import torch
 
+from tests.examples import fences, run_docstrings, run_page
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 pytestmark = pytest.mark.skipif(not PAGES, reason="not in a checkout")
 
-FENCE = re.compile(
-    r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^\n]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks) *$", re.M | re.S
-)
-
 
 # ---- Examples --------------------------------------------------------------------------------------------------------
 
 
-class Example(NamedTuple):
-    """A fenced block of a page."""
-
-    line: int
-    language: str
-    info: str
-    code: str
+def with_examples(on_gpu: bool) -> list[str]:
+    """Return the pages that have examples for a GPU, or other ones."""
+    return [page for page in PAGES if any(each.is_python and each.needs_gpu == on_gpu for each in fences(DOCS / page))]
 
 
-def fences(page: str) -> list[Example]:
-    """Return a page's fenced blocks."""
-    text = (DOCS / page).read_text()
-    found = []
-    for match in FENCE.finditer(text):
-        info = match["info"].strip()
-        language = re.match(r"(\w*)|\{ *\.(\w+)", info.removeprefix("{ .")).group(0)
-        line = text.count("\n", 0, match.start("body"))
-        found.append(Example(line, language, info, textwrap.dedent(match["body"])))
-    return found
+@pytest.mark.parametrize("page", with_examples(on_gpu=False))
+def test_each_example_of_a_page_runs_alone(page):
+    assert run_page(DOCS / page)
 
 
-def examples(page: str) -> list[Example]:
-    """Return a page's Python examples, without those that are included from a file."""
-    return [fence for fence in fences(page) if fence.language in ("python", "pycon") and "--8<--" not in fence.code]
-
-
-def needs_gpu(example: Example) -> bool:
-    return ".gpu" in example.info
-
-
-def run(page: str, on_gpu: bool) -> None:
-    """Run a page's examples, top to bottom in one namespace. Compare what they print with what the page shows."""
-    namespace = {"__name__": "__main__"}
-    blocks = fences(page)
-    for number, example in enumerate(blocks):
-        if example not in examples(page) or (needs_gpu(example) and not on_gpu):
-            continue
-        where = f"{DOCS / page}:{example.line}"
-        if example.language == "pycon":
-            run_doctest(example, namespace, where)
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * example.line + example.code, str(DOCS / page), "exec"), namespace)
-        following = blocks[number + 1] if number + 1 < len(blocks) else None
-        if following is not None and 'title="Output"' in following.info:
-            assert printed.getvalue().strip() == following.code.strip(), where
-
-
-def run_doctest(example: Example, namespace: dict, where: str) -> None:
-    test = doctest.DocTestParser().get_doctest(example.code, {}, where, str(DOCS), example.line)
-    test.globs = namespace  # shared by all examples of the page
-    report = io.StringIO()
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    results = doctest.DocTestRunner(optionflags=options).run(test, out=report.write, clear_globs=False)
-    assert results.failed == 0, f"{where}\n{report.getvalue()}"
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not needs_gpu(each) for each in examples(page))])
-def test_the_examples_of_a_page_run(page):
-    run(page, on_gpu=False)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if any(map(needs_gpu, examples(page)))])
-def test_the_gpu_examples_of_a_page_run(page):
-    for example in filter(needs_gpu, examples(page)):
-        compile(example.code, page, "exec")
+@pytest.mark.parametrize("page", with_examples(on_gpu=True))
+def test_each_gpu_example_of_a_page_runs_alone(page):
+    for example in fences(DOCS / page):
+        if example.needs_gpu:
+            compile(example.code, page, "exec")
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device; the examples were compiled, not run")
-    run(page, on_gpu=True)
+    assert run_page(DOCS / page, on_gpu=True)
+
+
+@pytest.mark.parametrize("module", ["specdecode", "specdecode.integrations.transformers"])
+def test_each_example_of_a_public_docstring_runs_alone(module):
+    package = importlib.import_module(module)
+    for name in package.__all__:
+        public = getattr(package, name)
+        run_docstrings(public, name, sys.modules[getattr(public, "__module__", module)])
+
+
+@pytest.mark.parametrize("name", [f"reference.{file.stem}" for file in sorted((ROOT / "reference").glob("[a-z]*.py"))])
+def test_each_example_of_the_reference_runs_after_the_import_that_its_overview_names(name):
+    module, preamble = importlib.import_module(name), f"from {name} import *"
+    assert "`from reference.block import *`" in " ".join(importlib.import_module("reference").__doc__.split())
+    for public in [public for public in vars(module) if not public.startswith("_")]:
+        if getattr(vars(module)[public], "__module__", None) == name:
+            run_docstrings(vars(module)[public], f"{name}.{public}", module, preamble)
 
 
 def test_every_test_that_a_page_names_exists():

@@ -1,15 +1,14 @@
 """What the README shows runs."""
 
-import re
 from pathlib import Path
 
 import pytest
+
+from tests.examples import run_page
 
 README = Path(__file__).parent.parent / "README.md"
 
 
 @pytest.mark.skipif(not README.exists(), reason="not in a checkout")
-def test_the_api_example_runs(capsys):
-    example, *_ = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
-    exec(example, {})
-    assert "Acceptance rate (%):" in capsys.readouterr().out
+def test_each_example_of_the_readme_runs_alone_and_prints_what_it_shows():
+    assert run_page(README) == 2

@@ -107,6 +107,8 @@ class PromptLookup:
         ValueError: `max_ngram` is not a positive int.
 
     Example:
+        >>> import torch
+        >>> from specdecode.integrations.transformers import PromptLookup
         >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6], [0, 0, 1, 2, 3, 4]])
         >>> PromptLookup().propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)
         tensor([[ 7,  8,  5,  6,  7],
@@ -193,6 +195,8 @@ def generate(
             cannot be rolled back, or all logits of the target in a row are NaN or -inf.
 
     Example:
+        >>> import torch
+        >>> from specdecode.integrations.transformers import generate
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2)
         >>> target = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).eval()
