@@ -137,7 +137,7 @@ class Calls:
                 self.verify(method, wide, large=large)
 
     def many_requests(self) -> None:
-        """Requests that have few programs each to settle block verification."""
+        """Requests of which block verification has many residuals to sum."""
         for vocab in (32_768, 33_001):
             batch = with_hostile_half(case(128, DRAFTS, vocab, torch.bfloat16, greedy=0, seed=vocab)).to(self.device)
             scalars = batch.temperature, batch.seeds, batch.positions
@@ -180,7 +180,7 @@ def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
     calls.other_shapes()
     calls.many_requests()
     calls.packed(METHODS)
-    planning.settling_programs = lambda *sizes: 1  # as if there were many requests
+    planning.SUM_PROGRAMS = 1  # as if there were many requests
     planning.plan_step.cache_clear()
     calls.packed(["block"])
     return calls.count

@@ -51,8 +51,9 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
 # Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
-# once. And where block verification settles: with more, a multiprocessor would run one program at a time, not two.
-READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
+# once. And of one that emits where there are draft rows: a row for each program, and a request; so a multiprocessor runs
+# three programs, or two. Left to itself, the compiler spilled registers to have a fourth.
+READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS_ROW, EMIT_REGISTERS = 48, 64, 80, 128
 
 # In block verification: rounds by which bounds decide in a large batch, or leave a sum to be made; programs that share all
 # sums; and TOP, BLOCKS and LANES of `arguments.Settling`, for both.
@@ -195,7 +196,7 @@ def plan_step(
         (requests * (num_draft_tokens + 1) if per_row else requests,),
         (inputs, outputs_of(samples), workspace, sizes, Searching(*SEARCH[search], rule.decide, rule.draw, *flags)),
         num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=EMIT_REGISTERS if has_draft_rows else None,
+        max_registers=(EMIT_REGISTERS_ROW if per_row else EMIT_REGISTERS) if has_draft_rows else None,
     )
     return plan
 

@@ -85,7 +85,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
         offset = 0
     # Loaded before it is known whether the row matters.
     if READS_DRAFT:
-        has_draft = load_draft_ids(inputs.drafts, request, offset, sizes) >= 0
+        token = load_draft_ids(inputs.drafts, request, offset, sizes)
     if HAS_LOGSUMEXP:
         logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < sizes.num_draft_tokens)
     temperature = load_temperature(inputs.requests, request)
@@ -105,7 +105,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
             draft_row = row_at(inputs.draft, request, offset, sizes)
             its_statistics = draft_statistics(workspace, request, offset, sizes)
         if READS_DRAFT:
-            reads_draft = has_draft & (temperature > 0)
+            reads_draft = (token >= 0) & (temperature > 0)
         for tile in range(tuning.tiles):
             first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
             target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
@@ -129,7 +129,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
                         store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
-                # Loaded again, not kept in a register while rows are read; but before programs are counted.
-                token = load_draft_ids(inputs.drafts, request, offset, sizes)
+                if not READS_DRAFT:  # loaded before programs are counted, not kept in a register while rows are read
+                    token = load_draft_ids(inputs.drafts, request, offset, sizes)
                 if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), tuning.chunks):
                     decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)

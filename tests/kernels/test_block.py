@@ -1,4 +1,4 @@
-"""Block verification decides in three steps: without reading, by bounds, and by sums that programs share."""
+"""Block verification decides without reading, by bounds, and by sums that programs share."""
 
 from dataclasses import replace
 from typing import Any
@@ -84,7 +84,7 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     batch.draft_logits[2:4, 1, 5] = torch.inf
     batch.draft_token_ids[2:4, 1] = 5
     steps = Steps(kind, batch.to(DEVICE), large=False)
-    steps.run(*steps.launches[:2])
+    steps.run(*steps.launches[:3])
     decisions, log_ratios = numbers_of(steps, block.DECISION), numbers_of(steps, block.LOG_C)
     counts = dict.fromkeys((REJECTED, OPEN, ACCEPTED), 0)
     for request in range(requests):
@@ -102,11 +102,12 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     assert (counts[OPEN] > 0) == (kind != "block deterministic")
 
 
-def steps_of(batch: Case, *, large: bool, programs: int, rounds: int) -> Steps:
-    """The launches of a step, with so many programs that share sums, and so many rounds of bounds."""
+def steps_of(batch: Case, *, large: bool, programs: int = 7, rounds: int = 100, blocks: int = 4) -> Steps:
+    """The launches of a step, with so many programs that share sums, and (if large) rounds of bounds, of so many blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "settling_programs", lambda *sizes: programs)
-        patch.setattr(plan, "BOUND_ROUNDS", rounds)
+        patch.setattr(plan, "SETTLING", (1, blocks, 512))
+        patch.setattr(plan, "SUM_PROGRAMS", programs)
+        patch.setattr(plan, "ROUNDS", rounds)
         forget_plans()
         steps = Steps("block", batch.to(DEVICE), large=large)
     forget_plans()
@@ -119,12 +120,12 @@ def output_of(batch: Case, **way: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", small(torch.bfloat16, torch.float32))
-def test_however_many_programs_settle_they_give_the_same_bits(dtype):
+def test_however_many_programs_share_the_sums_they_give_the_same_bits(dtype):
     requests, vocab = (200, 50_000) if ON_GPU else (3, 5 * 1024 + 16)
     batch = in_question(requests, 3, vocab, dtype)
-    # One program, several, more than there are blocks to sum; with bounds and without.
-    ways = [(False, 1, 0), (True, 2, 0), (False, 7, 0), (True, 3, 100)]
-    ways += [(True, 1, 1), (True, 7, 0), (False, 2, 0)] if ON_GPU else []
+    # One program, several, one for each share; with bounds and without.
+    ways = [(False, 1, 0), (True, 2, 0), (False, 1000, 0), (True, 3, 100)]
+    ways += [(True, 1, 1), (True, 7, 0), (False, 2, 0), (True, 100_000, 0)] if ON_GPU else []
     first, *others = (
         output_of(batch, large=large, programs=programs, rounds=rounds) for large, programs, rounds in ways
     )
@@ -144,27 +145,44 @@ def test_they_may_finish_in_any_order(large):
 
 
 def test_bounds_decide_what_the_reference_decides():
-    """And leave less open than they found; with no rounds less than with all."""
+    """And leave less open than there was; after all rounds nothing but what is too close for them."""
     requests, vocab = (300, 20_000) if ON_GPU else (6, 4112)
     batch = in_question(requests, 3, vocab)
-    left = []
-    for rounds in (0, 100):
-        steps = steps_of(batch, large=True, programs=1, rounds=rounds)
+    decisions = []
+    for rounds in (0, 1, 100):
+        steps = steps_of(batch, large=True, rounds=rounds, blocks=1)
         steps.run(*steps.launches[:3])
-        decisions = numbers_of(steps, block.DECISION)
-        known = numbers_of(steps, block.KNOWN)
-        largest = np.where(known == ACCEPTED, np.arange(4), 0).max(1)
-        for request in range(requests):
-            for count, (choice, _, _) in enumerate(reference_choices(batch, request, True)):
-                was_open = known[request, count] == OPEN and count > largest[request]
-                assert was_open or decisions[request, count] == known[request, count]
-                if was_open and choice.margin > FLOAT32_BAND and decisions[request, count] != OPEN:
-                    assert (decisions[request, count] == ACCEPTED) == choice.index, (request, count, rounds)
-        open_above = np.arange(4) > largest[:, None]
-        left.append((((known == OPEN) & open_above).sum(), ((decisions == OPEN) & open_above).sum()))
-    (found, after_none), (found_again, after_all) = left
-    assert found == found_again
-    assert found >= after_none > after_all
+        decisions.append(numbers_of(steps, block.DECISION))
+    known, *after = decisions
+    largest = np.where(known == ACCEPTED, np.arange(4), 0).max(1)
+    was_open = (known == OPEN) & (np.arange(4) > largest[:, None])
+    for decision in after:
+        assert (was_open | (decision == known)).all()
+        for request, count in np.argwhere(was_open & (decision != OPEN)):
+            choice, _, _ = reference_choices(batch, request, True)[count]
+            if choice.margin > FLOAT32_BAND:
+                assert (decision[request, count] == ACCEPTED) == choice.index, (request, count)
+    first, last = ((decision[was_open] == OPEN).sum() for decision in after)
+    assert was_open.sum() >= first > last
+
+
+@pytest.mark.parametrize(("large", "rounds"), [(False, 0), (True, 0), (True, 100)])
+def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large, rounds):
+    """Those that are open; and in a small batch, of which tokens are drawn by sums, those of the rows accepted so far."""
+    batch = in_question(100 if ON_GPU else 6, 4, 50)
+    steps = steps_of(batch, large=large, rounds=rounds)
+    steps.run(*steps.launches[:3])
+    without_bounds = steps_of(batch, large=large, rounds=0)
+    without_bounds.run(*without_bounds.launches[:3])
+    known, decision = numbers_of(without_bounds, block.DECISION), numbers_of(steps, block.DECISION)
+    offsets = np.arange(5)
+    accepted = np.where(known == ACCEPTED, offsets, 0).max(1)[:, None]
+    wanted = (decision == OPEN) & (offsets > accepted)
+    if not large:
+        wanted |= (offsets == accepted) & (offsets < 4)
+    listed = steps.parts["listed"][: steps.parts["state"][0]].tolist()
+    assert sorted(listed) == [4 * request + offset for request, offset in np.argwhere(wanted)]
+    assert len(listed) > 0 or rounds > 0
 
 
 @pytest.mark.parametrize("large", [True, False])
@@ -180,7 +198,7 @@ def test_a_mass_is_found_in_a_block_whose_sum_a_nan_made_nonfinite(large):
     batch = replace(
         batch, target_logits=target, draft_logits=draft, draft_token_ids=ids, temperature=torch.ones(requests)
     )
-    output = output_of(batch, large=large, programs=2, rounds=100)
+    output = output_of(batch, large=large)
     assert len(set(output.num_accepted.tolist())) > 1
     assert_same_tokens(output.token_ids, expected("block", batch), FLOAT32_BAND)
 
@@ -200,7 +218,7 @@ def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target(large):
         torch.ones(requests, dtype=torch.int64),
         torch.tensor(positions),
     )
-    steps = steps_of(batch, large=large, programs=2, rounds=100)
+    steps = steps_of(batch, large=large)
     output = steps.run(*steps.launches).output
     assert (output.num_accepted == 0).all()
     if not large:

@@ -154,7 +154,7 @@ def test_only_what_programs_count_starts_as_zeros(recorded, monkeypatch):
         return memory if len(size) == 1 and size[0] > 5 else empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", allocate)
-    for large, zeros in ((False, 0), (True, 5 * (4 + 4))):
+    for large, zeros in ((False, 0), (True, 5 * (2 + 4))):
         memory.fill_(-1)
         kernels.verify(*arguments, large=large)
         assert (memory[:zeros] == 0).all()

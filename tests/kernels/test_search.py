@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdecode import kernels
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.arguments import Int32, Place, Pointer, Residual
+from specdecode.kernels.arguments import Int32, Place, Pointer, Residual, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.philox import load_key
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 
 @triton.jit
-def search_kernel(inputs, workspace, sizes, tuning, found):
+def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     request = tl.program_id(0).to(tl.int64)
     temperature = tl.load(inputs.requests.temperature_ptr + request)
     place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
@@ -89,7 +89,7 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     tl.store(found.masses_ptr + 2 * request + 1, p.sumexp)
     for test in range(found.tests):
         least = mass * tl.load(found.fractions_ptr + test)
-        decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, tuning)
+        decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, settling)
         tl.store(found.decisions_ptr + request * found.tests + test, decision)
 
 
@@ -105,7 +105,9 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     steps.run(steps.launches[0])
     requests, sizes = len(batch.seeds), steps.bundle("sizes")
     tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
-    tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=512 if not ON_GPU else 128, rounds=rounds)
+    widths = top, columns, 128 if ON_GPU else 512
+    tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=widths[2])
+    settling = Settling(*widths, ROUNDS=rounds, SUMMED=False, OVERLAPS=False)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
     integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)
@@ -115,7 +117,7 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     sums, decisions, masses = floats
     blocks, holds = integers[:, :2].contiguous(), integers[:, 2].contiguous()
     found = Found(sums, blocks, holds, FRACTIONS.to(DEVICE), decisions, masses, len(FRACTIONS))
-    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, tuning, found)
+    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, tuning, settling, found)
     assert (holds == 1).all()
     assert torch.equal(blocks[:, 0], blocks[:, 1])
     found = decisions.cpu(), masses.cpu(), sizes.MAX_BLOCKS
