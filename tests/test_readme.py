@@ -1,5 +1,7 @@
-"""What the README shows runs."""
+"""What the README shows runs, and its times are those of the records."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,35 @@ import pytest
 from tests.examples import run_page
 
 README = Path(__file__).parent.parent / "README.md"
+RECORDS = Path(__file__).parent / "benchmarks" / "records"
+pytestmark = pytest.mark.skipif(not README.exists(), reason="not in a checkout")
+
+COLUMNS = {
+    "`probabilistic`": "triton",
+    "PyTorch, compiled": "straightforward compiled",
+    "vLLM": "vLLM",
+    "SGLang": "SGLang",
+    "FlashInfer": "FlashInfer",
+}
 
 
-@pytest.mark.skipif(not README.exists(), reason="not in a checkout")
 def test_each_example_of_the_readme_runs_alone_and_prints_what_it_shows():
     assert run_page(README) == 2
+
+
+def test_the_times_are_those_of_the_records():
+    ours, peers = (json.loads((RECORDS / name).read_text()) for name in ("h200.json", "peers.json"))
+    lines = ["| requests | " + " | ".join(COLUMNS) + " |", "|--:" * (len(COLUMNS) + 1) + "|"]
+    for requests in (1, 32, 128, 256):
+        case = f"{requests} request{'s' * (requests > 1)}, 3 drafts, 151,936 tokens, bfloat16, T = 0.7"
+        measured = peers["results"].get(case, {}) | ours["results"].get(case, {})
+        times = [
+            measured[provider]["device_us"]["median"] if provider in measured else None for provider in COLUMNS.values()
+        ]
+        cells = ["" if time is None else f"{time:.1f}" if time < 100 else f"{time:.0f}" for time in times]
+        lines.append("| " + " | ".join([str(requests), *cells]) + " |")
+    text = README.read_text()
+    assert "\n".join(lines) in text, "the README's table should be\n" + "\n".join(lines)
+    assert f"commit `{ours['commit']}`" in text
+    for name in ("vLLM", "SGLang", "FlashInfer"):
+        assert re.search(rf"{name}\s{re.escape(peers[name])}\b", text)
