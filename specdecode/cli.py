@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="compare the methods on two small models, or on yours")
     add_model_options(demo)
     demo.add_argument("--prompt", action="append", help="may be repeated; default: a few that start Python code")
-    demo.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default %(default)s)")
+    demo.add_argument("--max-new-tokens", type=int, default=128, help="per text; a prompt has 8 (default %(default)s)")
     demo.set_defaults(run="run_demo")
 
     generate = commands.add_parser("generate", help="continue a prompt and show which drafts are accepted")
