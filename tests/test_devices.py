@@ -121,7 +121,7 @@ def test_the_gpu_says_what_the_host_says():
 KERNELS = {
     "strict": {"read_kernel", "emit_kernel"},
     "probabilistic": {"read_kernel", "emit_kernel"},
-    "block": {"read_kernel", "ratio_kernel", "bound_kernel", "emit_kernel"},
+    "block": {"read_kernel", "ratio_kernel", "decide_kernel", "sum_kernel", "emit_kernel"},
 }
 
 
@@ -137,9 +137,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(capability, method, tmp_path
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(result.stdout.split()) == KERNELS[method]
     barriers = [path.read_text().count("bar.sync") for path in tmp_path.rglob("read_kernel.ptx")]
-    assert (
-        barriers.count(0) >= 2
-    )  # where nothing is decided, for drafts too, warps that read do not wait for each other
+    # Where nothing is decided, for drafts too, warps that read do not wait for each other.
+    assert barriers.count(0) >= 2
 
 
 HASH_ALL = """

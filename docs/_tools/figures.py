@@ -63,27 +63,28 @@ def step_figure() -> str:
 
 
 LAUNCHES = [
-    ("strict, probabilistic: small batch", {0: ("read_kernel", "every row"), 3: ("emit_kernel", "decides, draws")}),
-    ("the same: large batch", {0: ("read_kernel", "reads, decides"), 3: ("emit_kernel", "draws")}),
+    ("strict, probabilistic: small batch", {0: ("read_kernel", "every row"), 4: ("emit_kernel", "decides, draws")}),
+    ("the same: large batch", {0: ("read_kernel", "reads, decides"), 4: ("emit_kernel", "draws")}),
     (
         "block",
         {
             0: ("read_kernel", "every row"),
-            1: ("ratio_kernel", "decides some"),
-            2: ("bound_kernel", "large batch"),
-            3: ("emit_kernel", "sums, draws"),
+            1: ("ratio_kernel", "p(x) / q(x)"),
+            2: ("decide_kernel", "most drafts"),
+            3: ("sum_kernel", "the rest"),
+            4: ("emit_kernel", "settles, draws"),
         },
     ),
-    ("sample, draft", {0: ("read_kernel", "the row"), 3: ("emit_kernel", "draws")}),
+    ("sample, draft", {0: ("read_kernel", "the row"), 4: ("emit_kernel", "draws")}),
 ]
 """Of each kind of step: its launches by column, each with what it does."""
 
 
 def launches_figure() -> str:
     """Draw the launches of each kind of step, and what one leaves for the next."""
-    left, pitch, width, height = 4, 110, 102, 40
-    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 1.5 + width / 2, 14, "search", "tick")]
-    parts.append(text(left + pitch * 3 + width / 2, 14, "emit", "tick"))
+    left, pitch, width, height = 4, 88, 82, 40
+    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "search", "tick")]
+    parts.append(text(left + pitch * 4 + width / 2, 14, "emit", "tick"))
     passed = ["statistics", "stops, statistics", "", "statistics"]
     for row, (title, launches) in enumerate(LAUNCHES):
         y = 40 + row * 74
@@ -92,8 +93,7 @@ def launches_figure() -> str:
         for column, following in zip(columns, [*columns[1:], None]):
             x = left + pitch * column
             name, what = launches[column]
-            dashed = " waiting" if column == 2 else ""
-            parts += [rect(x, y, width, height, f"box{dashed}"), text(x + width / 2, y + 17, name)]
+            parts += [rect(x, y, width, height, "box"), text(x + width / 2, y + 17, name)]
             parts.append(text(x + width / 2, y + 33, what, "small"))
             if following is not None:
                 end = left + pitch * following
@@ -101,14 +101,14 @@ def launches_figure() -> str:
                 parts.append(path([(end - 5, y + height / 2 - 4), (end, y + height / 2)], "arrow"))
                 parts.append(path([(end - 5, y + height / 2 + 4), (end, y + height / 2)], "arrow"))
         if passed[row]:
-            parts.append(text(left + pitch * 1.5 + width / 2, y + height / 2 - 6, passed[row], "small"))
+            parts.append(text(left + pitch * 2 + width / 2, y + height / 2 - 6, passed[row], "small"))
     return picture(
         parts,
         40 + len(LAUNCHES) * 74 - 26,
         "The launches of a step",
         "A launch that reads leaves statistics for a launch that emits. In a large batch the first one decides too, and "
-        "leaves where each request stops. Block verification has one launch between them that computes ratios and, in a "
-        "large batch, another that bounds residual masses.",
+        "leaves where each request stops. Block verification has three launches between them: one computes ratios, one "
+        "decides about most drafts, one sums the residuals that decide about the rest.",
     )
 
 
