@@ -63,19 +63,19 @@ def step_figure() -> str:
 
 
 LAUNCHES = [
-    ("strict, probabilistic: small batch", {0: ("read_kernel", "every row"), 4: ("emit_kernel", "decides, draws")}),
-    ("the same: large batch", {0: ("read_kernel", "reads, decides"), 4: ("emit_kernel", "draws")}),
+    ("strict, probabilistic: small batch", {0: ("read", "every row"), 4: ("emit", "decides too")}),
+    ("the same: large batch", {0: ("read", "decides too"), 4: ("emit", "one token")}),
     (
         "block",
         {
-            0: ("read_kernel", "every row"),
-            1: ("ratio_kernel", "p(x) / q(x)"),
-            2: ("decide_kernel", "most drafts"),
-            3: ("sum_kernel", "the rest"),
-            4: ("emit_kernel", "settles, draws"),
+            0: ("read", "every row"),
+            1: ("ratio", "p(x) / q(x)"),
+            2: ("decide", "most drafts"),
+            3: ("sum", "the rest"),
+            4: ("emit", "settles"),
         },
     ),
-    ("sample, draft", {0: ("read_kernel", "the row"), 4: ("emit_kernel", "draws")}),
+    ("sample, draft", {0: ("read", "the row"), 4: ("emit", "one token")}),
 ]
 """Of each kind of step: its launches by column, each with what it does."""
 
