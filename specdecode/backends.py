@@ -30,7 +30,7 @@ def choose(backend: Backend, logits: Tensor) -> ModuleType:
     if why_not is None:
         return kernels()
     if backend == "triton":
-        raise ValueError(f"backend: 'triton' cannot run here, {why_not}; use 'eager' or 'auto'")
+        raise ValueError(f"backend: 'triton' cannot run here: {why_not}; use 'eager' or 'auto'")
     warn_once(f"specdecode: the eager backend is used, because the Triton backend cannot run: {why_not}")
     return eager
 

@@ -204,11 +204,11 @@ def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torc
 
 
 def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
-    """Raise if it is target_logits that has the wrong number of rows, as far as draft_logits can tell."""
+    """Raise an error that names target_logits, unless draft_logits shows that draft_token_ids has the wrong size."""
     if draft_token_ids.ndim != 2 or draft_token_ids.shape[1] == rows - 1:
         return
     if isinstance(draft_logits, Tensor) and draft_logits.ndim == 3 and draft_logits.shape[1] == rows - 1:
-        return  # two against one: draft_token_ids is wrong
+        return  # target_logits and draft_logits agree: draft_token_ids is wrong
     drafts = draft_token_ids.shape[1]
     raise ValueError(
         f"target_logits: expected {drafts + 1} rows per request, one more than draft_token_ids has drafts ({drafts}), "
@@ -232,7 +232,7 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
         if on_host(temperature):
             check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
         return plain(temperature)
-    # float is asked for first because asking for Real, an abstract class, takes longer.
+    # float comes first because the check for Real, an abstract class, takes longer.
     if isinstance(temperature, bool) or not isinstance(temperature, (float, Real)):
         raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
     try:

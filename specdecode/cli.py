@@ -42,15 +42,17 @@ def parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="compare the methods on two small models, or on yours")
     add_model_options(demo)
-    demo.add_argument("--prompt", action="append", help="may be repeated; default: a few that start Python code")
-    demo.add_argument("--max-new-tokens", type=int, default=128, help="per text; a prompt has 8 (default %(default)s)")
+    demo.add_argument("--prompt", action="append", help="may be repeated (default: six beginnings of Python code)")
+    demo.add_argument(
+        "--max-new-tokens", type=int, default=128, help="per text; 8 texts per prompt (default %(default)s)"
+    )
     demo.set_defaults(run="run_demo")
 
     generate = commands.add_parser("generate", help="continue a prompt and show which drafts are accepted")
     add_model_options(generate)
     generate.add_argument("--prompt", required=True, help="the text to continue")
-    generate.add_argument("--max-new-tokens", type=int, default=200, help="default %(default)s")
-    generate.add_argument("--method", choices=METHODS, default="probabilistic", help="default %(default)s")
+    generate.add_argument("--max-new-tokens", type=int, default=200, help="at most (default %(default)s)")
+    generate.add_argument("--method", choices=METHODS, default="probabilistic", help="(default %(default)s)")
     generate.add_argument(
         "--prompt-lookup", action="store_true", help="draft from the text so far, without a draft model"
     )
@@ -58,11 +60,11 @@ def parser() -> argparse.ArgumentParser:
 
     solve = commands.add_parser("solve", help="show the schedule of synthetic acceptance for a mean rate or length")
     goal = solve.add_mutually_exclusive_group(required=True)
-    goal.add_argument("--rate", type=float, help="mean joint acceptance rate, in [0, 1]")
+    goal.add_argument("--rate", type=float, help="acceptance rate: accepted / drafted tokens, in [0, 1]")
     goal.add_argument("--length", type=float, help="mean emitted tokens per step, in [1, draft tokens + 1]")
     solve.add_argument("--num-draft-tokens", type=int, required=True, metavar="K", help="draft tokens per step")
-    solve.add_argument("--shape", choices=SHAPES, help="default: decay for a rate, minimum_variance for a length")
-    solve.add_argument("--min-decay", type=float, default=0.85, help="default %(default)s")
+    solve.add_argument("--shape", choices=SHAPES, help="(default: decay for a rate, minimum_variance for a length)")
+    solve.add_argument("--min-decay", type=float, default=0.85, help="of the shape decay (default %(default)s)")
     solve.set_defaults(run="run_solve")
     return top
 
@@ -76,7 +78,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--num-draft-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)"
     )
     command.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    command.add_argument("--seed", type=int, default=0, help="of the noise (default %(default)s)")
     command.add_argument("--device", default="cpu", help="where the models run, such as cuda (default %(default)s)")
 
 

@@ -1,4 +1,4 @@
-"""What the commands of the command line do."""
+"""The commands of the command line."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": 
 BAR_WIDTH = 36
 
 MEAN_RATE = 0.69
-"""Of the demo's synthetic acceptance."""
+"""The mean rate of the demo's synthetic acceptance."""
 
 TEXTS = 8
 """How many texts the demo generates for each prompt."""
 
 SEEDS = 4
-"""With how many seeds each method judges a step's drafts. (`strict` has one: that of the drafts.)"""
+"""The number of seeds with which each method decides on a step's drafts. (`strict` has one: that of the drafts.)"""
 
 SHOWN_TOKENS = 64
 """How much of one text the demo shows."""
 
 EXPLANATION = f"""\
-first four rows: strict wrote the texts, and all four judged its drafts
+first four rows: strict generated the texts; all four decided on its drafts
 accepted: drafts accepted per step, on average
 difference: from probabilistic, with its standard error over the steps
 positions: steps that accepted the 1st draft, the first 2, ..., in %

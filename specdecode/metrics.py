@@ -37,7 +37,7 @@ class AcceptanceStats:
 
     Raises:
         TypeError: `num_draft_tokens` is not an int.
-        ValueError: `num_draft_tokens` is less than 1 or absurdly large, or there is no such device.
+        ValueError: `num_draft_tokens` is less than 1 or more than 4,096, or PyTorch cannot use the device.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ class AcceptanceStats:
         if self._counts is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "device: expected by AcceptanceStats when its first update is captured in a CUDA graph, got None; "
+                    "device: AcceptanceStats needs one if its first update is captured in a CUDA graph, got None; "
                     "counters made inside a capture would start from zero at every replay"
                 )
             self._counts = self._new_counts(device)
@@ -201,7 +201,7 @@ class AcceptanceStats:
 
 
 def _exclusively() -> AbstractContextManager[object]:
-    """Return what keeps other threads from changing counters; nothing while torch.compile traces, which knows no locks."""
+    """Return a lock against other threads that change counters; torch.compile cannot trace a lock, and gets none."""
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 

@@ -42,7 +42,7 @@ class AcceptanceSchedule:
             that position is accepted.
         base_rate: conditional rate of the first position; None where no base rate and decay were solved for (explicit
             rates and `"minimum_variance"`).
-        decay: factor from one conditional rate to the next; None exactly where `base_rate` is.
+        decay: factor from one conditional rate to the next; None if and only if `base_rate` is None.
 
     Raises:
         TypeError: a rate is not a real number.

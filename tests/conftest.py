@@ -1,4 +1,4 @@
-"""Where the tests run: every backend on every device that is here; kernels in Triton's interpreter where there is no GPU."""
+"""Where the tests run: every backend on every device of the machine; without a GPU, kernels in Triton's interpreter."""
 
 import importlib.util
 import itertools

@@ -1,8 +1,8 @@
-"""Compile the kernels for a GPU that is not here: `python tests/portability.py 80`, by its compute capability times ten.
+"""Compile the kernels for a GPU that the machine does not have: `python tests/portability.py 80` for compute capability 8.0.
 
-Where there is no GPU, tests run in Triton's interpreter, which takes code that no compiler would; and what runs on
-one kind of GPU may not compile for another. A stand-in for Triton's driver names a GPU and launches nothing: what is
-compiled goes as far as machine code. Names of methods may follow. What Triton's cache holds is not compiled again.
+Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
+may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
+to machine code. Names of methods may follow the number. What is in Triton's cache is not compiled again.
 """
 
 import sys

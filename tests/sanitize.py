@@ -1,8 +1,8 @@
 """Run every variant of the kernels once, small, for NVIDIA's checkers of memory and barriers.
 
 `compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU; most of the time goes into
-compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Nothing is compared here: errors are
-the checker's to report. Half of each batch is hostile: rows of NaN and infinities, ids that are no tokens.
+compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Results are not compared: the
+checker reports errors. Half of each batch is bad input: rows of NaN and infinities, ids outside the vocabulary.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Which backend runs: one that is named runs or is refused; "auto" takes the kernels where they can run."""
+"""Which backend runs: a named one runs or raises an error; "auto" takes the kernels where they can run."""
 
 import importlib
 import warnings

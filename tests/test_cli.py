@@ -59,7 +59,7 @@ def test_help_does_not_wait_for_pytorch():
 def test_the_demo_says_how_many_texts_it_writes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["demo", "--help"])
-    assert f"per text; a prompt has {commands.TEXTS} (" in " ".join(capsys.readouterr().out.split())
+    assert f"per text; {commands.TEXTS} texts per prompt (" in " ".join(capsys.readouterr().out.split())
 
 
 def test_version_is_that_of_the_package(capsys):

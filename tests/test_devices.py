@@ -1,6 +1,6 @@
-"""On a device: no call waits for it, captured calls replay with fresh inputs in place, and the tokens are the host's.
+"""On a GPU: no call synchronises, captured calls can be replayed with new inputs, and the tokens equal those of the CPU.
 
-And the kernels compile for devices that are not here.
+Also: the kernels compile for other GPUs than that of the machine.
 """
 
 import os

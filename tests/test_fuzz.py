@@ -1,4 +1,4 @@
-"""Hostile calls: for any arguments, the result is right or an error names the wrong argument."""
+"""Calls with random, often bad, arguments: the result is right, or an error names the wrong argument."""
 
 import math
 import re

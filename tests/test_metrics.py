@@ -1,4 +1,4 @@
-"""Acceptance statistics: the counts against plain Python, the printed block, and updates that wait for no device."""
+"""Acceptance statistics: the counts against plain Python, the printed block, and updates that do not synchronise."""
 
 import copy
 import math
@@ -298,7 +298,7 @@ def test_counters_are_not_made_inside_a_capture() -> None:
     output = make_output([1, 2], device="cuda")
     stats = AcceptanceStats(num_draft_tokens=3)
     with (
-        pytest.raises(RuntimeError, match=r"device: expected by AcceptanceStats .* got None"),
+        pytest.raises(RuntimeError, match=r"device: AcceptanceStats needs one .* got None"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         output.num_accepted + 1  # an empty graph would warn

@@ -1,8 +1,8 @@
 """The noise contract: Philox4x32-10 as its authors publish it, the counter's layout, and numbers that are independent.
 
-Statistical tests use 65,536 numbers and reject a right generator once in a million runs each; their seeds are fixed, so a
-pass stays one. With 63 degrees of freedom such a test sees a distribution that is wrong by a total variation of 0.023 in
-999 runs of 1,000 (4 TV^2 N = 142).
+Statistical tests use 65,536 numbers; each would reject a right generator once in a million runs. Their seeds are fixed, so
+every run has the same result. With 63 degrees of freedom such a test detects a distribution that is wrong by a total
+variation of 0.023 in 999 runs of 1,000 (4 TV^2 N = 142).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the README shows runs, and its times are those of the records."""
+"""The README's examples run, and its times are those of the records."""
 
 import json
 import re

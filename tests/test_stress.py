@@ -1,4 +1,4 @@
-"""Stress: random calls on several streams at once, every output well-formed, repeatable, and what eager says.
+"""Stress: random calls on several streams at once; outputs are well-formed, repeatable, and equal to the eager backend's.
 
 `SPECDECODE_STRESS_SECONDS=600 python -m pytest -s tests/test_stress.py` on a GPU. A failure names its case;
 `SPECDECODE_STRESS_CASE=<seed>` runs that one alone.

@@ -1,7 +1,7 @@
 """Generation with Hugging Face models: exactness, batching, caches, limits, streaming and errors.
 
-Models are tiny, random and float64, with large weights: their distributions are peaked, and the same tokens come out
-however a batch is rounded. The oracle is `one_by_one`, which knows no cache, no batch and no padding.
+Models are tiny, random and float64, with large weights: their distributions are peaked, so rounding
+does not change tokens. The oracle is `one_by_one`, which uses no cache, no batch and no padding.
 """
 
 import copy
@@ -588,7 +588,7 @@ class TestErrors:
             ("attention_mask: expected 0 or 1", {"attention_mask": torch.tensor([[0, 1, 2]])}),
             (r"padding on the left only, .* got \[1, 1, 0\] in row 0", {"attention_mask": torch.tensor([[1, 1, 0]])}),
             (r"padding on the left only, .* got \[1, 0, 1\] in row 0", {"attention_mask": torch.tensor([[1, 0, 1]])}),
-            (r"a token or more, got \[0, 0, 0\] in row 0", {"attention_mask": torch.tensor([[0, 0, 0]])}),
+            (r"at least one token, got \[0, 0, 0\] in row 0", {"attention_mask": torch.tensor([[0, 0, 0]])}),
             (r"input_ids: expected ids in \[0, 8\), got 8", {"input_ids": torch.tensor([[1, 8, 2]])}),
             (r"input_ids: expected ids in \[0, 8\), got -100", {"input_ids": torch.tensor([[-100, 1]])}),
             (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.tensor([1, 2])}),

@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
 @torch.no_grad()
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
-    if method == "strict":  # which has no use for draft logits: not even their dtype may matter
+    if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None)
     return METHODS[method](Steps(batch, schedule))
 

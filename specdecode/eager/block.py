@@ -54,7 +54,7 @@ def probabilities(steps: Steps, rows: Requests, offsets: slice, log_ratio: Tenso
 def search(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
     """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
 
-    On the CPU it looks from the last draft down, and no further than to the first that passes.
+    On the CPU the search goes from the last draft down and ends at the first number of drafts that passes.
 
     Args:
         steps: the batch.
@@ -64,7 +64,7 @@ def search(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
     num_drafts, counts = steps.num_drafts[:, None], steps.offsets[1:]
     log_uniforms = steps.log_uniforms(fresh=True)
     accepted = (log_uniforms <= log_ratios) & (counts <= num_drafts)
-    # h <= c, and h = c if no draft follows or if c = 1: only other drafts that pass by c need a residual mass.
+    # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
     needed = accepted & (counts < num_drafts) & (log_ratios < 0)
     on_device, last = not on_host(needed), steps.num_draft_tokens
     for offsets in [slice(1, last)] if on_device else [slice(i, i + 1) for i in range(last - 1, 0, -1)]:

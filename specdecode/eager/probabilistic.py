@@ -47,7 +47,7 @@ def logprobs(
     scaled = (rows.logits.gather(-1, token_ids) - rows.row_max).squeeze(-1) / temperature
     sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature[..., None])).sum(dim=-1)
     result, is_empty = scaled - sums.log(), rows.row_max[0, ..., 0] == -torch.inf
-    if rows.first is not None:  # an infinite maximum has made NaN of everything: the row is a point mass
+    if rows.first is not None:  # an infinite maximum made all of it NaN: the row is a point mass
         is_point = result.isnan() if greedy is None else result.isnan() | greedy
         result = torch.where(is_point, (rows.first == token_ids).squeeze(-1).log(), result)
     return result, is_empty
@@ -105,7 +105,7 @@ def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Ten
     target, draft, logsumexp = steps.target_logits[rows, offsets], steps.draft_logits, steps.draft_logsumexp
     if draft is not None:
         draft = draft[rows, offsets]
-    if logsumexp is not None:  # on a device all rows are read: choosing by a logsumexp would mean waiting for it
+    if logsumexp is not None:  # on a device all rows are read: to choose by logsumexp, the host would wait
         logsumexp = logsumexp[rows, offsets] if on_host(logsumexp) else None
     tensors = (target, draft, steps.draft_token_ids[rows, offsets], steps.temperature[rows, None], logsumexp)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
@@ -161,7 +161,7 @@ def weight_left(weights: Tensor, difference: Tensor, subtrahend: Tensor) -> Tens
 
 
 class Comparison(NamedTuple):
-    """What the residuals of rows are made of, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
+    """What the residuals of rows are computed from, for any c: max(0, c p - q) = c p max(0, 1 - q / (c p)).
 
     log(q / p) = D - log_sum_ratio keeps its relative precision where p and q are close.
     """
@@ -219,7 +219,7 @@ def residual(
         token_ids: [rows] int64, the rejected drafts.
         temperature: [rows], > 0.
         log_ratio: [rows] log c.
-        greedy: [rows] bool, whether p is the point mass on the argmax, or None if it nowhere is.
+        greedy: [rows] bool, whether p is the point mass on the argmax, or None if it is for no row.
 
     Returns:
         [rows, padded vocab] weights; [rows] bool, whether the target row has no finite logit.
@@ -263,8 +263,8 @@ def recover(
 def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
-    A bonus token is one recovered with an infinite c. That is how a device draws all tokens alike; the CPU reads no draft
-    row for it.
+    A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
+    for a bonus token.
 
     Args:
         steps: the batch.

@@ -68,7 +68,7 @@ def by_kind(
 ) -> tuple[Tensor, ...]:
     """Apply `pick` to greedy requests, and to the others `draw`, which is also given which rows are greedy, or None.
 
-    On a device `draw` gets all requests if some may be greedy: counting them would mean waiting.
+    On a device `draw` gets all requests if some may be greedy: to count them, the host would wait for the device.
     """
     drawn, picked = (functools.partial(by_chunks, compute, logits_each) for compute in (draw, pick))
     if isinstance(greedy, bool):
@@ -110,7 +110,7 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     logits = torch.empty(len(models), *models[0].shape[:-1], padded, dtype=dtype, device=device)
     logits[..., vocab:] = -torch.inf
     for rows, raw in zip(logits, models):
-        if raw.is_cuda:  # in the same pass; the CPU is slow at it
+        if raw.is_cuda:  # in the same pass as the copy; slow on the CPU
             torch.fmax(raw, torch.tensor(-torch.inf), out=rows[..., :vocab])
         else:
             rows[..., :vocab] = raw

@@ -32,7 +32,7 @@ class Steps:
         self.num_drafts = self.leading(self.draft_token_ids == batch.draft_token_ids)
 
     def leading(self, accepted: Tensor) -> Tensor:
-        """Count the entries before the first that does not hold, [batch], given [batch, num_draft_tokens] bool."""
+        """Count the entries before the first False, [batch], given [batch, num_draft_tokens] bool."""
         if self.num_draft_tokens == 0:
             return torch.zeros_like(self.seeds)
         return torch.add(self.offsets[:-1], accepted, alpha=self.num_draft_tokens).amin(dim=1)
@@ -40,7 +40,7 @@ class Steps:
     def uniforms(self, fresh: bool = False) -> Tensor:
         """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32.
 
-        Fresh ones have the draft's offset in their counter: a later step that comes to the same positions has others.
+        If `fresh`, the counter has the draft's offset in it, so a later step at the same positions has other numbers.
         """
         offsets = self.offsets[:-1]
         index = offsets if fresh else self.offsets[:1]
@@ -112,7 +112,7 @@ def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tenso
     """Return one temperature per request, > 0 and in the dtype to compute in, and which requests are greedy.
 
     The dtype is float64 for float64 logits, else float32. What it cannot hold goes to its nearest positive number, so that
-    only 0 is greedy; a greedy request's temperature is of no use. Values that could not be checked on the host are made
+    only 0 is greedy; a greedy request's temperature is not used. Values that could not be checked on the host are made
     harmless: NaN and negative ones are greedy.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Ties to other libraries, each in a module of its own that alone imports that library."""
+"""Integrations with other libraries: one module for each, the only one that imports that library."""

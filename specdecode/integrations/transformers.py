@@ -135,7 +135,7 @@ class PromptLookup:
         """
         width = token_ids.shape[1]
         columns = torch.arange(width, device=token_ids.device)
-        source = torch.full_like(lengths, -1)  # the column behind the best occurrence
+        source = torch.full_like(lengths, -1)  # the column after the best occurrence
         for size in range(1, min(self.max_ngram, width - 1) + 1):  # a longer match replaces a shorter one
             windows = token_ids[:, :-1].unfold(1, size, 1)  # [batch, width - size, size]
             starts = columns[: width - size]
@@ -482,8 +482,8 @@ class _CachedModel:
     def check_vocab_size(self, target_vocab_size: int) -> None:
         if abs(self.vocab_size - target_vocab_size) > 0.01 * target_vocab_size:
             raise ValueError(
-                f"{self.name}: expected a model with the target's tokenizer, of {target_vocab_size} tokens give or take "
-                f"1 % of padding, got {self.vocab_size} tokens"
+                f"{self.name}: expected a model with the target's tokenizer, whose vocabulary is within 1 % of the target's "
+                f"{target_vocab_size} tokens, got {self.vocab_size} tokens"
             )
 
     def _layers(self) -> list[Any]:
@@ -518,7 +518,7 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
         if wrong.any():
             row = int(wrong.nonzero()[0])
             got = f"{attention_mask[row].tolist()} in row {row}"
-            raise ValueError(f"attention_mask: expected padding on the left only, then a token or more, got {got}")
+            raise ValueError(f"attention_mask: expected padding on the left only, then at least one token, got {got}")
     unknown = mask & ((input_ids < 0) | (input_ids >= vocab_size))
     if unknown.any():
         raise ValueError(f"input_ids: expected ids in [0, {vocab_size}), got {int(input_ids[unknown][0])}")

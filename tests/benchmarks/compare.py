@@ -1,7 +1,7 @@
 """Compare checkouts on a GPU, cell by cell, interleaved: `python tests/benchmarks/compare.py BASE CHANGED`.
 
-Each checkout runs in a process of its own, so that both can be timed in turns on one GPU: what the GPU's clock and its
-neighbours do in the meantime happens to both. A cell is a method, a shape and a temperature. Its time is the median of
+Each checkout runs in a process of its own, so that both can be timed in turns on one GPU: a change of the GPU's
+clock or of the load on the host then affects both. A cell is a method, a shape and a temperature. Its time is the median of
 replays of a graph of ten calls, the least of the rounds; its tokens must be the same in all checkouts.
 
     python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,256x7 --temperatures 0.7,1 --rounds 3

@@ -1,4 +1,4 @@
-"""What `pytest --benchmark-only` runs and prints: at the top what it is about to measure, at the end one table."""
+"""What `pytest --benchmark-only` runs and prints: first what it will measure, at the end one table."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Calls of the kernels in all their forms, what the reference says of them, and launches made one by one."""
+"""Calls of the kernels in all variants, the reference's results for them, and launches made one by one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The kernels' tests: without a GPU in Triton's interpreter, which computes with NumPy; without Triton not at all."""
+"""The kernels' tests: without a GPU in Triton's interpreter, which computes with NumPy; without Triton they are skipped."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows may lie in any way: strides, dtypes, packed rows, cached draft rows, offsets beyond 2^31."""
+"""Rows may have any layout: strides, dtypes, packed rows, cached draft rows, offsets beyond 2^31."""
 
 import itertools
 from dataclasses import replace

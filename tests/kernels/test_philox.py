@@ -1,4 +1,4 @@
-"""The kernels' random numbers are the reference's, to the ends of their range."""
+"""The kernels' random numbers equal the reference's, also at both ends of their range."""
 
 import itertools
 from typing import NamedTuple

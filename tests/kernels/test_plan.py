@@ -1,4 +1,4 @@
-"""What is chosen by a call's sizes; memory; and on a GPU what is compiled, and calls from several threads."""
+"""What a plan chooses by the sizes of a call; memory; on a GPU also what is compiled, and calls from several threads."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Acceptance by ratio, and the residual: precise where it is nearly nothing, never a token that is impossible."""
+"""Acceptance by ratio, and the residual: precise where its mass is small; no impossible token is emitted."""
 
 from dataclasses import replace
 from typing import NamedTuple

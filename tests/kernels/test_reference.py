@@ -1,4 +1,4 @@
-"""Tokens are the reference's, and the same bits in all the ways that calls compute."""
+"""Tokens equal the reference's, and all variants of a call give the same bits."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How rows are read, and what is known of a row from the statistics of its blocks."""
+"""How rows are read, and what is computed from the statistics of their blocks."""
 
 import math
 from dataclasses import replace

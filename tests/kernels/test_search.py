@@ -1,4 +1,4 @@
-"""What is found by a few blocks, in the order of their bounds, is what is found by summing all."""
+"""Summing a few blocks, in the order of their bounds, finds the same block as summing all."""
 
 import math
 from dataclasses import replace

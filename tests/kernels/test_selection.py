@@ -1,4 +1,4 @@
-"""How a token is drawn in two levels: ties, small weights, and a block that was guessed."""
+"""How a token is drawn in two levels: ties, small weights, and a wrongly guessed block."""
 
 from typing import NamedTuple
 

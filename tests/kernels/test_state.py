@@ -1,4 +1,4 @@
-"""At which row a request stops and what it returns, in whatever order programs find out."""
+"""At which row a request stops and what it returns, in whatever order its programs finish."""
 
 from typing import NamedTuple
 
