@@ -593,7 +593,7 @@ class TestErrors:
             (r"input_ids: expected ids in \[0, 8\), got -100", {"input_ids": torch.tensor([[-100, 1]])}),
             (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.tensor([1, 2])}),
             (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
-            ("draft: expected a model with the target's tokenizer, of 8 tokens .* got 9", {"draft": llama(9)}),
+            ("draft: expected a model with the target's tokenizer, .* 8 tokens, got 9", {"draft": llama(9)}),
         ],
     )
     def test_values(self, message, options):
