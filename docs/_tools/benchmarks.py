@@ -60,15 +60,15 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
 
 
-def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table whose first column names the rows; text in backticks is code."""
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
+    """Return a table whose first columns are text and whose others are numbers; text in backticks is code."""
 
-    def cell(tag: str, content: str, first: bool) -> str:
+    def cell(tag: str, content: str, is_text: bool) -> str:
         html = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(content))
-        return f"<{tag}>{html}</{tag}>" if first else f'<{tag} class="number">{html}</{tag}>'
+        return f"<{tag}>{html}</{tag}>" if is_text else f'<{tag} class="number">{html}</{tag}>'
 
     def row(tag: str, contents: Iterable[str]) -> str:
-        return f"<tr>{''.join(cell(tag, content, i == 0) for i, content in enumerate(contents))}</tr>"
+        return f"<tr>{''.join(cell(tag, content, i < text_columns) for i, content in enumerate(contents))}</tr>"
 
     body = "".join(row("td", contents) for contents in rows)
     return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
@@ -135,7 +135,8 @@ def verification_table(
     if float(temperature) > 0 and dtype == "bfloat16":
         results += [cell for cell in cells(record, kind="request", dtype=dtype) if cell.temperature == 0]
     if only == "package":
-        results = [cell for cell in results if cell.provider.startswith("triton")]
+        results = [cell for cell in results if is_kernel(cell)]
+    results.sort(key=lambda cell: cell.provider in ("eager", "straightforward"))  # the slowest last
     return by_shape(results, "Requests, drafts", SHOWS[show])
 
 
@@ -172,10 +173,42 @@ def launches_table(record: str) -> str:
     """Show how long a step's first launch takes, its first two, and so on."""
     rows = []
     for cell in cells(record, kind="launches"):
+        if cell.provider in PARTS:
+            continue
         what = "empty launches" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
         after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
-        rows.append([what, *after, *[""] * (4 - len(after))])
-    return html_table(["Method, requests or rows", "µs after one launch", "two", "three", "four"], rows)
+        rows.append([what, *after])
+    most = max(map(len, rows)) - 1
+    headings = ["µs after launch 1", *[f"launch {launch}" for launch in range(2, most + 1)]]
+    rows = [[*row, *[""] * (most + 1 - len(row))] for row in rows]
+    return html_table(["Method, requests or rows", *headings], rows)
+
+
+def share_table(
+    record: str, peers: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7"
+) -> str:
+    """Compare verification with the least time of the target's call: reading the weights, or computing with them.
+
+    `billions` of weights of 2 bytes each; `terabytes` and `teraflops` are what a GPU reads and computes per second.
+    """
+    results = [
+        *cells(record, kind="request", temperature=float(temperature), dtype="bfloat16"),
+        *cells(peers, kind="request", temperature=float(temperature), dtype="bfloat16"),
+    ]
+    shown_providers = ("triton", "straightforward compiled", "vLLM")
+    titles = {cell.provider: cell.title for cell in results if cell.provider in shown_providers}
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    for cell in results:
+        if cell.provider in titles:
+            rows.setdefault((cell.count, cell.drafts), {})[cell.provider] = cell.values["device_us"]["median"]
+    reading = 2e9 * float(billions) / (1e6 * float(terabytes))
+    lines = []
+    for (count, drafts), times in rows.items():
+        computing = 2e9 * float(billions) * count * (drafts + 1) / (1e6 * float(teraflops))
+        least = max(reading, computing)
+        shares = [f"{times[name] / (times[name] + least):.1%}" if name in times else "" for name in titles]
+        lines.append([f"{count:,}, {drafts}", f"{least / 1000:.1f}", *shares])
+    return html_table(["Requests, drafts", "target, at least: ms", *titles.values()], lines)
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
@@ -187,25 +220,97 @@ def growth_table(record: str, few: str = "128", many: str = "256", drafts: str =
         small, large = by_count[title, int(few)], by_count[title, int(many)]
         more = large["device_us"]["median"] - small["device_us"]["median"]
         fixed = large["device_us"]["median"] - more * int(many) / (int(many) - int(few))
-        rate = 1000 * (large["GB"] - small["GB"]) / more
-        rows.append([title, f"{fixed:.0f}", f"{more:.0f}", f"{rate:.2f} ({rate / limit:.0%})"])
-    more = f"{int(many) - int(few)} requests more"
-    return html_table(["", "µs that do not grow", f"µs for {more}", "TB/s of these (of the reference kernel)"], rows)
+        reading = 1000 * (large["GB"] - small["GB"]) / limit
+        rows.append([title, f"{more:.0f}", f"{reading:.0f}", f"{fixed:.0f}"])
+    added = f"{int(many) - int(few)} more requests"
+    return html_table(
+        ["", f"{added}, µs", "their bytes at the reference bandwidth, µs", "extrapolated to 0 requests, µs"], rows
+    )
+
+
+PARTS = {
+    "trips": (
+        "the launch, and loads that depend on each other",
+        "a kernel with its loads, each from an address that depends on the load before; nothing is computed",
+    ),
+    "trips and reductions": (
+        "reductions, at which warps wait for each other",
+        "add as many maxima over all blocks as it has maxima and sums",
+    ),
+}
+"""Kernels that do a part of the second launch of `probabilistic`: the hypothesis, and what they do."""
+
+REST = ("logarithms, random numbers, residual sums, selections, longer searches", "add all else: the launch as it is")
+
+
+def second_launch_table(record: str) -> str:
+    """Split the time of the second launch of `probabilistic` in a small batch by kernels that do a part of it."""
+    after = {
+        (cell.provider, cell.count): [us for _, us in cell.values["after_us"]]
+        for cell in cells(record, kind="launches", drafts=3)
+    }
+    counts = [count for provider, count in after if provider == "trips"]
+
+    def second(provider: str) -> list[float]:
+        return [after[provider, count][1] - after[provider, count][0] for count in counts]
+
+    steps = [(*PARTS[provider], second(provider)) for provider in PARTS]
+    steps.append((*REST, second("triton")))
+    headings = [f"µs, {count} request{'s' * (count > 1)}" for count in counts]
+    return html_table(["Hypothesis: time goes into", "Change", *headings], added(steps), text_columns=2)
+
+
+def added(steps: list[tuple[str, str, list[float]]]) -> list[list[str]]:
+    """Return the rows of a table: what each step adds to the times of the one before, and the last times as the sum."""
+    rows, before = [], [0.0] * len(steps[0][2])
+    for hypothesis, change, times in steps:
+        rows.append(
+            [hypothesis, change, *[f"{time - last:+.1f}" if rows else shown(time) for time, last in zip(times, before)]]
+        )
+        before = times
+    return [*rows, ["sum", "", *map(shown, before)]]
+
+
+READING = {
+    "floor": ("bytes", "no launch: the needed bytes / the reference bandwidth"),
+    "plain": ("start and end of a launch", "a plain kernel that reads as many bytes from one array"),
+    "told in advance": (
+        "addresses, exponentials",
+        "add: find rows, write statistics; drafts end at the stop, so it is known which rows matter",
+    ),
+    "publishes nothing": (
+        "bookkeeping",
+        "add: check whether the row still matters, count programs (no count completes)",
+    ),
+    "decides nothing": (
+        "visibility of writes",
+        "add: before a program is counted, wait until others can see what it wrote",
+    ),
+    "as it is": (
+        "decisions",
+        "`read_kernel` as it is: the last program of a row decides, some rows are read needlessly",
+    ),
+    "step": ("the token", "the whole step: draw the token, write the output"),
+}
+"""By what the record calls its time: what a large batch may spend time on, and what was run to find out."""
 
 
 def reading_table(record: str) -> str:
     """Compare the launch that reads with ones that do less: each does what the one before does, and one thing more."""
-    rows, rate = [], load(record)["read_TB/s"]
-    for cell in cells(record, kind="reading"):
-        reading, floor = cell.values["reading_us"], 1000 * cell.values["GB"] / rate
-        launch = [
-            reading[what] for what in ("plain", "told in advance", "publishes nothing", "decides nothing", "as it is")
-        ]
-        times = [floor, *launch, cell.values["device_us"]["median"], reading["every row"]]
-        rows.append([f"{cell.title}, {cell.count:,}, {cell.drafts}", *map(shown, times)])
-    launch = ["plain kernel", "+ statistics", "+ counting", "+ publishing", "+ decisions: reading"]
-    times = ["bytes at the reference bandwidth", *launch, "whole step", "reading every row"]
-    return html_table(["Method, requests, drafts", *times], rows)
+    results, rate = cells(record, kind="reading"), load(record)["read_TB/s"]
+    columns = [
+        {
+            **cell.values["reading_us"],
+            "floor": 1000 * cell.values["GB"] / rate,
+            "step": cell.values["device_us"]["median"],
+        }
+        for cell in results
+    ]
+    steps = [(*texts, [column[name] for column in columns]) for name, texts in READING.items()]
+    every_row = ["for comparison", "`read_kernel` reads every row and decides nothing"]
+    rows = [*added(steps), [*every_row, *[shown(column["every row"]) for column in columns]]]
+    headings = [f"{cell.title}, {cell.count:,}, {cell.drafts}" for cell in results]
+    return html_table(["Hypothesis: time goes into", "Change", *headings], rows, text_columns=2)
 
 
 def seeds_table(record: str) -> str:
@@ -253,7 +358,7 @@ def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "
     wanted: dict[str, object] = {"kind": "request", "temperature": float(temperature), "drafts": int(drafts)}
     by_provider: dict[str, list[Cell]] = {}
     for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]:
-        if cell.provider not in ("eager", "vllm", "straightforward compiled"):
+        if cell.provider not in ("eager", "vllm", "straightforward"):
             by_provider.setdefault(cell.title, []).append(cell)
     series = [
         Series(
@@ -294,6 +399,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,
+    "second launch": second_launch_table,
+    "share": share_table,
     "growth": growth_table,
     "reading": reading_table,
     "seeds": seeds_table,

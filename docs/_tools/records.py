@@ -32,8 +32,8 @@ TITLES = {
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",
-    "straightforward": "PyTorch, straightforward",
-    "straightforward compiled": "the same, compiled",
+    "straightforward": "PyTorch, uncompiled",
+    "straightforward compiled": "PyTorch, compiled",
     "vllm": "vLLM",
 }
 """What the providers of the benchmarks are called on pages; other Triton ones are called by what follows that word."""
