@@ -1,4 +1,4 @@
-"""Doctests that stand in the middle of a docstring's text, shown as code and not as quotations of quotations."""
+"""Doctests in the middle of a docstring's text, shown as code and not as quotations of quotations."""
 
 import re
 

@@ -1,7 +1,7 @@
 r"""Mathematics as MathML, made when the site is built: no script runs in the reader's browser.
 
 `pymdownx.arithmatex`, in its generic mode, finds `$...$` and `$$...$$` and leaves elements of the class `arithmatex` that
-hold TeX. This Markdown extension converts what they hold. TeX that cannot be converted, or that stands in a heading (where
+hold TeX. This Markdown extension converts what they hold. TeX that cannot be converted, or that is in a heading (where
 tables of contents and the search would show it raw), ends the build.
 """
 
