@@ -45,6 +45,7 @@ from reference import Outcome, greedy, leading_drafts
 from reference.philox import Domain, uniform
 from reference.probabilistic import draft_log_softmax
 from reference.selection import DRAFT, Choice, is_invalid, log_softmax, sample, select
+from reference.truncation import Sampling, truncate_rows
 
 
 def draft_domains(offset: int) -> tuple[int, int]:
@@ -144,16 +145,29 @@ def accepts(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
 
 
 def verify(
-    target_logits, draft_token_ids, draft_logits=None, *, temperature: float = 1.0, seed: int = 0, position: int = 0
+    target_logits,
+    draft_token_ids,
+    draft_logits=None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    draft_sampling: Sampling | None = None,
+    seed: int = 0,
+    position: int = 0,
 ) -> Outcome:
     """Accept the longest block of drafts that passes its test, then emit a recovered or a bonus token.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same temperature; None
-            for a deterministic drafter.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from; None for a deterministic drafter.
         temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: likewise.
+        min_p: likewise.
+        draft_sampling: how the drafts were drawn; None: as the target samples.
         seed: the request's seed.
         position: absolute position of the first draft token.
 
@@ -168,18 +182,22 @@ def verify(
     """
     if temperature == 0:
         return greedy.verify(target_logits, draft_token_ids)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    draft_sampling = draft_sampling or sampling
+    target_logits, margins = truncate_rows(target_logits, sampling)
+    draft_logits, draft_margins = truncate_rows(draft_logits, draft_sampling)
     vocab_size = len(target_logits[0])
     drafts = leading_drafts(draft_token_ids, vocab_size)
     log_ratios, rows = [0.0], []
     for offset, token in enumerate(drafts):
         target_logprobs = log_softmax(target_logits[offset], temperature)
-        draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, temperature)
+        draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, draft_sampling.temperature)
         rows.append((np.exp(target_logprobs), np.exp(draft_logprobs)))
         if target_logprobs[token] == -np.inf or draft_logprobs[token] == -np.inf:
             break  # the running ratio is 0 from here on: neither this draft nor a later one can be accepted
         log_ratios.append(min(0.0, log_ratios[-1]) + target_logprobs[token] - draft_logprobs[token])
 
-    accepted, margin = 0, np.inf
+    accepted, margin = 0, min([*margins[: len(drafts) + 1], *draft_margins[: len(drafts)]])
     for count in range(len(log_ratios) - 1, 0, -1):
         log_uniform = np.log(uniform(seed, position + count - 1, count - 1, Domain.ACCEPT))
         decision = accepts(log_uniform, log_ratios[count], rows[count] if count < len(drafts) else None)

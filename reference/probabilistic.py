@@ -26,6 +26,7 @@ import numpy as np
 from reference import Outcome, greedy, leading_drafts
 from reference.philox import Domain, uniform
 from reference.selection import Choice, is_invalid, log_softmax, sample, select
+from reference.truncation import Sampling, truncate_rows
 
 
 def acceptance_probability(target_prob, draft_prob):
@@ -107,16 +108,29 @@ def recover(target_logprobs, draft_logprobs, seed: int, position: int) -> Choice
 
 
 def verify(
-    target_logits, draft_token_ids, draft_logits=None, *, temperature: float = 1.0, seed: int = 0, position: int = 0
+    target_logits,
+    draft_token_ids,
+    draft_logits=None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    draft_sampling: Sampling | None = None,
+    seed: int = 0,
+    position: int = 0,
 ) -> Outcome:
     """Accept drafts by likelihood ratio until the first rejection, then emit a recovered or a bonus token.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same temperature; None
-            for a deterministic drafter.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from; None for a deterministic drafter.
         temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: likewise.
+        min_p: likewise.
+        draft_sampling: how the drafts were drawn; None: as the target samples.
         seed: the request's seed.
         position: absolute position of the first draft token.
 
@@ -128,13 +142,18 @@ def verify(
     """
     if temperature == 0:
         return greedy.verify(target_logits, draft_token_ids)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    draft_sampling = draft_sampling or sampling
+    target_logits, margins = truncate_rows(target_logits, sampling)
+    draft_logits, draft_margins = truncate_rows(draft_logits, draft_sampling)
     vocab_size = len(target_logits[0])
     drafts = leading_drafts(draft_token_ids, vocab_size)
     margin, invalid = np.inf, False
     for offset, token in enumerate(drafts):
         target_logprobs = log_softmax(target_logits[offset], temperature)
-        draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, temperature)
+        draft_logprobs = draft_log_softmax(draft_logits, offset, token, vocab_size, draft_sampling.temperature)
         invalid |= is_invalid(target_logits[offset])
+        margin = min(margin, margins[offset], *draft_margins[offset : offset + 1])
 
         log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
         decision = accepts(log_uniform, target_logprobs[token], draft_logprobs[token])
@@ -145,4 +164,5 @@ def verify(
 
     last_row = target_logits[len(drafts)]
     bonus = sample(last_row, temperature=temperature, seed=seed, position=position + len(drafts))
-    return Outcome([*drafts, bonus.index], min(margin, bonus.margin), invalid | is_invalid(last_row))
+    margin = min(margin, margins[len(drafts)], bonus.margin)
+    return Outcome([*drafts, bonus.index], margin, invalid | is_invalid(last_row))

@@ -19,6 +19,7 @@ import numpy as np
 
 from reference import Outcome, greedy, leading_drafts
 from reference.selection import is_invalid, sample
+from reference.truncation import Sampling, truncate_rows
 
 
 def match_probabilities(target_weights, draft_weights):
@@ -58,13 +59,26 @@ def match_probability(target_probs, draft_probs, block_size: int | None = None):
     return sum(match * sum(match_probabilities(p, q)) for match, (p, q) in zip(same_block, blocks) if match)
 
 
-def verify(target_logits, draft_token_ids, *, temperature: float = 1.0, seed: int = 0, position: int = 0) -> Outcome:
+def verify(
+    target_logits,
+    draft_token_ids,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    position: int = 0,
+) -> Outcome:
     """Accept drafts while each is the target's own sample; then emit the target's own sample.
 
     Args:
         target_logits: [num_draft_tokens + 1, vocab] raw logits.
         draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
         temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: likewise.
+        min_p: likewise.
         seed: the request's seed.
         position: absolute position of the first draft token.
 
@@ -77,12 +91,13 @@ def verify(target_logits, draft_token_ids, *, temperature: float = 1.0, seed: in
     """
     if temperature == 0:
         return greedy.verify(target_logits, draft_token_ids)
+    target_logits, margins = truncate_rows(target_logits, Sampling(temperature, top_k, top_p, min_p))
     drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
     emitted, margin, invalid = [], np.inf, False
     for offset, row in enumerate(target_logits):
         token = sample(row, temperature=temperature, seed=seed, position=position + offset)
         emitted.append(token.index)
-        margin = min(margin, token.margin)
+        margin = min(margin, margins[offset], token.margin)
         invalid |= is_invalid(row)
         if offset == len(drafts) or drafts[offset] != token.index:
             break

@@ -23,6 +23,7 @@ import numpy as np
 from reference import Outcome, greedy, leading_drafts, probabilistic
 from reference.philox import Domain, uniform
 from reference.selection import is_invalid, log_softmax, sample
+from reference.truncation import Sampling, truncate_rows
 
 
 def conditional_rates(base_rate, decay, num_draft_tokens):
@@ -148,6 +149,10 @@ def verify(
     *,
     conditional_rates,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    draft_sampling: Sampling | None = None,
     seed: int = 0,
     position: int = 0,
 ) -> Outcome:
@@ -163,6 +168,10 @@ def verify(
         draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None.
         conditional_rates: [num_draft_tokens] a_i.
         temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: likewise.
+        min_p: likewise.
+        draft_sampling: how the drafts were drawn; None: as the target samples.
         seed: the request's seed.
         position: absolute position of the first draft token.
 
@@ -182,13 +191,18 @@ def verify(
             break
         offset += 1
 
-    row, where = target_logits[offset], {"seed": seed, "position": position + offset}
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    draft_sampling = draft_sampling or sampling
+    (row,), (row_margin,) = truncate_rows(target_logits[offset : offset + 1], sampling)
+    where = {"seed": seed, "position": position + offset}
     if temperature == 0:
         emitted = greedy.argmax(row)
     elif offset == len(drafts) or draft_logits is None:
         emitted = sample(row, temperature=temperature, **where)
     else:
-        logprobs = log_softmax(row, temperature), log_softmax(draft_logits[offset], temperature)
+        (draft_row,), (draft_margin,) = truncate_rows(draft_logits[offset : offset + 1], draft_sampling)
+        logprobs = log_softmax(row, temperature), log_softmax(draft_row, draft_sampling.temperature)
         emitted = probabilistic.recover(*logprobs, **where)
+        margin = min(margin, draft_margin)
     invalid = any(is_invalid(read) for read in target_logits[: offset + 1])
-    return Outcome([*drafts[:offset], emitted.index], min(margin, emitted.margin), invalid)
+    return Outcome([*drafts[:offset], emitted.index], min(margin, row_margin, emitted.margin), invalid)

@@ -7,7 +7,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from specdecode.batch import SamplerOutput
+    from specdecode.batch import SamplerOutput, Sampling
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
     from specdecode.sampler import RejectionSampler
@@ -19,6 +19,7 @@ __all__ = [
     "DraftOutput",
     "RejectionSampler",
     "SamplerOutput",
+    "Sampling",
     "sample",
 ]
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _MODULES = {
     "DraftOutput": "drafting",
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
+    "Sampling": "batch",
     "sample": "drafting",
 }
 

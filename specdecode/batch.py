@@ -33,6 +33,53 @@ class SamplerOutput(NamedTuple):
         return self.num_accepted + 1
 
 
+class Sampling(NamedTuple):
+    """How tokens were drawn from rows of logits: what a call of the sampler takes by the same names.
+
+    Example:
+        >>> from specdecode import Sampling
+        >>> Sampling(temperature=0.7, top_p=0.95)
+        Sampling(temperature=0.7, top_k=None, top_p=0.95, min_p=None)
+    """
+
+    temperature: Tensor | float = 1.0
+    """One number >= 0 or a [batch] float tensor; 0 is greedy."""
+
+    top_k: Tensor | int | None = None
+    """An int >= 0 or a [batch] int32 or int64 tensor; None, 0 or the vocabulary size and more keep all tokens."""
+
+    top_p: Tensor | float | None = None
+    """A number in (0, 1] or a [batch] float tensor; None or 1 keep all tokens."""
+
+    min_p: Tensor | float | None = None
+    """A number in [0, 1] or a [batch] float tensor; None or 0 keep all tokens."""
+
+
+class Truncation(NamedTuple):
+    """Checked arguments of truncation; None for what keeps all tokens of every request."""
+
+    top_k: Tensor | int | None  # [batch] int32 or int64, or one for all
+    top_p: Tensor | float | None  # [batch] any float, or one for all
+    min_p: Tensor | float | None  # likewise
+
+    @classmethod
+    def check(
+        cls, sampling: Sampling, batch: int, vocab: int, device: torch.device, of: str = ""
+    ) -> "Truncation | None":
+        """Return what truncates rows, or None if nothing does; `of` comes before the arguments' names in errors.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value.
+        """
+        truncation = cls(
+            check_top_k(f"{of}top_k", sampling.top_k, batch, vocab, device),
+            check_share(f"{of}top_p", sampling.top_p, batch, device, neutral=1),
+            check_share(f"{of}min_p", sampling.min_p, batch, device, neutral=0),
+        )
+        return None if all(field is None for field in truncation) else truncation
+
+
 class RowBatch(NamedTuple):
     """Checked arguments for drawing one token from each row of logits."""
 
@@ -40,10 +87,18 @@ class RowBatch(NamedTuple):
     temperature: Tensor | float  # [batch] any float, or one for all
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
+    truncation: Truncation | None = None
 
     @classmethod
     def check(
-        cls, logits: Tensor, temperature: Tensor | float, seeds: Tensor | int | None, positions: Tensor | None
+        cls,
+        logits: Tensor,
+        temperature: Tensor | float,
+        seeds: Tensor | int | None,
+        positions: Tensor | None,
+        top_k: Tensor | int | None = None,
+        top_p: Tensor | float | None = None,
+        min_p: Tensor | float | None = None,
     ) -> "RowBatch":
         """Build a batch from a caller's arguments.
 
@@ -51,12 +106,13 @@ class RowBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, _ = check_logits("logits", logits, ("batch", "vocab"))
+        batch, vocab = check_logits("logits", logits, ("batch", "vocab"))
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
             check_seeds(seeds, batch, logits.device),
             check_positions(positions, batch, logits.device),
+            Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
         )
 
 
@@ -70,6 +126,16 @@ class VerificationBatch(NamedTuple):
     temperature: Tensor | float  # [batch] any float, or one for all
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
+    truncation: Truncation | None = None
+    draft_temperature: Tensor | float | None = None  # like temperature; None: the same
+    draft_truncation: Truncation | None = None
+    draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are left out of any row, or drafts were drawn otherwise than the target samples."""
+        of_drafts = self.draft_truncation is not None or self.draft_temperature is not None
+        return self.truncation is not None or of_drafts
 
     @classmethod
     def check(
@@ -81,6 +147,11 @@ class VerificationBatch(NamedTuple):
         temperature: Tensor | float,
         seeds: Tensor | int | None,
         positions: Tensor | None,
+        top_k: Tensor | int | None = None,
+        top_p: Tensor | float | None = None,
+        min_p: Tensor | float | None = None,
+        draft_sampling: Sampling | None = None,
+        draft_cutoff: Tensor | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -106,6 +177,17 @@ class VerificationBatch(NamedTuple):
             if draft_logits is None:
                 raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
         check_token_ids(draft_token_ids, vocab)
+        truncation = Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, device)
+        draft_truncation = None if draft_logits is None else truncation
+        draft_temperature = None
+        if draft_sampling is not None:
+            if not isinstance(draft_sampling, Sampling):
+                raise TypeError(f"draft_sampling: expected a Sampling, got {type(draft_sampling).__name__}")
+            if draft_logits is None:
+                raise ValueError("draft_sampling: given without the draft_logits that the drafts were drawn from")
+            draft_temperature = check_temperature(draft_sampling.temperature, batch, device, of="draft_sampling.")
+            draft_truncation = Truncation.check(draft_sampling, batch, vocab, device, of="draft_sampling.")
+        check_draft_cutoff(draft_cutoff, drafts, device, draft_logsumexp, draft_truncation)
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
@@ -114,6 +196,10 @@ class VerificationBatch(NamedTuple):
             check_temperature(temperature, batch, device),
             check_seeds(seeds, batch, device),
             check_positions(positions, batch, device),
+            truncation,
+            draft_temperature,
+            draft_truncation,
+            None if draft_cutoff is None else plain(draft_cutoff),
         )
 
 
@@ -225,24 +311,83 @@ def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
     check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
 
 
-def check_temperature(temperature: Tensor | float, batch: int, device: torch.device) -> Tensor | float:
+def check_temperature(temperature: Tensor | float, batch: int, device: torch.device, of: str = "") -> Tensor | float:
     """Return a temperature as a float or a [batch] tensor. The values of a tensor are checked only on the CPU."""
     if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature, FLOATS, (batch,), device)
+        check_tensor(f"{of}temperature", temperature, FLOATS, (batch,), device)
         if on_host(temperature):
-            check_values("temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0")
+            check_values(
+                f"{of}temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0"
+            )
         return plain(temperature)
     # float comes first because the check for Real, an abstract class, takes longer.
     if isinstance(temperature, bool) or not isinstance(temperature, (float, Real)):
-        raise TypeError(f"temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
+        raise TypeError(f"{of}temperature: expected a float or a [batch] tensor, got {type(temperature).__name__}")
     try:
         number = float(temperature)
     except OverflowError:
         number = math.inf
     # A number too small for a float is refused: it would become 0, which is greedy.
     if not (math.isfinite(number) and number >= 0) or (number == 0) != (temperature == 0):
-        raise ValueError(f"temperature: expected a finite float >= 0, got {shown(temperature)}")
+        raise ValueError(f"{of}temperature: expected a finite float >= 0, got {shown(temperature)}")
     return number
+
+
+def check_top_k(
+    name: str, top_k: Tensor | int | None, batch: int, vocab: int, device: torch.device
+) -> Tensor | int | None:
+    """Return top_k as an int or a [batch] tensor, None if it keeps all tokens. A tensor is checked only on the CPU."""
+    if top_k is None:
+        return None
+    if isinstance(top_k, Tensor):
+        check_tensor(name, top_k, INTEGERS, (batch,), device)
+        if on_host(top_k):
+            check_values(name, top_k, top_k >= 0, "numbers >= 0, where 0 keeps all tokens")
+        return plain(top_k)
+    count = check_count(name, top_k, least=0)
+    return None if count == 0 or count >= vocab else count
+
+
+def check_share(
+    name: str, share: Tensor | float | None, batch: int, device: torch.device, neutral: int
+) -> Tensor | float | None:
+    """Return top_p or min_p as a float or a [batch] tensor, None if it keeps all tokens.
+
+    The values of a tensor are checked only on the CPU.
+    """
+    if share is None:
+        return None
+    expected = "in (0, 1]" if neutral == 1 else "in [0, 1]"
+    if isinstance(share, Tensor):
+        check_tensor(name, share, FLOATS, (batch,), device)
+        if on_host(share):
+            check_values(name, share, (share <= 1) & (share > 0 if neutral == 1 else share >= 0), f"numbers {expected}")
+        return plain(share)
+    if isinstance(share, bool) or not isinstance(share, (float, Real)):
+        raise TypeError(f"{name}: expected a float {expected} or a [batch] tensor, got {type(share).__name__}")
+    if not (share <= 1 and (share > 0 if neutral == 1 else share >= 0)):
+        raise ValueError(f"{name}: expected a float {expected}, got {shown(share)}")
+    return None if share == neutral else float(share)
+
+
+def check_draft_cutoff(
+    draft_cutoff: Tensor | None,
+    drafts: tuple[int, int],
+    device: torch.device,
+    draft_logsumexp: Tensor | None,
+    draft_truncation: Truncation | None,
+) -> None:
+    """Raise unless a cutoff comes with each logsumexp of truncated draft rows, and with nothing else."""
+    if draft_cutoff is not None:
+        check_tensor("draft_cutoff", draft_cutoff, (torch.int64,), drafts, device)
+        if draft_logsumexp is None:
+            raise ValueError("draft_cutoff: given without the draft_logsumexp that it belongs to")
+        if draft_truncation is None:
+            raise ValueError("draft_cutoff: given, but the drafts were drawn without top_k, top_p and min_p")
+    elif draft_logsumexp is not None and draft_truncation is not None:
+        raise ValueError(
+            "draft_cutoff: needed beside draft_logsumexp, because the drafts were drawn from truncated rows"
+        )
 
 
 def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor | int:

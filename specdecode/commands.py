@@ -237,7 +237,9 @@ class Comparison(RejectionSampler):
             rows = (draft_token_ids >= 0).all(dim=1).nonzero()[:, 0]
             self.decisions["strict"].append(output.num_accepted[rows, None].cpu())
             rows = rows.repeat_interleave(SEEDS)
-            again = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+            again: dict[str, Any] = {
+                name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in options.items()
+            }
             again["seeds"] = again["seeds"] + (torch.arange(len(rows), device=rows.device) % SEEDS << 32)
             logits = None if draft_logits is None else draft_logits[rows]
             for name, sampler in self.others.items():

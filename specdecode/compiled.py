@@ -3,9 +3,9 @@
 Compiled code that calls the sampler calls such an operator, which then checks the arguments and runs the backend as usual.
 Calls that are not being compiled never come here.
 
-An argument of an operator is either a tensor or a number, so temperature and seeds are two arguments each, of which one is
-used. Seeds that the caller does not give are drawn outside the operator: the compiler may replace two equal calls of an
-operator by one, and does not do that to PyTorch's own random numbers.
+An argument of an operator is either a tensor or a number, so temperature, truncation and seeds are two arguments each, of
+which one is used. Seeds that the caller does not give are drawn outside the operator: the compiler may replace two equal
+calls of an operator by one, and does not do that to PyTorch's own random numbers.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import INT64, RowBatch, SamplerOutput, check_logits
+from specdecode.batch import INT64, RowBatch, SamplerOutput, Sampling, check_logits
 from specdecode.synthetic import AcceptanceSchedule
 
 
@@ -31,6 +31,11 @@ def verify(
     temperature: float | Tensor,
     seeds: int | Tensor | None,
     positions: Tensor | None,
+    top_k: int | Tensor | None,
+    top_p: float | Tensor | None,
+    min_p: float | Tensor | None,
+    draft_sampling: Sampling | None,
+    draft_cutoff: Tensor | None,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler."""
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
@@ -44,9 +49,11 @@ def verify(
                 draft_token_ids,
                 draft_logits,
                 draft_logsumexp,
-                *_tensor_or_number(temperature),
+                *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
+                *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
                 *_tensor_or_number(_seeds_for(target_logits, seeds)),
                 positions,
+                draft_cutoff,
             )
         )
 
@@ -58,19 +65,40 @@ def sample(
     temperature: float | Tensor,
     seeds: int | Tensor | None,
     positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    top_k: int | Tensor | None,
+    top_p: float | Tensor | None,
+    min_p: float | Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row in code that is being compiled; return what a backend's `sample` returns."""
+    sampling = Sampling(temperature, top_k, top_p, min_p)
     with torch.no_grad():
-        token_ids, logsumexp = _sample(
+        token_ids, logsumexp, cutoff = _sample(
             backend,
             int(domains[0]),
             int(domains[1]),
             logits,
-            *_tensor_or_number(temperature),
+            *_tensors_and_numbers(sampling),
             *_tensor_or_number(_seeds_for(logits, seeds)),
             positions,
         )
-        return token_ids, logsumexp
+        return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
+
+
+def _tensors_and_numbers(sampling: Sampling) -> tuple[list[Tensor | None], list[float]]:
+    """Return the fields that are tensors, None in place of the others; and the numbers, neutral in place of None."""
+    tensors = [field if isinstance(field, Tensor) else None for field in sampling]
+    neutral = (1.0, 0.0, 1.0, 0.0)
+    numbers = [
+        other if field is None or isinstance(field, Tensor) else float(field) for field, other in zip(sampling, neutral)
+    ]
+    return tensors, numbers
+
+
+def _sampling_of(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> Sampling:
+    temperature, top_k, top_p, min_p = (
+        number if tensor is None else tensor for tensor, number in zip(tensors, numbers)
+    )
+    return Sampling(temperature, top_k if isinstance(top_k, Tensor) else int(top_k), top_p, min_p)
 
 
 def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
@@ -92,23 +120,31 @@ def _verify(
     draft_token_ids: Tensor,
     draft_logits: Tensor | None,
     draft_logsumexp: Tensor | None,
-    temperatures: Tensor | None,
-    temperature: float,
+    sampling_tensors: Sequence[Tensor | None],
+    sampling_numbers: Sequence[float],
+    draft_sampling_tensors: Sequence[Tensor | None],
+    draft_sampling_numbers: Sequence[float],
     seeds: Tensor | None,
     first_seed: int,
     positions: Tensor | None,
+    draft_cutoff: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
+    sampling: Any = _sampling_of(sampling_tensors, sampling_numbers)._asdict()
     return RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)(
         target_logits,
         draft_token_ids,
         draft_logits,
-        temperature=temperature if temperatures is None else temperatures,
+        **sampling,
+        draft_sampling=(
+            _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
+        ),
         seeds=first_seed if seeds is None else seeds,
         positions=positions,
         draft_logsumexp=draft_logsumexp,
+        draft_cutoff=draft_cutoff,
     )
 
 
@@ -129,24 +165,23 @@ def _sample(
     block_domain: int,
     token_domain: int,
     logits: Tensor,
-    temperatures: Tensor | None,
-    temperature: float,
+    sampling_tensors: Sequence[Tensor | None],
+    sampling_numbers: Sequence[float],
     seeds: Tensor | None,
     first_seed: int,
     positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    batch = RowBatch.check(
-        logits,
-        temperature if temperatures is None else temperatures,
-        first_seed if seeds is None else seeds,
-        positions,
-    )
-    outputs: tuple[Tensor, Tensor]
-    outputs = backends.choose(cast("Backend", backend), logits).sample(batch, (block_domain, token_domain))
-    return outputs
+) -> tuple[Tensor, Tensor, Tensor]:
+    temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
+    seed = first_seed if seeds is None else seeds
+    batch = RowBatch.check(logits, cast("Any", temperature), seed, positions, *cast("Any", truncation))
+    chosen = backends.choose(cast("Backend", backend), logits, batch.truncation is not None)
+    token_ids, logsumexp, *cutoff = chosen.sample(batch, (block_domain, token_domain))
+    is_truncated = cutoff and cutoff[0] is not None
+    return token_ids, logsumexp, cutoff[0] if is_truncated else torch.zeros_like(token_ids)
 
 
 @_sample.register_fake
-def _(backend: str, block_domain: int, token_domain: int, logits: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _(backend: str, block_domain: int, token_domain: int, logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     batch, _vocab = check_logits("logits", logits, ("batch", "vocab"))
-    return logits.new_empty(batch, dtype=torch.int64), logits.new_empty(batch, dtype=torch.float32)
+    token_ids = logits.new_empty(batch, dtype=torch.int64)
+    return token_ids, logits.new_empty(batch, dtype=torch.float32), torch.empty_like(token_ids)

@@ -17,7 +17,10 @@ class DraftOutput(NamedTuple):
     """[batch] int64."""
 
     logsumexp: Tensor
-    """[batch] float32: logsumexp(logits / temperature), 0 for greedy requests."""
+    """[batch] float32: logsumexp(logits / temperature) of the tokens that are kept, 0 for greedy requests."""
+
+    cutoff: Tensor | None = None
+    """[batch] int64: the last token that top_k, top_p and min_p keep, in the order of decreasing logits; else None."""
 
 
 def sample(
@@ -25,8 +28,12 @@ def sample(
     temperature: float | Tensor = 1.0,
     seeds: int | Tensor | None = None,
     positions: Tensor | None = None,
+    *,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
 ) -> Tensor:
-    """Draw one token per row from softmax(logits / temperature), reproducibly.
+    """Draw one token per row from softmax(logits / temperature), truncated, reproducibly.
 
     The token depends only on the row's logits, temperature, seed and position. `strict` verification returns exactly these
     tokens. Do not draw drafts with this function: its noise is that of recovered and bonus tokens, so the output of
@@ -38,6 +45,9 @@ def sample(
         temperature: one number >= 0 or a [batch] float tensor; 0 takes the argmax.
         seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
         positions: [batch] int64, the absolute position of the token drawn; None means 0.
+        top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
+        top_p: likewise.
+        min_p: likewise.
 
     Returns:
         [batch] int64 token ids. A row without a finite logit gives token 0.
@@ -57,8 +67,8 @@ def sample(
     """
     token_ids: Tensor
     if torch.compiler.is_compiling():
-        token_ids, _ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions)
+        token_ids, *_ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions, top_k, top_p, min_p)
         return token_ids
-    batch = RowBatch.check(logits, temperature, seeds, positions)
-    token_ids, _ = backends.choose("auto", logits).sample(batch, SELECT)
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
+    token_ids, *_ = backends.choose("auto", logits, batch.truncation is not None).sample(batch, SELECT)
     return token_ids

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
-from specdecode.batch import MOST_DRAFT_TOKENS, RowBatch, SamplerOutput, VerificationBatch, check_choice, check_count
+from specdecode.batch import (
+    MOST_DRAFT_TOKENS,
+    RowBatch,
+    SamplerOutput,
+    Sampling,
+    VerificationBatch,
+    check_choice,
+    check_count,
+)
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
 from specdecode.synthetic import AcceptanceSchedule
@@ -113,9 +121,14 @@ class RejectionSampler:
         draft_logits: Tensor | None = None,
         *,
         temperature: float | Tensor = 1.0,
+        top_k: int | Tensor | None = None,
+        top_p: float | Tensor | None = None,
+        min_p: float | Tensor | None = None,
+        draft_sampling: Sampling | None = None,
         seeds: int | Tensor | None = None,
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
+        draft_cutoff: Tensor | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
@@ -135,11 +148,23 @@ class RejectionSampler:
             draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same
                 temperature. None means a deterministic drafter (n-gram look-up, greedy). `"strict"` does not use them.
             temperature: one number >= 0 or a [batch] float tensor; 0 is greedy.
+            top_k: keep the k tokens with the largest logits, of equal ones those with the lowest ids: an int >= 0 or a
+                [batch] int32 or int64 tensor. None, 0 and numbers from the vocabulary size on keep all tokens; 1 is greedy.
+            top_p: keep the most likely tokens until their probability reaches top_p: a number in (0, 1] or a [batch] float
+                tensor. None and 1 keep all tokens.
+            min_p: keep the tokens whose probability is at least min_p times the largest: a number in [0, 1] or a [batch]
+                float tensor. None and 0 keep all tokens. The order is temperature, min_p, top_k, top_p, each on what the
+                ones before have kept. Truncated calls run in the eager backend.
+            draft_sampling: how the drafts were drawn from draft_logits, if otherwise than the target samples; its numbers
+                are for all requests or [batch] tensors. The output has the target's truncated distribution whatever it is,
+                if it is true.
             seeds: [batch] int64; an int s means s, s + 1, ...; None draws them from torch's default generator.
             positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
                 means 0. A request that keeps its seed over several steps must pass them: otherwise its noise repeats.
             draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft]. It saves
                 reading the draft rows again, except in the eager backend on a GPU.
+            draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]: needed beside
+                draft_logsumexp if the drafts were drawn from truncated rows.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -148,13 +173,16 @@ class RejectionSampler:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where that cannot run. On a
                 CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
-                or negative as 0.
+                or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, a top_p of 0 or less keeps
+                one token, a min_p above 1 is 1.
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments)
-        batch = self._checked(VerificationBatch.check(*arguments))
-        output: SamplerOutput = backends.choose(self.backend, target_logits).verify(self.method, batch, self.schedule)
+            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation)
+        batch = self._checked(VerificationBatch.check(*arguments, *truncation))
+        backend = backends.choose(self.backend, target_logits, batch.is_truncated)
+        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
         return output
 
     def warmup(
@@ -164,9 +192,14 @@ class RejectionSampler:
         draft_logits: Tensor | None = None,
         *,
         temperature: float | Tensor = 1.0,
+        top_k: int | Tensor | None = None,
+        top_p: float | Tensor | None = None,
+        min_p: float | Tensor | None = None,
+        draft_sampling: Sampling | None = None,
         seeds: int | Tensor | None = None,
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
+        draft_cutoff: Tensor | None = None,
     ) -> None:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
@@ -182,9 +215,14 @@ class RejectionSampler:
             draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are compiled
                 too.
             temperature: as for a call.
+            top_k: as for a call.
+            top_p: as for a call.
+            min_p: as for a call.
+            draft_sampling: as for a call.
             seeds: as for a call.
             positions: as for a call.
             draft_logsumexp: as for a call.
+            draft_cutoff: as for a call.
 
         Raises:
             TypeError: as for a call.
@@ -198,15 +236,28 @@ class RejectionSampler:
         """
         batch = self._checked(
             VerificationBatch.check(
-                target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+                target_logits,
+                draft_token_ids,
+                draft_logits,
+                draft_logsumexp,
+                temperature,
+                seeds,
+                positions,
+                top_k,
+                top_p,
+                min_p,
+                draft_sampling,
+                draft_cutoff,
             )
         )
-        backend = backends.choose(self.backend, target_logits)
+        backend = backends.choose(self.backend, target_logits, batch.is_truncated)
         if backend is eager:
             return
         backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
-            self.draft(draft_logits[:, 0], temperature, seeds, positions)
+            how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
+            rows = draft_logits[:, 0]
+            self.draft(rows, how.temperature, seeds, positions, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
 
     def _checked(self, batch: VerificationBatch) -> VerificationBatch:
         """Return the batch if the schedule has a rate for each of its drafts."""
@@ -225,6 +276,9 @@ class RejectionSampler:
         positions: Tensor | None = None,
         *,
         offset: int = 0,
+        top_k: int | Tensor | None = None,
+        top_p: float | Tensor | None = None,
+        min_p: float | Tensor | None = None,
     ) -> DraftOutput:
         """Draw one draft token per request, with the noise that this sampler's method needs.
 
@@ -242,9 +296,12 @@ class RejectionSampler:
             seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
             offset: index of this draft in its step, from 0.
+            top_k: as for verification; pass the same, or say there by `draft_sampling` how drafts were drawn.
+            top_p: likewise.
+            min_p: likewise.
 
         Returns:
-            Token ids, and the logsumexp that verification takes as `draft_logsumexp`.
+            Token ids, and what verification takes as `draft_logsumexp` and `draft_cutoff`.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -257,10 +314,14 @@ class RejectionSampler:
             >>> draft = RejectionSampler("strict").draft(logits, seeds=0, positions=positions)
             >>> draft.token_ids, draft.logsumexp
             (tensor([1]), tensor([9.0001]))
+            >>> RejectionSampler("strict").draft(logits, seeds=0, positions=positions, top_p=0.95).cutoff
+            tensor([1])
         """
         offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
         domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
         if torch.compiler.is_compiling():
-            return DraftOutput(*compiled.sample(self.backend, domains, logits, temperature, seeds, positions))
-        batch = RowBatch.check(logits, temperature, seeds, positions)
-        return DraftOutput(*backends.choose(self.backend, logits).sample(batch, domains))
+            arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
+            return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
+        batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
+        backend = backends.choose(self.backend, logits, batch.truncation is not None)
+        return DraftOutput(*backend.sample(batch, domains))

@@ -24,7 +24,7 @@ import pkgutil
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
@@ -35,7 +35,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import reference
-from reference import block, philox, selection
+from reference import block, philox, selection, truncation
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
@@ -338,6 +338,12 @@ class Case:
     slots: int = 0
     """Width of a ragged batch: the step's arrays have at least this many draft slots. Unused ones hold arbitrary values."""
 
+    truncation: Mapping[str, float] = field(default_factory=dict)
+    """top_k, top_p, min_p by which the target samples."""
+
+    draft_truncation: Mapping[str, float] | None = None
+    """By which drafts are drawn; None: as the target samples."""
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
@@ -358,6 +364,11 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     tokens: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     keywords = {"temperature": case.temperature, "seed": seed}
+    sampling = truncation.Sampling(case.temperature, **case.truncation)
+    draft_sampling = sampling
+    of_verify: dict = dict(case.truncation)
+    if case.draft_truncation is not None:
+        draft_sampling = of_verify["draft_sampling"] = truncation.Sampling(case.temperature, **case.draft_truncation)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
         return logits(model(prefix), case.temperature)
@@ -368,7 +379,7 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
             for offset in range(num_drafts):
                 here = position + len(tokens) + offset
                 proposal = selection.sample(
-                    row(case.draft, tokens + drafts),
+                    truncation.truncate(row(case.draft, tokens + drafts), draft_sampling)[0],
                     **keywords,
                     position=here,
                     domains=domains(offset) if callable(domains) else domains,
@@ -381,11 +392,13 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
                 [*drafts, -1, *([0] * padding)][: num_drafts + padding],
                 [*(row(case.draft, tokens + drafts[:offset]) for offset in range(num_drafts)), *unused],
                 **keywords,
+                **of_verify,
                 position=position + len(tokens),
             )
             assert not outcome.invalid, "a row was read that must not be"
             tokens += tuple(outcome.token_ids)
             accepted += (outcome.num_accepted,)
         while len(tokens) < case.num_tokens:
-            tokens += (selection.sample(row(case.target, tokens), **keywords, position=position + len(tokens)).index,)
+            last_row, _ = truncation.truncate(row(case.target, tokens), sampling)
+            tokens += (selection.sample(last_row, **keywords, position=position + len(tokens)).index,)
     return tokens[: case.num_tokens], accepted

@@ -8,6 +8,7 @@ from reference import block
 from specdecode import RejectionSampler, sample
 from specdecode.eager import probabilistic
 from specdecode.eager.block import residual_mass
+from specdecode.eager.truncation import RowSampling
 from tests import distributions
 from tests.differential import assert_same_tokens, case
 
@@ -172,8 +173,9 @@ def test_residual_masses_keep_their_relative_precision_where_target_and_draft_ne
     log_ratio = torch.full((4,), -behind * closeness)
     temperature = torch.full((4,), 0.7)
     masses = [
-        residual_mass(*(tensor.to(dtype) for tensor in (target, draft, temperature, log_ratio))).double()
+        residual_mass(target.to(dtype), draft.to(dtype), sampling, sampling, log_ratio.to(dtype)).double()
         for dtype in (torch.float32, torch.float64)
+        for sampling in [RowSampling(temperature.to(dtype))]
     ]
     probs = [torch.softmax(row.double() / temperature.double()[:, None], dim=1) for row in (target, draft)]
     difference = log_ratio.double().exp()[:, None] * probs[0] - probs[1]

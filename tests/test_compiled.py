@@ -158,7 +158,7 @@ def test_outputs_of_compiled_calls_need_no_gradients(place):
     call["target_logits"].requires_grad_()
     call["draft_logits"].requires_grad_()
     sampler = make("block", place)
-    step = compiled(lambda call: (*sampler(**call, seeds=0), *sampler.draft(call["draft_logits"][:, 0], seeds=0)))
+    step = compiled(lambda call: (*sampler(**call, seeds=0), *sampler.draft(call["draft_logits"][:, 0], seeds=0)[:2]))
     assert not any(value.requires_grad for value in step(call))
 
 
@@ -168,9 +168,10 @@ def test_operators_keep_the_rules_of_operators(place, draft_logits):
     call = inputs(place, draft_logits=draft_logits)
     seeds = torch.arange(BATCH, device=place[1])
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
-    arguments = ("block", place[0], [], *call.values(), logsumexp, None, 0.7, seeds, 0, None)
+    numbers = [None] * 4, [0.7, 0.0, 1.0, 0.0]
+    arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None)
     torch.library.opcheck(torch.ops.specdecode.verify.default, arguments)
-    arguments = (place[0], 3, 4, call["target_logits"][:, 0], None, 1.0, None, 5, seeds)
+    arguments = (place[0], 3, 4, call["target_logits"][:, 0], *numbers, None, 5, seeds)
     torch.library.opcheck(torch.ops.specdecode.sample.default, arguments)
 
 

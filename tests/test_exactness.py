@@ -1074,7 +1074,7 @@ MUTANTS = [
     Mutant("joint for conditional rates", synthetic.verify, "conditional_rates[offset])",
            "np.prod(conditional_rates[: offset + 1]))", synthetic_cases),
     Mutant("emit from p after a rejection", synthetic.verify, "or draft_logits is None", "or True", synthetic_cases),
-    Mutant("draft row of the first position", synthetic.verify, "draft_logits[offset]", "draft_logits[0]",
+    Mutant("draft row of the first position", synthetic.verify, "draft_logits[offset : offset + 1]", "draft_logits[:1]",
            synthetic_cases),
     Mutant("draw at temperature 0", synthetic.verify, "emitted = greedy.argmax(row)", "emitted = sample(row, **where)",
            check_synthetic_greedy),

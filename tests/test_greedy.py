@@ -7,7 +7,7 @@ import torch
 
 from reference import greedy
 from specdecode import AcceptanceSchedule, RejectionSampler
-from specdecode.eager import selection
+from specdecode.eager import truncation
 from tests.differential import assert_same_tokens, case, like_a_device
 
 METHODS = {
@@ -43,11 +43,11 @@ def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
     batch = case(40, 3, 500, torch.float32, greedy=0.5)
     random = int((batch.temperature > 0).sum())
     rows_read = []
-    read = selection.read
+    read = truncation.read
 
-    def counting(models, dtype):
+    def counting(models, samplings):
         rows_read.extend(logits.shape[:-1].numel() for logits in models)
-        return read(models, dtype)
+        return read(models, samplings)
 
     for room in ("strict", "probabilistic"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counting)

@@ -9,6 +9,7 @@ import torch
 from reference import probabilistic
 from specdecode import RejectionSampler
 from specdecode.eager.probabilistic import residual
+from specdecode.eager.truncation import RowSampling
 from tests import distributions
 from tests.differential import assert_same_tokens, case, like_a_device
 
@@ -115,9 +116,10 @@ def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     generator = torch.Generator().manual_seed(0)
     target = 2 * torch.randn(4, 3000, generator=generator)
     draft = target + closeness * torch.randn(4, 3000, generator=generator)
-    one, rejected, log_ratio = torch.ones(4), torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    weights = residual(target, draft, rejected, one, log_ratio)[0].double()
-    exact = residual(target.double(), draft.double(), rejected, one.double(), log_ratio.double())[0]
+    one, precisely = RowSampling(torch.ones(4)), RowSampling(torch.ones(4, dtype=torch.float64))
+    rejected, log_ratio = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    weights = residual(target, draft, rejected, one, one, log_ratio)[0].double()
+    exact = residual(target.double(), draft.double(), rejected, precisely, precisely, log_ratio.double())[0]
     distribution, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
     assert ((distribution - expected).abs().sum(dim=1) / 2).max() < 2e-6
 
@@ -125,8 +127,8 @@ def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
 def test_residuals_of_the_largest_logits_do_not_overflow():
     # The logits of the two models are further apart than the largest float32.
     target, draft = torch.tensor([[3e38, 2.9e38, 2.5e38]]), torch.tensor([[-3.3e38, -3e38, -3.1e38]])
-    temperature, rejected, log_ratio = torch.tensor([1e38]), torch.tensor([1]), torch.zeros(1)
-    weights = residual(target, draft, rejected, temperature, log_ratio)[0].double()
+    sampling, rejected, log_ratio = RowSampling(torch.tensor([1e38])), torch.tensor([1]), torch.zeros(1)
+    weights = residual(target, draft, rejected, sampling, sampling, log_ratio)[0].double()
     scaled = [(row - row.max()).double() / 1e38 for row in (target.double(), draft.double())]
     expected = (scaled[0].softmax(dim=1) - scaled[1].softmax(dim=1)).clamp(min=0)
     assert torch.allclose(weights / weights.sum(), expected / expected.sum(), atol=1e-6)
@@ -137,12 +139,12 @@ def test_residuals_of_the_largest_logits_do_not_overflow():
 def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(3, 2000, generator=generator)
-    one, rejected, log_ratio = torch.ones(3), torch.tensor([5, 6, 7]), torch.zeros(3)
+    one, rejected, log_ratio = RowSampling(torch.ones(3)), torch.tensor([5, 6, 7]), torch.zeros(3)
     draft = None if deterministic else target.clone()
     if deterministic:  # all of the target's mass is on the rejected draft
         target.fill_(-torch.inf).scatter_(1, rejected[:, None], 1.0)
     with like_a_device() if masked else nullcontext():
-        weights, _ = residual(target, draft, rejected, one, log_ratio)
+        weights, _ = residual(target, draft, rejected, one, one, log_ratio)
     probs = weights[:, :2000] / weights.sum(dim=1, keepdim=True)
     assert torch.allclose(probs, target.softmax(dim=1), atol=1e-7)
 

@@ -127,7 +127,9 @@ def parameters(function) -> list[tuple]:
 
 
 REQUIRED = inspect.Parameter.empty
-SAMPLING = [("temperature", 1.0), ("seeds", None), ("positions", None)]
+SEEDED = [("seeds", None), ("positions", None)]
+TRUNCATION = [("top_k", None), ("top_p", None), ("min_p", None)]
+SAMPLING = [("temperature", 1.0), *SEEDED]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +139,17 @@ SAMPLING = [("temperature", 1.0), ("seeds", None), ("positions", None)]
         (
             RejectionSampler.__call__,
             [("target_logits", REQUIRED), ("draft_token_ids", REQUIRED), ("draft_logits", None)],
-            [*SAMPLING, ("draft_logsumexp", None)],
+            [
+                ("temperature", 1.0),
+                *TRUNCATION,
+                ("draft_sampling", None),
+                *SEEDED,
+                ("draft_logsumexp", None),
+                ("draft_cutoff", None),
+            ],
         ),
-        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0)]),
-        (sample, [("logits", REQUIRED), *SAMPLING], []),
+        (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
+        (sample, [("logits", REQUIRED), *SAMPLING], TRUNCATION),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],
 )
@@ -359,7 +368,7 @@ def test_nan_counts_as_minus_infinity(place, method, dtype):
         target = call["target_logits"].masked_fill(holes, hole)
         draft = call["draft_logits"].masked_fill(holes[:, 1:], hole)
         outputs.append(make(method, place)(**call | {"target_logits": target, "draft_logits": draft}))
-        draws.append([draft.tolist() for draft in make(method, place).draft(target[:, 0], call["temperature"], 0)])
+        draws.append([drawn.tolist() for drawn in make(method, place).draft(target[:, 0], call["temperature"], 0)[:2]])
     assert_same(*outputs)
     assert draws[0] == draws[1]
     assert bool(outputs[0].invalid[0])
@@ -839,7 +848,7 @@ def test_gradients_are_neither_needed_nor_made(place, method):
     output = make(method, place)(**call)
     draft = make(method, place).draft(call["target_logits"][:, 0], call["temperature"], 0)
     tokens = sample(call["target_logits"][:, 0], call["temperature"], 0)
-    assert not any(value.requires_grad for value in (*output, output.num_tokens, *draft, tokens))
+    assert not any(value.requires_grad for value in (*output, output.num_tokens, *draft[:2], tokens))
     del call["draft_logsumexp"]
     call["target_logits"] = torch.nn.Parameter(call["target_logits"].detach())
     assert_same(make(method, place)(**call), expected)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
+from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
 
 METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
@@ -31,9 +32,15 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 
 
 @torch.no_grad()
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
+def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row.
+
+    Returns:
+        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
+        tokens kept, None if rows are not truncated.
+    """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
-    token_ids, logsumexp, _ = strict.sample(batch.logits, temperature, seeds, positions, greedy, domains)
-    return token_ids, logsumexp.to(torch.float32)
+    sampling = row_sampling(temperature, batch.truncation)
+    token_ids, logsumexp, _, *cutoff = strict.sample(batch.logits, sampling, seeds, positions, greedy, domains)
+    return token_ids, logsumexp.to(torch.float32), cutoff[0] if cutoff else None

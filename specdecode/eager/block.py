@@ -1,5 +1,7 @@
 """Block verification in PyTorch: accept the longest block of drafts that passes its test, then draw from the residual."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from specdecode.batch import SamplerOutput, on_host
 from specdecode.eager.probabilistic import compare, emit, quotients
 from specdecode.eager.selection import Requests, block_sums, by_chunks
 from specdecode.eager.steps import Steps
+from specdecode.eager.truncation import RowSampling
 
 
 def running_ratio(before: Tensor, quotient: Tensor) -> Tensor:
@@ -15,18 +18,24 @@ def running_ratio(before: Tensor, quotient: Tensor) -> Tensor:
 
 
 def residual_mass(
-    target: Tensor, draft: Tensor, temperature: Tensor, log_ratio: Tensor, greedy: Tensor | None = None
+    target: Tensor,
+    draft: Tensor,
+    sampling: RowSampling,
+    draft_sampling: RowSampling,
+    log_ratio: Tensor,
+    greedy: Tensor | None = None,
 ) -> Tensor:
     """Return A = sum max(0, c p - q) of each row.
 
     Args:
         target: [..., vocab] raw logits.
         draft: [..., vocab] raw logits.
-        temperature: [...] or what broadcasts to it, > 0.
+        sampling: [...] or what broadcasts to it, how the target samples.
+        draft_sampling: likewise, how drafts were drawn.
         log_ratio: [...] log c, <= 0.
         greedy: [...] bool or what broadcasts to it, whether the request is greedy; None if none is.
     """
-    comparison = compare(target, draft, temperature, greedy)
+    comparison = compare(target, draft, sampling, draft_sampling, greedy)
     mass = block_sums(comparison.residual_weights(log_ratio)).sum(dim=-1)
     return log_ratio.exp() * (mass / comparison.target_sum)
 
@@ -43,10 +52,10 @@ def probabilities(steps: Steps, rows: Requests, offsets: slice, log_ratio: Tenso
     target, draft = steps.target_logits[rows, offsets], steps.draft_logits[rows, offsets]
     greedy = None if steps.point_masses is None else steps.point_masses[rows, None]
 
-    def compute(*tensors: Tensor) -> tuple[Tensor]:
+    def compute(*tensors: Any) -> tuple[Tensor]:
         return (residual_mass(*tensors),)
 
-    scalars = steps.temperature[rows, None], log_ratio, greedy
+    scalars = steps.sampling.at(rows, None), steps.draft_sampling.at(rows, None), log_ratio, greedy
     (mass,) = by_chunks(compute, 2 * target.shape[1:].numel(), target, draft, *scalars)
     return acceptance_probability(log_ratio, mass)
 

@@ -1,7 +1,7 @@
 """Probabilistic in PyTorch: accept by likelihood ratio, and after a rejection draw from the residual."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from specdecode.eager.selection import (
     by_kind,
     exp_scaled,
     point_masses,
-    read,
     select,
 )
 from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
+from specdecode.eager.truncation import RowSampling, is_kept, read
 from specdecode.noise import SELECT
 
 LARGEST_LOGSUMEXP = 256.0
@@ -29,20 +29,21 @@ LARGEST_LOGSUMEXP = 256.0
 
 
 def logprobs(
-    models: tuple[Tensor, ...], token_ids: Tensor, temperature: Tensor, greedy: Tensor | None
+    models: tuple[Tensor, ...], token_ids: Tensor, samplings: tuple[RowSampling, ...], greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return each model's log-probability of one token per row, and whether a target row has no finite logit.
 
     Args:
         models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
         token_ids: [...] int64.
-        temperature: [...] or what broadcasts to it, > 0.
+        samplings: [...] or what broadcasts to it, of each model.
         greedy: [...] bool, likewise, or None if no row is.
 
     Returns:
         [models, ...] and [...].
     """
-    rows = read(models, temperature.dtype)
+    temperature = samplings[0].temperature
+    rows, _ = read(models, samplings)
     token_ids = token_ids[None, ..., None].expand(len(models), *token_ids.shape, 1)
     scaled = (rows.logits.gather(-1, token_ids) - rows.row_max).squeeze(-1) / temperature
     sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature[..., None])).sum(dim=-1)
@@ -57,8 +58,10 @@ def log_quotient(
     target: Tensor,
     draft: Tensor | None,
     token_ids: Tensor,
-    temperature: Tensor,
+    sampling: RowSampling,
+    draft_sampling: RowSampling,
     draft_logsumexp: Tensor | None,
+    draft_cutoff: Tensor | None,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return log(p(x) / q(x)) of each row's draft x, -inf where either is 0, and whether the target row is empty.
@@ -67,28 +70,35 @@ def log_quotient(
     the logsumexp is so large that float32 has rounded away what matters.
     """
 
-    def by_rows(
-        target: Tensor, draft: Tensor, token_ids: Tensor, temperature: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, temperature, greedy)
+    def by_rows(target: Tensor, draft: Tensor, token_ids: Tensor, *samplings: RowSampling) -> tuple[Tensor, Tensor]:
+        (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, samplings[:2], greedy)
         if greedy is not None:
             draft_logprob = draft_logprob.masked_fill(greedy, 0)
         return target_logprob - draft_logprob, is_empty
 
     def by_logsumexp(
-        target: Tensor, draft: Tensor, token_ids: Tensor, temperature: Tensor, logsumexp: Tensor
+        target: Tensor,
+        draft: Tensor,
+        token_ids: Tensor,
+        sampling: RowSampling,
+        draft_sampling: RowSampling,
+        logsumexp: Tensor,
+        cutoff: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        (target_logprob,), is_empty = logprobs((target,), token_ids, temperature, greedy)
+        (target_logprob,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
         logit = draft.gather(-1, token_ids[..., None]).squeeze(-1)
-        return target_logprob - (logit / temperature - logsumexp), is_empty
+        draft_logprob = logit / draft_sampling.temperature - logsumexp
+        if cutoff is not None:
+            draft_logprob = draft_logprob.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
+        return target_logprob - draft_logprob, is_empty
 
     if draft is None:
-        (quotient,), is_empty = logprobs((target,), token_ids, temperature, greedy)
+        (quotient,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
     elif draft_logsumexp is None:
-        quotient, is_empty = by_rows(target, draft, token_ids, temperature)
+        quotient, is_empty = by_rows(target, draft, token_ids, sampling, draft_sampling)
     else:
         trusted = (draft_logsumexp.abs() <= LARGEST_LOGSUMEXP).all(dim=1)
-        tensors = (target, draft, token_ids, temperature, draft_logsumexp)
+        tensors = (target, draft, token_ids, sampling, draft_sampling, draft_logsumexp, draft_cutoff)
         quotient, is_empty = by_case(trusted, by_logsumexp, by_rows, *tensors)
     return quotient.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), is_empty
 
@@ -97,17 +107,19 @@ def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Ten
     """Return `log_quotient` of some requests' drafts at some offsets, [rows, offsets] each."""
 
     def match(
-        target: Tensor, _: Tensor | None, token_ids: Tensor, temperature: Tensor, *__: Tensor | None
+        target: Tensor, _: Tensor | None, token_ids: Tensor, sampling: RowSampling, *__: Any
     ) -> tuple[Tensor, Tensor]:
         best, is_empty = argmax(target)
-        return (best == token_ids).to(temperature.dtype).log(), is_empty
+        return (best == token_ids).to(sampling.temperature.dtype).log(), is_empty
 
     target, draft, logsumexp = steps.target_logits[rows, offsets], steps.draft_logits, steps.draft_logsumexp
+    cutoff = None if steps.draft_cutoff is None else steps.draft_cutoff[rows, offsets]
     if draft is not None:
         draft = draft[rows, offsets]
     if logsumexp is not None:  # on a device all rows are read: to choose by logsumexp, the host would wait
         logsumexp = logsumexp[rows, offsets] if on_host(logsumexp) else None
-    tensors = (target, draft, steps.draft_token_ids[rows, offsets], steps.temperature[rows, None], logsumexp)
+    samplings = steps.sampling.at(rows, None), steps.draft_sampling.at(rows, None)
+    tensors = (target, draft, steps.draft_token_ids[rows, offsets], *samplings, logsumexp, cutoff)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
     quotient, is_empty = by_kind(steps.greedy_among(rows), log_quotient, match, logits_each, *tensors)
     return quotient, is_empty
@@ -186,11 +198,13 @@ class Comparison(NamedTuple):
         return weight_left(self.target_weights, self.difference, (self.log_sum_ratio + log_ratio)[..., None])
 
 
-def compare(target: Tensor, draft: Tensor, temperature: Tensor, greedy: Tensor | None = None) -> Comparison:
-    """Compare rows of raw logits, [..., vocab], at temperatures > 0, [...] or what broadcasts to it."""
-    rows = read((target, draft), temperature.dtype)
+def compare(
+    target: Tensor, draft: Tensor, sampling: RowSampling, draft_sampling: RowSampling, greedy: Tensor | None = None
+) -> Comparison:
+    """Compare rows of raw logits, [..., vocab], given how tokens are drawn from them, [...] or what broadcasts to it."""
+    rows, _ = read((target, draft), (sampling, draft_sampling))
     is_empty = rows.row_max[0, ..., 0] == -torch.inf
-    rows, temperature = point_masses(rows, greedy), temperature[..., None]
+    rows, temperature = point_masses(rows, greedy), sampling.temperature[..., None]
     difference = log_difference(*rows.logits, *rows.row_max, temperature)
     weights = exp_scaled(rows.logits, rows.row_max, temperature)
     sums = block_sums(weights).sum(dim=-1)
@@ -207,7 +221,8 @@ def residual(
     target: Tensor,
     draft: Tensor | None,
     token_ids: Tensor,
-    temperature: Tensor,
+    sampling: RowSampling,
+    draft_sampling: RowSampling,
     log_ratio: Tensor,
     greedy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -217,7 +232,8 @@ def residual(
         target: [rows, vocab] raw logits.
         draft: [rows, vocab] raw logits, or None for the point mass on the rejected draft.
         token_ids: [rows] int64, the rejected drafts.
-        temperature: [rows], > 0.
+        sampling: [rows], how the target samples.
+        draft_sampling: [rows], how drafts were drawn.
         log_ratio: [rows] log c.
         greedy: [rows] bool, whether p is the point mass on the argmax, or None if it is for no row.
 
@@ -225,14 +241,14 @@ def residual(
         [rows, padded vocab] weights; [rows] bool, whether the target row has no finite logit.
     """
     if draft is None:
-        rows = read((target,), temperature.dtype)
+        rows, _ = read((target,), (sampling,))
         is_empty = rows.row_max[0, :, 0] == -torch.inf
         rows = point_masses(rows, greedy)
-        target_weights = exp_scaled(rows.logits[0], rows.row_max[0], temperature[:, None])
+        target_weights = exp_scaled(rows.logits[0], rows.row_max[0], sampling.temperature[:, None])
         kept = target_weights.gather(1, token_ids[:, None]).masked_fill_(log_ratio[:, None] < torch.inf, 0)
         weights = target_weights.scatter(1, token_ids[:, None], kept)
     else:
-        comparison = compare(target, draft, temperature, greedy)
+        comparison = compare(target, draft, sampling, draft_sampling, greedy)
         weights, target_weights = comparison.residual_weights(log_ratio), comparison.target_weights
         is_empty = comparison.is_empty
     nothing = weights.amax(dim=1, keepdim=True) == 0
@@ -246,7 +262,8 @@ def recover(
     requests: Tensor,
     offsets: Tensor,
     log_ratio: Tensor,
-    temperature: Tensor,
+    sampling: RowSampling,
+    draft_sampling: RowSampling,
     seeds: Tensor,
     positions: Tensor,
     greedy: Tensor | None,
@@ -256,7 +273,7 @@ def recover(
     at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
     draft = None if steps.draft_logits is None else steps.draft_logits[at_draft]
     target, token_ids = steps.target_logits[requests, offsets], steps.draft_token_ids[at_draft]
-    weights, is_empty = residual(target, draft, token_ids, temperature, log_ratio, greedy)
+    weights, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_ratio, greedy)
     return select(weights, block_sums(weights), seeds, positions, SELECT), is_empty
 
 
@@ -275,10 +292,10 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
     """
 
-    def bonus(requests: Tensor, offsets: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-        token_ids, _logsumexp, is_empty = sample(
+    def bonus(requests: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        token_ids, _logsumexp, is_empty, *_cutoff = sample(
             steps.target_logits[requests, offsets],
-            steps.temperature[requests],
+            steps.sampling.at(requests),
             steps.seeds[requests],
             steps.positions[requests] + offsets,
             steps.greedy_among(requests),
@@ -289,7 +306,7 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
     if isinstance(steps.greedy, Tensor):
         rejected &= ~steps.greedy
     requests, positions = torch.arange(len(rejected), device=rejected.device), steps.positions + num_accepted
-    scalars = (steps.temperature, steps.seeds, positions, steps.point_masses)
+    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, positions, steps.point_masses)
     tensors = (requests, num_accepted, log_ratio - rejected.log(), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:

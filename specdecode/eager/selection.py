@@ -7,7 +7,7 @@ on the rows beside it.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,21 @@ Requests = Tensor | slice
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
-def take(tensors: tuple[Tensor | None, ...], rows: Requests) -> tuple[Tensor | None, ...]:
-    """Return some rows of each tensor."""
-    return tuple(None if tensor is None else tensor[rows] for tensor in tensors)
+def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
+    """Return some rows of each tensor, and of those in named tuples."""
+    return tuple(
+        None if tensor is None else type(tensor)(*take(tensor, rows)) if isinstance(tensor, tuple) else tensor[rows]
+        for tensor in tensors
+    )
 
 
-def by_chunks(compute: Compute, logits_each: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def by_chunks(compute: Compute, logits_each: int, *tensors: Any) -> tuple[Tensor, ...]:
     """Apply `compute` to a few requests of the tensors at a time and concatenate what it returns.
 
     Args:
         compute: a function of the tensors.
         logits_each: how many logits it copies for each request.
-        tensors: [requests, ...] each, or None, but for the first.
+        tensors: [requests, ...] each, or None, but for the first; or named tuples of such.
     """
     first = tensors[0]
     assert first is not None
@@ -45,7 +48,7 @@ def by_chunks(compute: Compute, logits_each: int, *tensors: Tensor | None) -> tu
     return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts))
 
 
-def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Any) -> tuple[Tensor, ...]:
     """Apply `compute` to the requests in `case` and `otherwise` to the others; return the results in the requests' order.
 
     Args:
@@ -64,7 +67,7 @@ def by_case(case: Tensor, compute: Compute, otherwise: Compute, *tensors: Tensor
 
 
 def by_kind(
-    greedy: Tensor | bool, draw: Compute, pick: Compute, logits_each: int, logits: Tensor, *tensors: Tensor | None
+    greedy: Tensor | bool, draw: Compute, pick: Compute, logits_each: int, logits: Tensor, *tensors: Any
 ) -> tuple[Tensor, ...]:
     """Apply `pick` to greedy requests, and to the others `draw`, which is also given which rows are greedy, or None.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, on_host, seed_each
 from specdecode.eager.philox import uniform
 from specdecode.eager.selection import Requests
+from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -24,6 +25,12 @@ class Steps:
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
         self.temperature, self.greedy = row_temperature(batch.temperature, *logits)
+        self.sampling = self.draft_sampling = row_sampling(self.temperature, batch.truncation)
+        self.draft_cutoff = batch.draft_cutoff
+        if batch.draft_temperature is not None:
+            draft_temperature, draft_greedy = row_temperature(batch.draft_temperature, *logits)
+            drawn = row_sampling(draft_temperature, batch.draft_truncation)
+            self.draft_sampling = of_drafts(drawn, draft_greedy, self.temperature)
         self.point_masses = None if isinstance(self.greedy, bool) or on_host(self.greedy) else self.greedy
 
         self.num_draft_tokens = rows - 1

@@ -5,53 +5,58 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, point_masses, read, select
+from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, point_masses, select
 from specdecode.eager.steps import Steps
+from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
 
 
 def sample(
     logits: Tensor,
-    temperature: Tensor,
+    sampling: RowSampling,
     seeds: Tensor,
     positions: Tensor,
     greedy: Tensor | bool,
     domains: tuple[int, int] = SELECT,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row: the argmax for greedy requests, else from softmax(logits / temperature).
+) -> tuple[Tensor, ...]:
+    """Draw one token per row: the argmax for greedy requests, else from softmax(logits / temperature), truncated.
 
     Args:
         logits: [requests, ..., vocab] any float.
-        temperature: [requests, ...] or what broadcasts to it, > 0 and in the dtype to compute in.
+        sampling: [requests, ...] or what broadcasts to it.
         seeds: [requests, ...] or what broadcasts to it, int64.
         positions: [requests, ...] int64.
         greedy: [requests] bool, or one for all.
         domains: of the noise.
 
     Returns:
-        [requests, ...] each: int64 token ids; logsumexp(logits / temperature), 0 for greedy requests, which have no
-        softmax; bool, whether the row has no finite logit.
+        [requests, ...] each: int64 token ids; logsumexp(logits / temperature) of what is kept, 0 for greedy requests, which
+        have no softmax; bool, whether the row has no finite logit; and if rows are truncated, int64 the last token kept.
     """
 
     def draw(
-        logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, greedy: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = read((logits,), temperature.dtype)
+        logits: Tensor, sampling: RowSampling, seeds: Tensor, positions: Tensor, greedy: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        temperature = sampling.temperature
+        rows, cutoffs = read((logits,), (sampling,))
         row_max = rows.row_max[0].squeeze(-1)
         rows = point_masses(rows, greedy)
         weights = exp_scaled(rows.logits[0], rows.row_max[0], temperature[..., None])
         sums = block_sums(weights)
         token_ids = select(weights, sums, seeds, positions, domains)
         logsumexp = row_max / temperature + sums.sum(dim=-1).log()
-        return token_ids, logsumexp if greedy is None else logsumexp.masked_fill(greedy, 0), row_max == -torch.inf
+        if greedy is not None:
+            logsumexp = logsumexp.masked_fill(greedy, 0)
+            cutoffs = None if cutoffs is None else torch.where(greedy, token_ids, cutoffs)
+        result = token_ids, logsumexp, row_max == -torch.inf
+        return result if cutoffs is None else (*result, cutoffs)
 
-    def pick(logits: Tensor, temperature: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def pick(logits: Tensor, sampling: RowSampling, *_: Tensor | None) -> tuple[Tensor, ...]:
         token_ids, is_empty = argmax(logits)
-        return token_ids, token_ids.new_zeros(token_ids.shape, dtype=temperature.dtype), is_empty
+        result = token_ids, token_ids.new_zeros(token_ids.shape, dtype=sampling.temperature.dtype), is_empty
+        return (*result, token_ids) if sampling.truncates else result
 
-    tensors = (logits, temperature, seeds, positions)
-    token_ids, logsumexp, is_empty = by_kind(greedy, draw, pick, logits.shape[1:].numel(), *tensors)
-    return token_ids, logsumexp, is_empty
+    return by_kind(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
 
 
 def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
@@ -65,9 +70,9 @@ def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
     accepts = None if scheduled is None else torch.nn.functional.pad(scheduled, (0, 1))
 
     def draw(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor, Tensor]:
-        token_ids, _, is_empty = sample(
+        token_ids, _, is_empty, *_ = sample(
             steps.target_logits[rows, offsets],
-            steps.temperature[rows, None],
+            steps.sampling.at(rows, None),
             steps.seeds[rows, None],
             steps.positions[rows, None] + steps.offsets[offsets],
             steps.greedy_among(rows),

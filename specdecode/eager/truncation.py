@@ -1,0 +1,135 @@
+"""Truncation in PyTorch: logits that top-k, top-p and min-p leave out become -inf, by a sort of each row."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import Truncation
+from specdecode.eager.selection import Rows
+from specdecode.eager.selection import read as read_whole
+
+ALL = torch.iinfo(torch.int64).max
+
+
+class RowSampling(NamedTuple):
+    """How tokens are drawn from some rows: each field [...], or what broadcasts to it."""
+
+    temperature: Tensor
+    """> 0 and in the dtype to compute in."""
+
+    factor: Tensor | None = None
+    """By which logits are multiplied to have the target's temperature; None: they have it."""
+
+    top_k: Tensor | None = None
+    """int64, at least 1; None: all tokens."""
+
+    top_p: Tensor | None = None
+    """float64; above 1: all tokens."""
+
+    min_p: Tensor | None = None
+    """In the dtype of the temperature."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether anything may be left out."""
+        return any(field is not None for field in self[2:])
+
+    def at(self, *index: Any) -> "RowSampling":
+        """Return the fields at an index."""
+        others = (None if field is None else field[index] for field in self[1:])
+        return RowSampling(self.temperature[index], *others)
+
+
+def row_sampling(temperature: Tensor, truncation: Truncation | None) -> RowSampling:
+    """Return [batch] tensors, given [batch] temperatures > 0.
+
+    Values that could not be checked on the host are made harmless: a top_k below 1 and a top_p or min_p that is NaN leave
+    nothing out; a top_p of 0 or less keeps one token, a min_p above 1 the most likely ones.
+    """
+    if truncation is None:
+        return RowSampling(temperature)
+
+    def each(value: Tensor | float | None, dtype: torch.dtype) -> Tensor | None:
+        if value is None or isinstance(value, Tensor):
+            return None if value is None else value.to(dtype)
+        return torch.full_like(temperature, value, dtype=dtype)
+
+    top_k, top_p = each(truncation.top_k, torch.int64), each(truncation.top_p, torch.float64)
+    min_p = each(truncation.min_p, temperature.dtype)
+    return RowSampling(
+        temperature,
+        None,
+        None if top_k is None else top_k.masked_fill(top_k < 1, ALL),
+        None if top_p is None else top_p.masked_fill(~(top_p < 1), 2.0),
+        None if min_p is None else min_p.nan_to_num(nan=0.0).clamp(0, 1),
+    )
+
+
+def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: Tensor) -> RowSampling:
+    """Return how drafts were drawn, with the factor to the target's temperature; greedy ones have a top_k of 1."""
+    factor = (target_temperature / sampling.temperature).clamp(max=torch.finfo(target_temperature.dtype).max)
+    top_k = torch.full_like(factor, ALL, dtype=torch.int64) if sampling.top_k is None else sampling.top_k
+    return sampling._replace(factor=factor, top_k=top_k.masked_fill(torch.as_tensor(greedy, device=top_k.device), 1))
+
+
+def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
+    """Replace the logits that are left out by -inf, in place; return the last token kept of each row, [...] int64.
+
+    Args:
+        logits: [..., vocab] without NaN.
+        row_max: [..., 1] their maxima.
+        sampling: how tokens are drawn from each row.
+    """
+    top_k, top_p, min_p = (None if field is None else field[..., None] for field in sampling[2:])
+    values, token_ids = logits.sort(dim=-1, descending=True, stable=True)  # of equal logits the lowest id first
+    scaled = (values - row_max) / sampling.temperature[..., None]
+    kept = scaled > -torch.inf
+    if min_p is not None:
+        kept &= scaled >= min_p.log()
+    if top_k is not None:
+        kept &= torch.arange(logits.shape[-1], device=logits.device) < top_k
+    if top_p is not None:
+        probs = torch.where(kept, scaled.exp(), 0).to(torch.float64)
+        mass = probs.cumsum(dim=-1)
+        kept &= mass - probs < top_p * mass[..., -1:]
+    kept[..., 0] = True
+    logits.scatter_(-1, token_ids, values.masked_fill(~kept, -torch.inf))
+    return token_ids.gather(-1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(-1)
+
+
+def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tuple[Rows, Tensor | None]:
+    """Copy rows of raw logits, each truncated as it was sampled, so that all have the temperature of the first model.
+
+    Args:
+        models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
+        samplings: how tokens are drawn from the rows of each.
+
+    Returns:
+        The rows, and the cutoffs of the first model, [...] int64; None if it is not truncated.
+    """
+    cutoffs = None
+    rows = read_whole(models, samplings[0].temperature.dtype)
+    for model, (logits, row_max, sampling) in enumerate(zip(rows.logits, rows.row_max, samplings)):
+        if sampling.truncates:
+            kept_to = truncate(logits, row_max, sampling)
+            cutoffs = kept_to if model == 0 else cutoffs
+        if sampling.factor is not None:
+            # softmax(l / T') = softmax(l' / T) where l' = (l - max) T / T'. A row with an infinite maximum is a point mass.
+            finite = row_max.isfinite()
+            logits.copy_(torch.where(finite, (logits - row_max) * sampling.factor[..., None], logits))
+            row_max.masked_fill_(finite, 0)
+    return rows, cutoffs
+
+
+def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:
+    """Return whether tokens come no later than the cutoff in the order of truncation.
+
+    Args:
+        logits: [..., vocab] raw logits.
+        token_ids: [...] int64.
+        cutoffs: [...] int64, the last token kept of each row.
+    """
+    cutoffs = cutoffs.clamp(0, logits.shape[-1] - 1)
+    logit, least = (logits.gather(-1, ids[..., None]).squeeze(-1) for ids in (token_ids, cutoffs))
+    return (logit > least) | ((logit == least) & (token_ids <= cutoffs))

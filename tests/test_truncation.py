@@ -1,0 +1,451 @@
+"""Top-k, top-p and min-p: what is kept, and that every method is exact for the truncated target."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from reference import block, probabilistic, strict, synthetic, truncation
+from reference.selection import sample as sample_row
+from reference.truncation import Sampling, cutoff, truncate
+from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
+from specdecode import Sampling as PackageSampling
+from tests.conftest import ON_GPU
+from tests.differential import Case, assert_same_tokens, case, like_a_device
+from tests.enumeration import Case as Models
+from tests.enumeration import Table, history, iid, normalised
+from tests.mutants import Mutant, assert_caught
+from tests.test_exactness import (
+    METHODS,
+    assert_same_distribution,
+    decode,
+    distribution,
+    marginal,
+    sequence_distribution,
+)
+
+NAN, INF = float("nan"), float("inf")
+DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference, by enumeration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def kept_tokens(row: list, top_k: int = 0, top_p: float = 1, min_p: float = 0) -> list[int]:
+    """The tokens that are kept of a row of probabilities, by the rules as they are told, in fractions."""
+    order = sorted((token for token, p in enumerate(row) if p > 0), key=lambda token: (-row[token], token))
+    order = [token for token in order if row[token] >= Fraction(min_p) * row[order[0]]]
+    order = order[: top_k or None]
+    mass, before, kept = sum(row[token] for token in order), Fraction(0), []
+    for token in order:
+        if kept and before >= Fraction(top_p) * mass:
+            break
+        kept.append(token)
+        before += row[token]
+    return kept
+
+
+def truncated(model: Table, options: Mapping) -> Table:
+    """The model whose rows are truncated."""
+
+    def row(prefix: tuple[int, ...]) -> list[Fraction]:
+        whole = model(prefix)
+        kept = kept_tokens(whole, **options)
+        mass = sum(whole[token] for token in kept)
+        return [probability / mass if token in kept else Fraction(0) for token, probability in enumerate(whole)]
+
+    return row
+
+
+def mapped(**options: float) -> Mapping:
+    return options
+
+
+MODELS = Models(history(1, 4), history(2, 4), (2,), 3)
+CASES = {
+    "top-k": replace(MODELS, truncation=mapped(top_k=2)),
+    "top-k of one": replace(MODELS, truncation=mapped(top_k=1)),
+    "top-p": replace(MODELS, truncation=mapped(top_p=0.61)),
+    "min-p": replace(MODELS, truncation=mapped(min_p=0.37)),
+    "all three": replace(MODELS, truncation=mapped(top_k=3, top_p=0.77, min_p=0.13)),
+    "top-k before top-p": Models(
+        iid(40, 30, 20, 10), iid(30, 40, 20, 10), (2,), 3, truncation=mapped(top_k=3, top_p=0.75)
+    ),
+    "ties": Models(iid(2, 3, 3, 3), iid(3, 3, 2, 3), (2,), 3, truncation=mapped(top_k=2)),
+    "untruncated drafts": replace(MODELS, truncation=mapped(top_p=0.61), draft_truncation=mapped()),
+    "drafts truncated otherwise": replace(MODELS, truncation=mapped(top_k=3), draft_truncation=mapped(top_p=0.41)),
+    "only drafts truncated": replace(MODELS, draft_truncation=mapped(top_k=2)),
+    "two steps": Models(history(1, 3), history(2, 3), (2, 1), 4, truncation=mapped(top_k=2)),
+    "temperature": replace(MODELS, temperature=0.6, truncation=mapped(top_p=0.71)),
+}
+
+
+def check(method: str, models: Models) -> None:
+    """The joint distribution of tokens is that of the truncated target, and acceptance that of the truncated models."""
+    run, plain = METHODS[method], replace(models, truncation={}, draft_truncation=None)
+    of_drafts = models.truncation if models.draft_truncation is None else models.draft_truncation
+    plain = replace(plain, target=truncated(models.target, models.truncation), draft=truncated(models.draft, of_drafts))
+    verify = run.verify
+    if "strict" in method or "no-draft-logits" in method:  # there it does not matter how drafts were drawn
+        verify = without_draft_sampling(verify)
+    joint = distribution(lambda chance: decode(chance, models, verify, run.domains))
+    assert_same_distribution(
+        marginal(joint, lambda outcome: outcome[0]), sequence_distribution(plain.target, models.num_tokens)
+    )
+    accepted = marginal(joint, lambda outcome: outcome[1][0])
+    assert_same_distribution(accepted, run.accepted_distribution(plain))
+
+
+def without_draft_sampling(verify):
+    def call(*arguments, draft_sampling=None, **keywords):
+        return verify(*arguments, **keywords)
+
+    return call
+
+
+@pytest.mark.parametrize("models", CASES)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "strict-shared-noise"])
+def test_the_joint_distribution_of_the_tokens_is_the_truncated_targets(method, models):
+    check(method, CASES[models])
+
+
+def check_kept(rows: int = 200) -> None:
+    """What is kept of random rows, many of them with ties, is what the rules in fractions keep."""
+    random = np.random.default_rng(0)
+    for _ in range(rows):
+        weights = random.integers(0, 6, size=random.integers(1, 9))
+        weights[random.integers(len(weights))] = 6
+        row = normalised(weights)
+        options = {
+            "top_k": int(random.integers(0, 5)),
+            "top_p": float(random.choice([1.0, 0.93, 0.5001, 0.17])),
+            "min_p": float(random.choice([0.0, 0.17, 0.51])),
+        }
+        with np.errstate(divide="ignore"):
+            logits = np.log(np.array(row, dtype=float))
+        kept = kept_tokens(row, **options)
+        result, margin = truncate(logits, Sampling(**options))
+        if margin > 1e-9:
+            assert np.flatnonzero(np.isfinite(result)).tolist() == sorted(kept), (weights, options)
+            assert cutoff(logits, Sampling(**options)) == kept[-1]
+
+
+def test_what_is_kept_follows_the_rules():
+    check_kept(2000)
+
+
+def test_rows_with_nothing_to_leave_out_stay_as_they_are():
+    for row in ([NAN, -INF], [-INF, -INF]):
+        assert np.array_equal(truncate(row, Sampling(top_k=1, top_p=0.5))[0][0], row[0], equal_nan=True)
+    assert truncate([1.0, INF, INF], Sampling(top_k=2))[0].tolist() == [-INF, INF, -INF]  # a point mass
+
+
+T = truncation
+joint = partial(check, "probabilistic", CASES["all three"])
+order = partial(check, "probabilistic", CASES["top-k before top-p"])
+ties = partial(check, "probabilistic", CASES["ties"])
+MUTANTS = [
+    Mutant("top-p before top-k", T.num_kept, "probs = np.exp(logprobs[:count])", "probs = np.exp(logprobs)", order),
+    Mutant("the mass not renormalised after top-k", T.num_kept, "sampling.top_p * probs.sum()", "sampling.top_p", order),
+    Mutant("the token that crosses p dropped", T.num_kept, "count = 1 + int((slack > 0).sum())",
+           "count = max(1, int((np.log(sampling.top_p * probs.sum()) >= np.log(before + probs)).sum()))", joint),
+    Mutant("ties kept", T.truncate, "logits[order[kept.index :]] = -np.inf",
+           "logits[logits < logits[order[kept.index - 1]]] = -np.inf", ties),
+    Mutant("the order of ids reversed", T.token_order, 'np.argsort(-logits, kind="stable")',
+           'np.argsort(logits, kind="stable")[::-1]', ties),
+    Mutant("min-p of the mass", T.num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
+           partial(check, "probabilistic", CASES["min-p"])),
+    Mutant("q not truncated", probabilistic.verify, "truncate_rows(draft_logits, draft_sampling)",
+           "truncate_rows(draft_logits, Sampling())", joint),
+    Mutant("q truncated as the target samples", probabilistic.verify, "truncate_rows(draft_logits, draft_sampling)",
+           "truncate_rows(draft_logits, sampling)", partial(check, "probabilistic", CASES["untruncated drafts"])),
+    Mutant("p not truncated", block.verify, "truncate_rows(target_logits, sampling)",
+           "truncate_rows(target_logits, Sampling())", partial(check, "block", CASES["all three"])),
+    Mutant("p not truncated", strict.verify, "truncate_rows(target_logits, Sampling(temperature, top_k, top_p, min_p))",
+           "truncate_rows(target_logits, Sampling())", partial(check, "strict", CASES["all three"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mutants_are_caught(mutant):
+    assert_caught(mutant)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The package against the reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+TRUNCATIONS: dict[str, dict] = {
+    "top-p": {"top_p": 0.9},
+    "top-k": {"top_k": 5},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_k": 20, "top_p": 0.95, "min_p": 0.01},
+    "one": {"top_k": 1},
+    "each request's own": {
+        "top_k": torch.tensor([0, 1, 3, 50, 5000, 7]),
+        "top_p": torch.tensor([1.0, 0.5, 0.99, 1e-9, 0.9, 0.3]),
+        "min_p": torch.tensor([0.0, 0.2, 0.0, 1.0, 0.001, 0.0]),
+    },
+}
+SCHEDULE = AcceptanceSchedule.from_rates([0.8, 0.5, 0.3])
+VERIFY = {"strict": strict, "probabilistic": probabilistic, "block": block, "synthetic": synthetic}
+
+
+def of_request(options: Mapping, index: int) -> dict:
+    """One request's options, as plain numbers."""
+    return {name: value[index].item() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def on(device: str, options: Mapping) -> dict:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def expected(method: str, batch: Case, options: Mapping, draft_options: Mapping | None, with_logits: bool) -> list:
+    outcomes = []
+    for index in range(len(batch.seeds)):
+        target, token_ids, draft = batch.rows(index)
+        keywords = {**batch.request(index), **of_request(options, index)}
+        rows = (target, token_ids)
+        if method != "strict":
+            rows = (target, token_ids, draft if with_logits else None)
+            if draft_options is not None:
+                keywords["draft_sampling"] = Sampling(**of_request(draft_options, index))
+        if method == "synthetic":
+            keywords["conditional_rates"] = SCHEDULE.conditional_rates
+        outcomes.append(VERIFY[method].verify(*rows, **keywords))
+    return outcomes
+
+
+def sampler_of(method: str) -> RejectionSampler:
+    return RejectionSampler(method, schedule=SCHEDULE if method == "synthetic" else None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", TRUNCATIONS)
+@pytest.mark.parametrize("method", VERIFY)
+def test_tokens_are_the_references(method, options, dtype, device):
+    options = TRUNCATIONS[options]
+    for vocab in (7, 2100):
+        batch = case(6, 3, vocab, dtype, seed=vocab)
+        for with_logits in (True, False):
+            call = batch.to(device)
+            got = sampler_of(method)(
+                call.target_logits,
+                call.draft_token_ids,
+                call.draft_logits if with_logits else None,
+                temperature=call.temperature,
+                seeds=call.seeds,
+                positions=call.positions,
+                **on(device, options),
+            )
+            want = expected(method, batch, options, None, with_logits)
+            assert_same_tokens(got.token_ids, want, batch.band("eager"))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
+@pytest.mark.parametrize("method", ["probabilistic", "block", "synthetic"])
+def test_drafts_may_be_drawn_otherwise(method, masked):
+    batch = case(6, 3, 1500, torch.float32, seed=9)
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 1.7, 0.3, 1.0])
+    for draft_options in (
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": temperatures, "top_k": 9},
+        {"temperature": 0.9, "top_p": torch.tensor([0.9, 1.0, 0.5, 0.99, 0.2, 0.8])},
+    ):
+        for options in ({}, {"top_p": 0.9}):
+            arguments = batch.target_logits, batch.draft_token_ids, batch.draft_logits
+            numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+            with like_a_device() if masked else nullcontext():
+                got = sampler_of(method)(
+                    *arguments, **numbers, **options, draft_sampling=PackageSampling(**draft_options)
+                )
+            want = expected(method, batch, options, draft_options, True)
+            assert_same_tokens(got.token_ids, want, batch.band("eager"))
+
+
+@pytest.mark.parametrize("options", TRUNCATIONS)
+@pytest.mark.parametrize("method", ["probabilistic", "block", "strict"])
+def test_drafting_hands_on_what_verification_needs(method, options):
+    """The logsumexp and the cutoff of truncated draft rows give the tokens that reading the rows again gives."""
+    batch, options, sampler = case(6, 3, 1500, torch.bfloat16, seed=4), TRUNCATIONS[options], sampler_of(method)
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
+    steps = [
+        sampler.draft(batch.draft_logits[:, i], **numbers, positions=batch.positions + i, offset=i, **options)
+        for i in range(3)
+    ]
+    columns = zip(*steps)
+    ids, logsumexp, cutoffs = (torch.stack(column, dim=1) for column in columns)
+    assert logsumexp.dtype == torch.float32
+    for index in range(6):
+        sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
+        for offset in range(3):
+            row = batch.draft_logits[index, offset].double().numpy()
+            result, margin = truncate(row, sampling)
+            if margin > batch.band("eager") and sampling.temperature > 0:
+                assert int(cutoffs[index, offset]) == cutoff(row, sampling)
+                kept = result[np.isfinite(result)] / sampling.temperature
+                whole = kept.max() + np.log(np.exp(kept - kept.max()).sum())
+                np.testing.assert_allclose(float(logsumexp[index, offset]), whole, rtol=1e-5, atol=1e-5)
+    arguments = batch.target_logits, ids, batch.draft_logits
+    read = sampler(*arguments, **numbers, positions=batch.positions, **options)
+    handed = sampler(
+        *arguments, **numbers, positions=batch.positions, **options, draft_logsumexp=logsumexp, draft_cutoff=cutoffs
+    )
+    assert torch.equal(read.token_ids, handed.token_ids)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_neutral_values_change_nothing(method, device):
+    batch = case(6, 3, 1500, torch.float32, seed=2).to(device)
+    arguments = batch.target_logits, batch.draft_token_ids, batch.draft_logits
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+    eager = RejectionSampler(method, backend="eager")
+    plain = eager(*arguments, **numbers)
+    ones, zeros = torch.ones(6, device=device), torch.zeros(6, device=device)
+    for options in (
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"top_k": 1500},
+        {"top_k": zeros.long(), "top_p": ones, "min_p": zeros},
+        {"draft_sampling": PackageSampling(batch.temperature)},
+    ):
+        for got, want in zip(eager(*arguments, **numbers, **options), plain):
+            assert torch.equal(got, want), options
+        rows, how = batch.target_logits[:, 0], {name: options[name] for name in options if name != "draft_sampling"}
+        draft = eager.draft(rows, **numbers, **how)
+        assert torch.equal(draft.token_ids, eager.draft(rows, **numbers).token_ids)
+        assert torch.equal(draft.logsumexp, eager.draft(rows, **numbers).logsumexp)
+
+
+def test_strict_emits_what_sample_draws():
+    batch, options = case(6, 3, 1500, torch.bfloat16, seed=3), TRUNCATIONS["all"]
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
+    output = sampler_of("strict")(
+        batch.target_logits, batch.draft_token_ids, **numbers, positions=batch.positions, **options
+    )
+    for offset in range(4):
+        rows = batch.target_logits[:, offset]
+        drawn = sample(rows, **numbers, positions=batch.positions + offset, **options)
+        emitted = output.token_ids[:, offset]
+        assert torch.equal(emitted[emitted >= 0], drawn[emitted >= 0])
+
+
+ROWS_THAT_HURT: dict[str, Tensor] = {
+    "all equal": torch.zeros(2049),
+    "two values": torch.arange(2049) % 2 * 1.0,
+    "one token has all the mass": torch.zeros(2049).index_fill(0, torch.tensor([1500]), 200.0),
+    "tails of -inf": torch.cat([torch.zeros(3), torch.full((2046,), -INF)]),
+    "NaN between": torch.arange(2049.0).remainder(7).masked_fill(torch.arange(2049) % 3 == 0, NAN),
+    "nothing finite": torch.full((2049,), NAN),
+    "+inf twice": torch.zeros(2049).index_fill(0, torch.tensor([7, 1500]), INF),
+    "one token": torch.zeros(1),
+    "a long tail": -torch.arange(2049) / 300.0,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("row", ROWS_THAT_HURT)
+def test_rows_that_hurt_are_cut_where_a_sort_in_float64_cuts_them(row, dtype, device):
+    row = ROWS_THAT_HURT[row].to(dtype)
+    vocab = len(row)
+    values = [
+        (k, p, m) for k in (None, 1, 2, vocab - 1) for p in (None, 1e-9, 0.5, 0.95, 1 - 2**-24) for m in (None, 0.3)
+    ]
+    for top_k, top_p, min_p in values:
+        options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        if all(value in (None, 0) for value in options.values()):
+            continue
+        logits = row.to(device).expand(3, vocab)
+        draft = RejectionSampler("strict", backend="eager").draft(logits, 0.8, seeds=5, **options)
+        whole = Sampling(0.8, top_k, 1.0 if top_p is None else top_p, min_p or 0.0)
+        result, margin = truncate(row.double().numpy(), whole)
+        if margin > 1e-4:
+            if top_k != 0 and (top_k or top_p or min_p):
+                assert draft.cutoff is None or draft.cutoff.tolist() == [cutoff(row.double().numpy(), whole)] * 3, (
+                    options
+                )
+            want = [sample_row(result, temperature=0.8, seed=5 + i).index for i in range(3)]
+            assert draft.token_ids.tolist() == want, options
+
+
+def test_values_on_a_device_that_make_no_sense_are_harmless():
+    batch = case(6, 2, 300, torch.float32, greedy=0, seed=1)
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+    arguments = batch.target_logits, batch.draft_token_ids, batch.draft_logits
+    sense = {
+        "top_k": torch.tensor([0, 0, 0, 0, 0, 1]),
+        "top_p": torch.tensor([1, 1, 1e-9, 1e-9, 1, 1]),
+        "min_p": torch.tensor([0, 0, 0, 0, 1.0, 0]),
+    }
+    nonsense = {
+        "top_k": torch.tensor([-5, 0, 0, 0, 0, 1]),
+        "top_p": torch.tensor([NAN, 7.0, 0.0, -3.0, INF, 1]),
+        "min_p": torch.tensor([NAN, -2.0, 0, -INF, 40.0, 0]),
+    }
+    sampler = RejectionSampler("probabilistic", backend="eager")
+    want = sampler(*arguments, **numbers, **sense)
+    with like_a_device():
+        got = sampler(*arguments, **numbers, **nonsense)
+    assert torch.equal(got.token_ids, want.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": -1}, ValueError, r"top_k: expected an int >= 0, got -1"),
+        ({"top_k": 2.0}, TypeError, r"top_k: expected an int >= 0, got 2.0"),
+        ({"top_k": torch.tensor([1.0, 2.0])}, TypeError, r"top_k: expected dtype int32, int64, got float32"),
+        ({"top_k": torch.tensor([1, -2])}, ValueError, r"top_k: expected numbers >= 0, .*got -2 at \[1\]"),
+        ({"top_p": 0.0}, ValueError, r"top_p: expected a float in \(0, 1\], got 0.0"),
+        ({"top_p": NAN}, ValueError, r"top_p: expected a float in \(0, 1\], got nan"),
+        ({"top_p": "most"}, TypeError, r"top_p: expected a float in \(0, 1\] or a \[batch\] tensor, got str"),
+        ({"top_p": torch.tensor([0.5])}, ValueError, r"top_p: expected shape \[2\], got \[1\]"),
+        ({"min_p": 1.5}, ValueError, r"min_p: expected a float in \[0, 1\], got 1.5"),
+        ({"min_p": torch.tensor([0.5, NAN])}, ValueError, r"min_p: expected numbers in \[0, 1\], got nan at \[1\]"),
+        ({"draft_sampling": {"top_k": 1}}, TypeError, r"draft_sampling: expected a Sampling, got dict"),
+        (
+            {"draft_sampling": PackageSampling(top_p=2.0)},
+            ValueError,
+            r"draft_sampling.top_p: expected a float in \(0, 1\], got 2.0",
+        ),
+        ({"draft_sampling": PackageSampling(-1.0)}, ValueError, r"draft_sampling.temperature: expected a finite float"),
+        (
+            {"top_k": 2, "draft_logsumexp": torch.zeros(2, 1)},
+            ValueError,
+            r"draft_cutoff: needed beside draft_logsumexp",
+        ),
+        ({"draft_cutoff": torch.zeros(2, 1).long()}, ValueError, r"draft_cutoff: given without the draft_logsumexp"),
+        (
+            {"draft_cutoff": torch.zeros(2, 1).long(), "draft_logsumexp": torch.zeros(2, 1)},
+            ValueError,
+            r"draft_cutoff: given, but the drafts were drawn without",
+        ),
+    ],
+)
+def test_arguments_that_make_no_sense_are_named(options, error, message):
+    target, drafts = torch.zeros(2, 2, 9), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(error, match=message):
+        RejectionSampler("probabilistic")(target, drafts, target[:, :1], **options)
+
+
+def test_how_drafts_were_drawn_is_said_only_where_their_logits_are():
+    target, drafts = torch.zeros(2, 2, 9), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="draft_sampling: given without the draft_logits"):
+        RejectionSampler("probabilistic")(target, drafts, draft_sampling=PackageSampling(top_k=3))
+
+
+def test_truncated_calls_are_eager_on_every_device():
+    logits = torch.zeros(1, 9, device=DEVICES[-1])
+    assert backends.choose("auto", logits, is_truncated=True).__name__ == "specdecode.eager"
+    with pytest.raises(ValueError, match="backend: 'triton' takes no top_k"):
+        RejectionSampler("strict", backend="triton").draft(logits, top_k=3)
