@@ -19,6 +19,7 @@ from scipy.stats import binom
 
 from reference import block, selection
 from reference import probabilistic as reference
+from reference import truncation
 from specdecode import AcceptanceSchedule
 from tests.enumeration import Case, decode, distribution, normalised
 
@@ -116,6 +117,39 @@ def test_verification_emits_the_target_distribution_exactly(evaluate):
         })()"""
     )
     assert counts == [576, 504, 216, 144]  # 1440 p
+
+
+def row_constants(name: str) -> list[float]:
+    """Return a list of numbers that widgets.js names."""
+    return json.loads(re.search(rf"const {name} = (\[.*?\])", WIDGETS.read_text(encoding="utf-8"))[1])
+
+
+def test_truncation_keeps_what_the_reference_keeps(call):
+    rng = np.random.default_rng(0)
+    fixed = [row_constants(name) for name in ("TARGET_LOGITS", "DRAFT_LOGITS")]
+    drawn = [np.round(rng.normal(0, 2, rng.integers(1, 9)) * 2).tolist() for _ in range(40)]  # many ties
+    options = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.1, 0.7, 1.0, 2.0)
+        for top_k in (0, 1, 3, 8)
+        for top_p in (0.05, 0.35, 0.8, 0.95, 1.0)
+        for min_p in (0.0, 0.01, 0.13, 0.5)
+    ]
+    cases = [[logits, *values] for logits in fixed + drawn for values in options]
+    close = 0
+    for (logits, temperature, top_k, top_p, min_p), found in zip(cases, call("truncate", cases)):
+        sampling = truncation.Sampling(temperature, top_k, top_p, min_p)
+        row, margin = truncation.truncate(logits, sampling)
+        if margin < 1e-9:
+            close += 1
+            assert logits not in fixed  # at no setting of the widget does rounding decide
+            continue
+        assert found["cutoff"] == truncation.cutoff(logits, sampling) == found["kept"][-1]
+        assert sorted(found["kept"]) == np.flatnonzero(np.isfinite(row)).tolist()
+        expected = np.exp(selection.log_softmax(row, temperature))
+        assert found["truncated"] == pytest.approx(expected.tolist(), abs=1e-12)
+        assert found["probs"] == pytest.approx(np.exp(selection.log_softmax(np.array(logits), temperature)).tolist())
+    assert close < len(cases) / 100
 
 
 def test_simulation_is_seeded(evaluate):
@@ -321,7 +355,7 @@ def test_seeded_frequencies_are_within_two_standard_errors(evaluate):
 
 # ---- The widgets --------------------------------------------------------------------------------------------------
 
-KINDS = ["schedule", "residual", "speedup", "block"]
+KINDS = ["schedule", "residual", "speedup", "block", "truncation"]
 FALLBACK = "With scripts, this is a figure."
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Widgets</title>
 <meta name="viewport" content="width=device-width"><link rel="stylesheet" href="{styles}">
@@ -584,6 +618,57 @@ def test_block_by_keyboard(show):
     assert page.get_by_role("status").inner_text().startswith("At K = 8: 8.000 accepted drafts by token, 8.000 by ")
     pictures = page.locator(".sd-chart").evaluate_all("charts => charts.map(chart => chart.getAttribute('aria-label'))")
     assert ["given the drafts" in pictures[0], "joint rates" in pictures[1]] == [True, True]
+
+
+def test_truncation_by_keyboard(show):
+    page = show(mount_point("truncation"))
+    target, draft = row_constants("TARGET_LOGITS"), row_constants("DRAFT_LOGITS")
+
+    def check(**options: float) -> None:
+        sampling = truncation.Sampling(**options)
+        rows_of = [truncation.truncate(logits, sampling)[0] for logits in (target, draft)]
+        p, q = (np.exp(selection.log_softmax(np.array(logits), sampling.temperature)) for logits in (target, draft))
+        kept_p, kept_q = (np.exp(selection.log_softmax(row, sampling.temperature)) for row in rows_of)
+        assert readout(page, "target") == f"{np.isfinite(rows_of[0]).sum()} of 8"
+        assert readout(page, "draft") == f"{np.isfinite(rows_of[1]).sum()} of 8"
+        assert readout(page, "truncated") == f"{100 * reference.acceptance_rate(kept_p, kept_q):.1f}%"
+        assert readout(page, "plain") == f"{100 * reference.acceptance_rate(kept_p, q):.1f}%"
+        columns = [p, kept_p, q, kept_q, np.minimum(kept_p, kept_q), np.minimum(kept_p, q)]
+        assert rows(page) == [[str(v), *(f"{column[v]:.3f}" for column in columns)] for v in range(8)]
+        if np.isfinite(rows_of[0]).all():
+            assert "Nothing is left out" in page.locator(".sd-summary").inner_text()
+        else:
+            cutoffs = [truncation.cutoff(logits, sampling) for logits in (target, draft)]
+            shown = page.locator(".sd-summary").inner_text()
+            assert f"Cutoffs: token {cutoffs[0]} of the target, token {cutoffs[1]} of the draft." in shown
+            assert f" {100 * q[kept_p == 0].sum():.1f}% of untruncated drafts" in shown
+        assert page.locator(".sd-chart rect").count() == 2 * 2 * 8
+        assert page.locator(".sd-chart .sd-cutoff").count() == 2
+
+    page.clock.run_for(100)
+    check(top_p=0.8)
+    press(page, "top_p", "End")
+    check()
+    press(page, "top_k", *["ArrowLeft"] * 5)
+    check(top_k=3)
+    assert [row[2] != "0.000" for row in rows(page)] == [True] * 3 + [False] * 5  # of the equal tokens 2 and 3 the first
+    press(page, "temperature", *["ArrowLeft"] * 3)
+    check(temperature=0.7, top_k=3)
+    press(page, "min_p", *["ArrowRight"] * 5)
+    press(page, "top_k", "End")
+    check(temperature=0.7, min_p=0.05)
+    press(page, "top_p", *["ArrowLeft"] * 5)
+    press(page, "top_k", *["ArrowLeft"] * 3)
+    check(temperature=0.7, top_k=5, top_p=0.75, min_p=0.05)
+    press(page, "top_k", "Home")
+    check(temperature=0.7, top_k=1, top_p=0.75, min_p=0.05)
+    assert readout(page, "truncated") == "0.0%"  # the two models' likeliest tokens differ
+    press(page, "temperature", "End")
+    press(page, "min_p", "Home")
+    press(page, "top_p", "End")
+    check(temperature=2.0, top_k=1)
+    page.clock.run_for(1000)
+    assert page.get_by_role("status").inner_text().startswith("Kept: 1 tokens of the target, 1 of the draft. ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,8 +16,9 @@ compares residual masses.
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
-launch. So nothing can hang. Nothing outlives a call but what never changes: compiled code, plans, a schedule's rates. So
-calls on several streams, from several threads and in graphs do not meet. Arithmetic is in float32 whatever the logits are.
+launch. So nothing can hang. All that is kept from one call to the next never changes: compiled code, plans, a schedule's
+rates. So calls on several streams, from several threads and in graphs share no memory that is written. Arithmetic is in
+float32 whatever the logits are.
 """
 
 import torch
@@ -143,7 +144,7 @@ def run(
 
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
-    """Have all compiled that steps with arguments like these take, of as many drafts or fewer, whatever their sizes."""
+    """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     most = batch.draft_token_ids.shape[1]
     for num_draft_tokens in {0, min(most, 1), most}:
         drafts = slice(num_draft_tokens)

@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How the launch that reads goes about it."""
+    """How the launch that reads divides its work."""
 
     tiles: Int32  # a program reads BLOCKS blocks so many times
     chunks: Int32  # programs for each row
@@ -173,7 +173,7 @@ class Distribution(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What the log-probability of a token takes beside its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
+    """What gives a token's log-probability, with its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
 
     row_max: Any
     log_sum: Any
@@ -181,7 +181,7 @@ class Normalizer(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What max(0, p - q) takes beside the logits of both rows; in block verification max(0, p - q / c)."""
+    """What gives max(0, p - q), with the logits of both rows; in block verification max(0, p - q / c)."""
 
     row_max: Any  # of p
     draft_max: Any  # of q

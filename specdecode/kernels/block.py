@@ -2,11 +2,11 @@
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
-The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So about most i it takes no reading to decide:
-i is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is
-a point mass. An i that is left *open* matters only above the largest accepted one.
+The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So most i are decided without reading logits: i
+is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is a
+point mass. An i that is left *open* matters only above the largest accepted one.
 
-1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and what its row's residual takes.
+1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
 2. `decide_kernel`, a program for each number of drafts: decides without reading, and in a large batch by the few blocks that
    hold most of p, which bound A_i from both sides. If that is not enough, it lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
@@ -118,7 +118,7 @@ def least_mass(log_uniform, log_c):
 
 @triton.jit
 def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
-    """Return what is decided about each number of drafts as far as that takes no reading, [MAX_DRAFTS].
+    """Return what is decided about each number of drafts without reading logits, [MAX_DRAFTS].
 
     And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
     """
@@ -151,7 +151,7 @@ def undecided(decision, counts):
 
 @triton.jit
 def ratio_kernel(inputs, workspace, sizes, tuning):
-    """Keep the ratio of the draft at one offset of a request, and what its row's residual takes."""
+    """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
     request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
     offset = tl.program_id(0) % sizes.num_draft_tokens
     token = load_draft_ids(inputs.drafts, request, offset, sizes)

@@ -82,8 +82,8 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def is_finite(p):
-    """Return whether the statistics said all of a row: not if it is greedy, or has a NaN or an infinity that matters."""
-    return (p.sumexp > 0.5) & (p.sumexp < INFINITY)
+    """Return whether the statistics are enough: not if the row is greedy, or has a NaN or an infinity that matters."""
+    return p.sumexp > 0.5  # not if it is NaN
 
 
 @triton.jit

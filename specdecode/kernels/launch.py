@@ -140,7 +140,7 @@ class Launch(NamedTuple):
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
                 hash_callees_first(function)
             source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
-            with on_device(device):  # which is a thread's own
+            with on_device(device):  # the current device belongs to a thread
                 variant = triton.compile(source, options=self.options)
                 variant.run  # noqa: B018 (loads it)
             _variants[key] = variant
@@ -155,7 +155,7 @@ IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
 
 
 def can_launch_directly() -> bool:
-    """Return whether Triton need not be asked to launch: not if a profiler wants to hear of launches from it."""
+    """Return whether Triton need not be asked to launch: not if a profiler has asked it to report launches."""
     runtime = triton.knobs.runtime
     return IS_KNOWN and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 

@@ -47,7 +47,7 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
 # Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
 # where each reads a target and a draft row and none exits early. In larger launches a program reads one more time for so
-# many requests, 2 to 8 times: fewer programs to start, against later decisions.
+# many requests, 2 to 8 times: fewer programs to start, but later decisions.
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
 # Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at

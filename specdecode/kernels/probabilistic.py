@@ -58,7 +58,7 @@ NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
 
 @triton.jit
 def is_trusted(logsumexp):
-    """Return whether a given logsumexp says enough of its row (not if it is NaN)."""
+    """Return whether a given logsumexp is precise enough (not if it is NaN)."""
     return tl.abs(logsumexp) <= LARGEST_LOGSUMEXP
 
 
@@ -127,7 +127,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
 
 @triton.jit
 def is_possible(terms):
-    """Return whether both models could have said the draft."""
+    """Return whether the draft is possible under both models."""
     return (terms.log_p > -INFINITY) & (terms.log_q > -INFINITY)
 
 

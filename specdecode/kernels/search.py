@@ -1,9 +1,9 @@
 """Searching a row's blocks in the order of their bounds, until those that are left cannot matter.
 
-Each block has a score that costs two reads to know, and a bound on it that costs nothing. The bound and the number of the
-block are packed into one int32, a key: the block takes the place of the lowest bits of the bound, and the result counts as
-if these bits were all ones, so it is an upper bound still. So the blocks that come next are found by integer maxima. A
-search begins with the `TOP` largest keys of all, which is often all that it takes. Then it continues with the largest key of
+To know a block's score takes reading it in both rows; a bound on the score is known without reading. The bound and the
+number of the block are packed into one int32, a key: the block takes the place of the lowest bits of the bound, and the
+result counts as if these bits were all ones, so it remains an upper bound. So the blocks that come next are found by integer
+maxima. A search begins with the `TOP` largest keys of all, which is often enough. Then it continues with the largest key of
 each of `BLOCKS` columns.
 """
 

@@ -38,7 +38,7 @@ def clear_state(state_ptr, request):
 
 @triton.jit
 def post_stop(state_ptr, request, offset, sizes):
-    """Note that a request goes no further than an offset."""
+    """Note that a request stops at an offset, if not before."""
     tl.atomic_max(state_ptr + request * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
 
 
@@ -189,7 +189,7 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
-        if start > 0:  # the first ids are there: to load them now would be one more trip to memory, at the very end
+        if start > 0:  # the first ids are loaded already: here, at the end, a load would be waited for
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)

@@ -77,12 +77,13 @@ def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tupl
 
 @pytest.mark.parametrize("kind", ["block", "block deterministic", "block given logsumexp"])
 def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
-    requests = 300 if ON_GPU else 6
+    requests = 300 if ON_GPU else 24
     batch = in_question(requests, 4, 50)
     batch.draft_token_ids[0, 3] = -1
-    batch.target_logits[1, 2, 7] = torch.inf  # point masses, of which the mass is known
-    batch.draft_logits[2:4, 1, 5] = torch.inf
-    batch.draft_token_ids[2:4, 1] = 5
+    batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, of which the mass is known
+    batch.draft_logits[1::2, 2, 7] += 7
+    batch.draft_logits[2::4, 1, 5] = torch.inf
+    batch.draft_token_ids[2::4, 1] = 5
     steps = Steps(kind, batch.to(DEVICE), large=False)
     steps.run(*steps.launches[:3])
     decisions, log_ratios = numbers_of(steps, block.DECISION), numbers_of(steps, block.LOG_C)
