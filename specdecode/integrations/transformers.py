@@ -28,8 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
-from specdecode.batch import check_count, check_seeds, check_temperature, check_tensor, check_type, seed_each, shown
+from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
+from specdecode.batch import (
+    Truncation,
+    check_count,
+    check_seeds,
+    check_temperature,
+    check_tensor,
+    check_type,
+    seed_each,
+    shown,
+)
 from specdecode.sampler import Method
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
@@ -159,15 +168,18 @@ def generate(
     max_new_tokens: int | None = None,
     max_length: int | None = None,
     temperature: float | Tensor = 1.0,
+    top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None,
     seeds: int | Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     on_step: Callable[[Step], object] | None = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
-    A request's tokens depend on its prompt, temperature and seed, up to rounding in the models: not on the rest of the
-    batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those of
-    `draft=None`. Temperature 0 is greedy decoding.
+    A request's tokens depend on its prompt, temperature, top_k, top_p, min_p and seed, up to rounding in the models: not on
+    the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those
+    of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are truncated as those of the target are.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
@@ -182,6 +194,10 @@ def generate(
         max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`.
         max_length: the most columns of `sequences`, prompt and padding included, as in transformers.
         temperature: float or [batch]; 0 = greedy.
+        top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__]: int or [batch] integers; None or 0 = all
+            tokens.
+        top_p: likewise: float or [batch]; None or 1 = all tokens.
+        min_p: likewise: float or [batch]; None or 0 = all tokens.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
         eos_token_id: stop token or tokens; None = those of the target's generation config, [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
@@ -225,7 +241,7 @@ def generate(
     device, batch = target.device, len(prompt_lengths)
     tokens = input_ids.masked_fill(~mask, 0)[:, -max(prompt_lengths) :].to(device)
     seeds = seed_each(check_seeds(_on(device, seeds), batch, device), batch, device)
-    temperature = check_temperature(_on(device, temperature), batch, device)
+    sampling = _check_sampling(Sampling(temperature, top_k, top_p, min_p), batch, target_model.vocab_size, device)
     stop_ids = _stop_ids(target, eos_token_id, target_model.vocab_size)
     requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
     stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
@@ -239,7 +255,7 @@ def generate(
         allowed = [min(num_draft_tokens, request.limit - request.length - 1) for request in live]
         if draft_model is not None:
             vocab_size = target_model.vocab_size
-            drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), temperature, seeds)
+            drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), sampling, seeds)
         else:
             drafts = _look_up(draft, tokens, lengths, max(allowed))
         draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=device), stop_ids)
@@ -250,10 +266,11 @@ def generate(
             target_model.logits(candidates, lengths + num_drafts, keep=num_drafts + 1),
             draft_ids,
             drafts.logits,
-            temperature=temperature,
+            **sampling._asdict(),
             seeds=seeds,
             positions=lengths,
             draft_logsumexp=drafts.logsumexp,
+            draft_cutoff=drafts.cutoff,
         )
         if stats is not None:
             stats.update(output)
@@ -269,7 +286,7 @@ def generate(
         alignment = _Alignment(rows, before, [request.length for request in live], tokens.shape[1], device)
         tokens = alignment(torch.cat([tokens, output.token_ids], dim=1), alignment.width, dim=1)
         seeds = alignment.select(seeds)
-        temperature = alignment.select(temperature) if isinstance(temperature, Tensor) else temperature
+        sampling = Sampling._make(alignment.select(value) if isinstance(value, Tensor) else value for value in sampling)
         target_model.realign(alignment)
         if draft_model is not None:
             draft_model.realign(alignment)
@@ -289,6 +306,7 @@ class _Drafts(NamedTuple):
     token_ids: Tensor  # [requests, drafts] int64, -1 = none
     logits: Tensor | None = None  # [requests, drafts, vocab]; None = a deterministic drafter, or not needed
     logsumexp: Tensor | None = None  # [requests, drafts] float32
+    cutoff: Tensor | None = None  # [requests, drafts] int64; None = rows that are not truncated
 
 
 def _draft(
@@ -298,23 +316,26 @@ def _draft(
     tokens: Tensor,
     lengths: Tensor,
     num_draft_tokens: int,
-    temperature: float | Tensor,
+    sampling: Sampling,
     seeds: Tensor,
 ) -> _Drafts:
     """Draft with the draft model, token by token."""
-    width, logits, logsumexp = tokens.shape[1], [], []
+    width, logits, drawn = tokens.shape[1], [], []
     for i in range(num_draft_tokens):
         row = draft_model.logits(tokens, lengths + i, keep=1)[:, 0]
-        # Padded or cut to the target's vocabulary. A token that the draft model lacks has logit -inf: it is never drafted.
+        # Padded or cut to the target's vocabulary, then truncated: verification truncates the same row. A token that the
+        # draft model lacks has logit -inf: it is never drafted.
         missing = vocab_size - row.shape[-1]
         row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, :vocab_size]
-        drawn = sampler.draft(row, temperature, seeds=seeds, positions=lengths + i, offset=i)
-        tokens = torch.cat([tokens, drawn.token_ids[:, None]], dim=1)
+        drawn.append(sampler.draft(row, **sampling._asdict(), seeds=seeds, positions=lengths + i, offset=i))
+        tokens = torch.cat([tokens, drawn[-1].token_ids[:, None]], dim=1)
         logits.append(row)
-        logsumexp.append(drawn.logsumexp)
     if not logits or sampler.method == "strict":  # which does not use them
         return _Drafts(tokens[:, width:])
-    return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), torch.stack(logsumexp, dim=1))
+    logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
+    cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
+    cutoff = torch.stack(cutoffs, dim=1) if cutoffs else None
+    return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), logsumexp, cutoff)
 
 
 def _look_up(lookup: PromptLookup | None, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> _Drafts:
@@ -523,6 +544,13 @@ def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size:
     if unknown.any():
         raise ValueError(f"input_ids: expected ids in [0, {vocab_size}), got {int(input_ids[unknown][0])}")
     return mask
+
+
+def _check_sampling(sampling: Sampling, batch: int, vocab_size: int, device: torch.device) -> Sampling:
+    """Return how tokens are drawn, on the device of the target, with None for what keeps all tokens."""
+    sampling = Sampling._make(_on(device, value) for value in sampling)
+    temperature = check_temperature(sampling.temperature, batch, device)
+    return Sampling(temperature, *(Truncation.check(sampling, batch, vocab_size, device) or ()))
 
 
 def _on(device: torch.device, value: Any) -> Any:
