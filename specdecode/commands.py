@@ -25,7 +25,7 @@ try:
 except ImportError:
     raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
 
-from specdecode.batch import SamplerOutput
+from specdecode.batch import SamplerOutput, Sampling, check_count, check_share, check_temperature
 from specdecode.demo import DRAFT, TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
@@ -77,6 +77,21 @@ def make_console() -> Console:
     if os.environ.get("NO_COLOR"):
         return Console(highlight=False, color_system=None, force_terminal=False)
     return Console(highlight=False)
+
+
+def sampling_of(options: Namespace) -> Sampling:
+    """Return how tokens are to be drawn, checked before the models are loaded.
+
+    Raises:
+        ValueError: a value is out of range; the message names the option.
+    """
+    batch, device = 1, torch.device("cpu")  # of tensors, which the options are not
+    check_temperature(options.temperature, batch, device, of="--")
+    if options.top_k is not None:
+        check_count("--top-k", options.top_k, least=0)
+    check_share("--top-p", options.top_p, batch, device, neutral=1)
+    check_share("--min-p", options.min_p, batch, device, neutral=0)
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
 
 
 @dataclass
@@ -173,6 +188,7 @@ def legend(console: Console) -> Text:
 
 def run_generate(options: Namespace, console: Console) -> None:
     """Continue a prompt and print the tokens of each step as soon as they are known."""
+    sampling = sampling_of(options)
     models = Models.load(options.target, options.draft, options.device, needs_draft=not options.prompt_lookup)
     from specdecode.integrations.transformers import PromptLookup, generate
 
@@ -193,7 +209,7 @@ def run_generate(options: Namespace, console: Console) -> None:
         method=options.method,
         num_draft_tokens=options.num_draft_tokens,
         max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
+        **sampling._asdict(),
         seeds=options.seed,
         on_step=stream,
     )
@@ -282,6 +298,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
         raise ValueError(
             f"--max-new-tokens: expected at least {least}, for a step of all drafts, got {options.max_new_tokens}"
         )
+    sampling = sampling_of(options)
     models = Models.load(options.target, options.draft, options.device)
     from specdecode.integrations.transformers import PromptLookup, generate
 
@@ -290,7 +307,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
     def run(
-        name: str, drafter: Any, sampler: RejectionSampler, texts: int, temperature: float
+        name: str, drafter: Any, sampler: RejectionSampler, texts: int, sampling: Sampling
     ) -> tuple[GenerationOutput, list[Step]]:
         steps: list[Step] = []
 
@@ -308,7 +325,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
             method=sampler,
             num_draft_tokens=num_drafts,
             max_new_tokens=num_new,
-            temperature=temperature,
+            **sampling._asdict(),
             seeds=options.seed,
             eos_token_id=[],  # so that all texts have equally many tokens
             on_step=on_step,
@@ -317,14 +334,19 @@ def compare_methods(options: Namespace, console: Console) -> None:
 
     with Progress(*columns, console=console, transient=True) as progress:
         comparison, strict = Comparison(num_drafts), RejectionSampler("strict")
-        plain, _ = run("plain decoding", None, strict, TEXTS, options.temperature)
-        compared, steps = run("all methods", models.draft, comparison, TEXTS, options.temperature)
-        _, by_lookup = run("prompt lookup", PromptLookup(), strict, TEXTS, options.temperature)
-        _, by_greedy = run("greedy", models.draft, strict, 1, 0.0)
+        plain, _ = run("plain decoding", None, strict, TEXTS, sampling)
+        compared, steps = run("all methods", models.draft, comparison, TEXTS, sampling)
+        _, by_lookup = run("prompt lookup", PromptLookup(), strict, TEXTS, sampling)
+        _, by_greedy = run("greedy", models.draft, strict, 1, Sampling(temperature=0.0))
 
-    console.print(
-        f"[bold]strict[/bold], temperature {options.temperature:g}, {num_drafts} drafts per step; one text's beginning:"
-    )
+    numbers = {
+        "temperature": options.temperature,
+        "top-k": options.top_k,
+        "top-p": options.top_p,
+        "min-p": options.min_p,
+    }
+    given = ", ".join(f"{name} {value:g}" for name, value in numbers.items() if value is not None)
+    console.print(f"[bold]strict[/bold], {given}, {num_drafts} drafts per step; one text's beginning:")
     console.print(legend(console), end="\n\n")
     text, shown = Text().append(models.tokenizer.decode(prompts[0]), style="dim"), 0
     for step in steps:

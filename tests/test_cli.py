@@ -157,7 +157,13 @@ def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
     for arguments, message in [
         (("solve", "--rate", "1.5", "--num-draft-tokens", "3"), "rate: expected a real number in [0, 1], got 1.5"),
         (("solve", "--rate", "0.5", "--num-draft-tokens", "0"), "num_draft_tokens: expected a positive int, got 0"),
-        (("generate", "--prompt", "x", "--temperature", "-1"), "temperature: expected a finite float >= 0, got -1.0"),
+        (("generate", "--prompt", "x", "--temperature", "-1"), "--temperature: expected a finite float >= 0, got -1.0"),
+        (("generate", "--prompt", "x", "--top-k", "-1"), "--top-k: expected an int >= 0, got -1"),
+        (("generate", "--prompt", "x", "--top-p", "0"), "--top-p: expected a float in (0, 1], got 0.0"),
+        (("generate", "--prompt", "x", "--top-p", "nan"), "--top-p: expected a float in (0, 1], got nan"),
+        (("generate", "--prompt", "x", "--min-p", "1.5"), "--min-p: expected a float in [0, 1], got 1.5"),
+        (("demo", "--top-k", "-1"), "--top-k: expected an int >= 0, got -1"),
+        (("demo", "--min-p", "-0.1"), "--min-p: expected a float in [0, 1], got -0.1"),
         (("generate", "--prompt", ""), "--prompt: expected at least one token, got ''"),
         (("generate", "--prompt", "x", "--target", str(tmp_path)), "--draft: expected a folder, because --target"),
         (("generate", "--prompt", "x", "--device", "nowhere"), "--device: expected a device that PyTorch can use here"),
@@ -231,15 +237,46 @@ def test_generate_marks_recovered_and_bonus_tokens(capsys, method):
     assert "Acceptance rate (%):" in out
 
 
-def test_strict_generates_the_same_text_with_any_drafter(capsys):
-    texts = []
-    for drafter in ((), ("--num-draft-tokens", "1"), ("--prompt-lookup",)):
-        _, out, _ = run(
-            capsys, "generate", "--prompt", "class A:", "--max-new-tokens", "40", "--method", "strict", *drafter
-        )
-        start, end = out.index("class A:"), out.index("-------- Speculative")
-        texts.append(unmarked(out[start:end]))
+TRUNCATION = ("--top-k", "20", "--top-p", "0.9", "--min-p", "0.02")
+
+
+def generated(capsys, *options):
+    """The text that `generate` writes, without marks."""
+    status, out, _ = run(capsys, "generate", "--prompt", "class A:", "--max-new-tokens", "40", *options)
+    assert status == 0
+    return unmarked(out[out.index("class A:") : out.index("-------- Speculative")])
+
+
+@pytest.mark.parametrize("truncation", [(), TRUNCATION], ids=["whole rows", "truncated"])
+def test_strict_generates_the_same_text_with_any_drafter(capsys, truncation):
+    texts = [
+        generated(capsys, "--method", "strict", *truncation, *drafter)
+        for drafter in ((), ("--num-draft-tokens", "1"), ("--prompt-lookup",))
+    ]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("option", [("--top-k", "1"), ("--top-p", "0.001"), ("--min-p", "1")], ids=" ".join)
+def test_truncation_to_one_token_generates_the_greedy_text(capsys, option):
+    hot = ("--temperature", "2")
+    greedy = generated(capsys, "--temperature", "0")
+    assert generated(capsys, *hot, *option) == greedy
+    assert generated(capsys, *hot) != greedy
+
+
+def test_the_demo_truncates_all_methods_and_says_so(capsys, monkeypatch):
+    sampled, generate = [], integration.generate
+
+    def recorded(*arguments, **options):
+        sampled.append([options[name] for name in ("temperature", "top_k", "top_p", "min_p")])
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(integration, "generate", recorded)
+    status, out, _ = run(capsys, "demo", "--max-new-tokens", "8", *TRUNCATION)
+    assert status == 0
+    assert "strict, temperature 0.8, top-k 20, top-p 0.9, min-p 0.02, 3 drafts per step" in out
+    assert "strict was identical to plain decoding, token for token (48 of 48 texts)" in out
+    assert sampled == [[0.8, 20, 0.9, 0.02]] * 3 + [[0.0, None, None, None]]
 
 
 def test_demo_compares_the_methods_and_says_that_strict_is_plain_decoding(capsys):
