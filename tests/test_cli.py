@@ -1,6 +1,7 @@
 """The command line, on the models that come with the package."""
 
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,9 @@ from specdecode.integrations import transformers as integration
 from specdecode.integrations.transformers import TokenKind
 from specdecode.sampler import Method
 from specdecode.synthetic import Shape
+from tests.examples import fences
+
+PAGE = Path(__file__).parent.parent / "docs" / "use" / "transformers.md"
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +266,16 @@ def test_truncation_to_one_token_generates_the_greedy_text(capsys, option):
     greedy = generated(capsys, "--temperature", "0")
     assert generated(capsys, *hot, *option) == greedy
     assert generated(capsys, *hot) != greedy
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+def test_the_command_of_the_page_runs(capsys):
+    (example,) = (block for block in fences(PAGE) if block.language == "bash")
+    program, *arguments = shlex.split(example.code)
+    assert program == "specdecode"
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert arguments[arguments.index("--prompt") + 1] in out
 
 
 def test_the_demo_truncates_all_methods_and_says_so(capsys, monkeypatch):
