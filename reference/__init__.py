@@ -12,11 +12,12 @@ must be distributed as if the target alone had drawn them. The more drafts it ac
 text needs.
 
 Read the modules in this order: [`philox`][reference.philox] (noise; on a first reading it is enough to know what
-`uniform` and `gumbel` return), [`selection`][reference.selection] (how a token is drawn), [`greedy`][reference.greedy],
-[`strict`][reference.strict], [`probabilistic`][reference.probabilistic], [`block`][reference.block],
-[`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests require that the package
-returns the same tokens as `verify` for the same logits, seed and position, except where two scores are so close that
-rounding decides.
+`uniform` and `gumbel` return), [`selection`][reference.selection] (how a token is drawn),
+[`truncation`][reference.truncation] (top-k, top-p and min-p; it can wait, because without them it changes no row),
+[`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
+[`block`][reference.block], [`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests
+require that the package returns the same tokens as `verify` for the same logits, seed and position, except where two
+scores are so close that rounding decides.
 
 The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
 `block`.

@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from reference import block, selection
+from reference import block, selection, truncation
 from reference import probabilistic as reference
-from reference import truncation
 from specdecode import AcceptanceSchedule
 from tests.enumeration import Case, decode, distribution, normalised
 
@@ -142,7 +141,7 @@ def test_truncation_keeps_what_the_reference_keeps(call):
         row, margin = truncation.truncate(logits, sampling)
         if margin < 1e-9:
             close += 1
-            assert logits not in fixed  # at no setting of the widget does rounding decide
+            assert logits not in fixed  # for the widget's rows rounding decides nothing
             continue
         assert found["cutoff"] == truncation.cutoff(logits, sampling) == found["kept"][-1]
         assert sorted(found["kept"]) == np.flatnonzero(np.isfinite(row)).tolist()
@@ -629,8 +628,9 @@ def test_truncation_by_keyboard(show):
         rows_of = [truncation.truncate(logits, sampling)[0] for logits in (target, draft)]
         p, q = (np.exp(selection.log_softmax(np.array(logits), sampling.temperature)) for logits in (target, draft))
         kept_p, kept_q = (np.exp(selection.log_softmax(row, sampling.temperature)) for row in rows_of)
-        assert readout(page, "target") == f"{np.isfinite(rows_of[0]).sum()} of 8"
-        assert readout(page, "draft") == f"{np.isfinite(rows_of[1]).sum()} of 8"
+        for name, logits, row in zip(("target", "draft"), (target, draft), rows_of):
+            shown = f"{np.isfinite(row).sum()} of 8, token {truncation.cutoff(logits, sampling)}"
+            assert readout(page, name) == shown
         assert readout(page, "truncated") == f"{100 * reference.acceptance_rate(kept_p, kept_q):.1f}%"
         assert readout(page, "plain") == f"{100 * reference.acceptance_rate(kept_p, q):.1f}%"
         columns = [p, kept_p, q, kept_q, np.minimum(kept_p, kept_q), np.minimum(kept_p, q)]
@@ -638,10 +638,8 @@ def test_truncation_by_keyboard(show):
         if np.isfinite(rows_of[0]).all():
             assert "Nothing is left out" in page.locator(".sd-summary").inner_text()
         else:
-            cutoffs = [truncation.cutoff(logits, sampling) for logits in (target, draft)]
-            shown = page.locator(".sd-summary").inner_text()
-            assert f"Cutoffs: token {cutoffs[0]} of the target, token {cutoffs[1]} of the draft." in shown
-            assert f" {100 * q[kept_p == 0].sum():.1f}% of untruncated drafts" in shown
+            lost = f"{100 * q[kept_p == 0].sum():.1f}%"
+            assert f"leaves out {lost} of untruncated drafts" in page.locator(".sd-summary").inner_text()
         assert page.locator(".sd-chart rect").count() == 2 * 2 * 8
         assert page.locator(".sd-chart .sd-cutoff").count() == 2
 
@@ -651,7 +649,7 @@ def test_truncation_by_keyboard(show):
     check()
     press(page, "top_k", *["ArrowLeft"] * 5)
     check(top_k=3)
-    assert [row[2] != "0.000" for row in rows(page)] == [True] * 3 + [False] * 5  # of the equal tokens 2 and 3 the first
+    assert [row[0] for row in rows(page) if row[2] != "0.000"] == ["0", "1", "2"]  # tokens 2 and 3 are equal
     press(page, "temperature", *["ArrowLeft"] * 3)
     check(temperature=0.7, top_k=3)
     press(page, "min_p", *["ArrowRight"] * 5)
@@ -662,13 +660,20 @@ def test_truncation_by_keyboard(show):
     check(temperature=0.7, top_k=5, top_p=0.75, min_p=0.05)
     press(page, "top_k", "Home")
     check(temperature=0.7, top_k=1, top_p=0.75, min_p=0.05)
-    assert readout(page, "truncated") == "0.0%"  # the two models' likeliest tokens differ
-    press(page, "temperature", "End")
+    assert readout(page, "truncated") == "100.0%"  # the two models have the same argmax
+    assert "accepted more often" in page.locator(".sd-summary").inner_text()
+    press(page, "top_k", "End")
     press(page, "min_p", "Home")
+    press(page, "top_p", *["ArrowRight"] * 4)
+    press(page, "temperature", *["ArrowRight"] * 8)
+    check(temperature=1.5, top_p=0.95)  # what the page says of this setting
+    assert "accepted less often" in page.locator(".sd-summary").inner_text()
+    press(page, "temperature", "End")
+    press(page, "top_k", "Home")
     press(page, "top_p", "End")
     check(temperature=2.0, top_k=1)
     page.clock.run_for(1000)
-    assert page.get_by_role("status").inner_text().startswith("Kept: 1 tokens of the target, 1 of the draft. ")
+    assert page.get_by_role("status").inner_text().startswith("Tokens kept: 1 of the target, 1 of the draft. ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

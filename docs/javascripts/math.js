@@ -110,6 +110,33 @@
     return sum(probs.map((prob) => Math.sqrt((2 * prob * (1 - prob)) / (Math.PI * n)))) / 2;
   }
 
+  // ---- Truncation: reference.truncation ------------------------------------------------------------------------------
+
+  function softmax(logits, temperature) {
+    const largest = Math.max(...logits);
+    const weights = logits.map((logit) => Math.exp((logit - largest) / temperature));
+    const total = sum(weights);
+    return weights.map((weight) => weight / total);
+  }
+
+  // p, the tokens that min-p, top-k and top-p keep in their order, the last of them, and p'.
+  function truncate(logits, temperature, topK, topP, minP) {
+    const probs = softmax(logits, temperature);
+    let kept = logits.map((_, v) => v).sort((v, w) => logits[w] - logits[v] || v - w); // of equal logits the lowest id
+    kept = kept.filter((v) => probs[v] >= minP * probs[kept[0]]);
+    if (topK > 0) kept = kept.slice(0, topK);
+    const mass = sum(kept.map((v) => probs[v]));
+    let before = 0;
+    kept = kept.filter((v, i) => {
+      const isKept = i === 0 || topP === 1 || before < topP * mass;
+      before += probs[v];
+      return isKept;
+    });
+    const keptMass = sum(kept.map((v) => probs[v]));
+    const truncated = probs.map((prob, v) => (kept.includes(v) ? prob / keptMass : 0));
+    return { probs, kept, cutoff: kept.at(-1), truncated };
+  }
+
   // ---- A whole step --------------------------------------------------------------------------------------------------
 
   // 1 + alpha + ... + alpha^K, which is (1 - alpha^(K+1)) / (1 - alpha) where that is defined.
@@ -194,6 +221,8 @@
     generator,
     verify,
     samplingNoise,
+    softmax,
+    truncate,
     expectedTokens,
     speedup,
     bestDraftCount,

@@ -1,7 +1,7 @@
 /*
- * The site's widgets: `<div class="sd-widget" data-widget="schedule">` (or residual, speedup, block) becomes an
- * interactive figure. The div's content is the fallback, shown until then. All numbers come from math.js, all colours
- * from widgets.css, which takes them from the palette.
+ * The site's widgets: `<div class="sd-widget" data-widget="schedule">` (or residual, speedup, block,
+ * truncation) becomes an interactive figure. The div's content is the fallback, shown until then. All numbers come from
+ * math.js, all colours from widgets.css, which takes them from the palette.
  */
 (function () {
   "use strict";
@@ -828,9 +828,131 @@
     ];
   }
 
+  // ---- What top-k, top-p and min-p keep of both models ---------------------------------------------------------------
+
+  const TARGET_LOGITS = [3.2, 2.6, 1.9, 1.9, 1.1, 0.6, 0.1, -0.7]; // tokens 2 and 3 are equal
+  const DRAFT_LOGITS = [2.9, 2.5, 1.4, 2.1, 1.6, 1.2, 0.4, 0.7];
+
+  function truncationWidget() {
+    const vocab = TARGET_LOGITS.length;
+    const unless = (neutral, format) => (value) => (value === neutral ? "all" : format(value));
+    const topK = slider("top_k", { min: 1, max: vocab, step: 1, value: vocab, format: unless(vocab, String) }, changed);
+    const topP = slider("top_p", { min: 0.05, max: 1, step: 0.05, value: 0.8, format: unless(1, fixed(2)) }, changed);
+    const minP = slider("min_p", { min: 0, max: 0.5, value: 0, format: unless(0, fixed(2)) }, changed);
+    const temperature = slider("temperature", { min: 0.1, max: 2, step: 0.1, value: 1, format: fixed(1) }, changed);
+    const results = readouts({
+      target: "target keeps, cutoff",
+      draft: "draft keeps, cutoff",
+      truncated: "accepted, drafts truncated too",
+      plain: "accepted, drafts not truncated",
+    });
+    const summary = html("p", { class: "sd-summary" });
+    const status = announcer();
+    const numbers = table("Probabilities by token", ["token", "p", "p′", "q", "q′", "min(p′, q′)", "min(p′, q)"]);
+    let target, draft, rates;
+
+    // Two bars for each token: the probability before and after truncation. A triangle marks the last token kept.
+    function bars(model, name, yTitle) {
+      return (width, height) => {
+        const { probs, truncated, cutoff } = model();
+        const unit = Math.max(...truncated) > 0.5 ? 0.25 : 0.1;
+        const top = unit * Math.ceil(Math.max(...truncated) / unit - 1e-9);
+        const { x, y, nodes } = frame(width, height, {
+          xTicks: range(vocab).map((v) => [v, (v + 0.5) / vocab]),
+          yTicks: range(Math.round(top / unit) + 1).map((n) => [(n * unit).toFixed(2), (n * unit) / top]),
+          xTitle: "token",
+          yTitle,
+        });
+        const band = x(1 / vocab) - x(0);
+        const wide = Math.min(24, 0.38 * band);
+        for (const v of range(vocab)) {
+          const middle = x((v + 0.5) / vocab);
+          const pair = [
+            [probs[v], middle - wide - 1, `${name}-whole`],
+            [truncated[v], middle + 1, name],
+          ];
+          for (const [prob, start, kind] of pair) {
+            nodes.push(box(start, y(prob / top), wide, y(0) - y(prob / top), kind));
+          }
+        }
+        const [middle, edge] = [x((cutoff + 0.5) / vocab), y(truncated[cutoff] / top) - 4];
+        nodes.push(mark(middle + 1 + wide / 2, edge));
+        return nodes;
+      };
+    }
+    const mark = (x, y) =>
+      svg("path", { d: `M${x} ${y}L${x - 5} ${y - 8}L${x + 5} ${y - 8}Z`, class: "sd-cutoff" });
+    const targets = chart(190, bars(() => target, "sd-target", "target"));
+    const drafts = chart(190, bars(() => draft, "sd-draft", "draft"));
+
+    function reason() {
+      const left = range(vocab).filter((v) => target.truncated[v] === 0);
+      if (left.length === 0) return "Nothing is left out: p′ = p and q′ = q.";
+      const lost = left.reduce((total, v) => total + draft.probs[v], 0);
+      const difference = rates.truncated - rates.plain;
+      const often = Math.abs(difference) < 5e-4 ? "as often" : difference > 0 ? "more often" : "less often";
+      return (
+        `The target leaves out ${percent(lost)} of untruncated drafts: they are always rejected. Here truncated drafts are ` +
+        `accepted ${often}.`
+      );
+    }
+
+    function update() {
+      const options = [temperature.value, topK.value, topP.value, minP.value];
+      [target, draft] = [TARGET_LOGITS, DRAFT_LOGITS].map((logits) => math.truncate(logits, ...options));
+      rates = {
+        truncated: math.acceptanceRate(target.truncated, draft.truncated),
+        plain: math.acceptanceRate(target.truncated, draft.probs),
+      };
+      results.set({
+        target: `${target.kept.length} of ${vocab}, token ${target.cutoff}`,
+        draft: `${draft.kept.length} of ${vocab}, token ${draft.cutoff}`,
+        truncated: percent(rates.truncated),
+        plain: percent(rates.plain),
+      });
+      summary.textContent = reason();
+      const both = math.overlap(target.truncated, draft.truncated);
+      const one = math.overlap(target.truncated, draft.probs);
+      const columns = [target.probs, target.truncated, draft.probs, draft.truncated, both, one];
+      numbers.set(range(vocab).map((v) => [v, ...columns.map((column) => column[v].toFixed(3))]));
+      const kept = (model) => model.kept.map((v) => `token ${v} ${model.truncated[v].toFixed(2)}`).join(", ");
+      targets.redraw(`Bar chart of the target's probabilities before and after truncation. Kept: ${kept(target)}.`);
+      drafts.redraw(`Bar chart of the draft's probabilities before and after truncation. Kept: ${kept(draft)}.`);
+    }
+    function changed() {
+      update();
+      status.say(
+        `Tokens kept: ${target.kept.length} of the target, ${draft.kept.length} of the draft. Drafts accepted: ` +
+          `${percent(rates.truncated)} if the drafts are truncated too, ${percent(rates.plain)} if not.`,
+      );
+    }
+    update();
+    const pair = (name) => svg("g", {}, box(1, 1, 6, 10, `${name}-whole`), box(9, 1, 6, 10, name));
+    return [
+      "What top-k, top-p and min-p keep, and how many drafts are accepted",
+      html("div", { class: "sd-sliders sd-sliders--four" }, temperature.node, minP.node, topK.node, topP.node),
+      results.node,
+      html("div", { class: "sd-charts" }, targets.node, drafts.node),
+      legend(
+        [pair("sd-target"), "target: p, p′"],
+        [pair("sd-draft"), "draft: q, q′"],
+        [mark(8, 10), "cutoff: the last token kept"],
+      ),
+      summary,
+      numbers.node,
+      status.node,
+    ];
+  }
+
   // ---- Mounting ------------------------------------------------------------------------------------------------------
 
-  const WIDGETS = { schedule: scheduleWidget, residual: residualWidget, speedup: speedupWidget, block: blockWidget };
+  const WIDGETS = {
+    schedule: scheduleWidget,
+    residual: residualWidget,
+    speedup: speedupWidget,
+    block: blockWidget,
+    truncation: truncationWidget,
+  };
 
   function mountAll() {
     for (const root of document.querySelectorAll(".sd-widget:not([data-mounted])")) {
