@@ -758,12 +758,17 @@ class TestModels:
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     @pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
-    def test_models_may_be_on_any_device(self, draft_device, plain):
+    def test_models_may_be_on_any_device(self, draft_device, plain, truncated):
         target = copy.deepcopy(TARGETS["llama"]).cuda()
         output = ragged(target, noisy(TARGETS["llama"], 0.03).to(draft_device), method="strict")
         assert output.sequences.device.type == "cpu"  # where the prompts were
         assert texts(output) == plain["llama"]
         assert ragged(target, copy.deepcopy(target).to(draft_device)).stats.acceptance_rate > 0.99
+        draft = noisy(TARGETS["llama"], 0.03).to(draft_device)
+        assert texts(ragged(target, draft, method="strict", temperature=HOT, **TRUNCATION)) == truncated["llama"]
+        for method in ("probabilistic", "block"):
+            output = ragged(target, copy.deepcopy(target).to(draft_device), method=method, **TRUNCATION)
+            assert output.stats.acceptance_rate > 0.99
 
     def test_inference_mode_changes_nothing(self):
         target, draft = TARGETS["llama"], noisy(TARGETS["llama"], 0.03)
