@@ -18,16 +18,14 @@ Backend = Literal["auto", "triton", "eager"]
 def choose(backend: Backend, logits: Tensor, is_truncated: bool = False) -> ModuleType:
     """Return the backend's module for these logits.
 
-    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run; the kernels do not truncate
-    rows, so truncated calls are eager everywhere. Any other choice is never replaced.
+    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. For truncated calls it is
+    eager: the kernels that truncate have not been measured on a GPU yet. Any other choice is never replaced.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
     if backend == "eager" or (backend == "auto" and (logits.is_cpu or is_truncated)):
         return eager
-    if is_truncated:
-        raise ValueError("backend: 'triton' takes no top_k, top_p, min_p and draft_sampling; use 'eager' or 'auto'")
     why_not = obstacle(logits.device)
     if why_not is None:
         return kernels()

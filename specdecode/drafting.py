@@ -20,7 +20,10 @@ class DraftOutput(NamedTuple):
     """[batch] float32: logsumexp(logits / temperature) of the tokens that are kept, 0 for greedy requests."""
 
     cutoff: Tensor | None = None
-    """[batch] int64: the last token that top_k, top_p and min_p keep, in the order of decreasing logits; else None."""
+    """[batch] int64: the last token that top_k, top_p and min_p keep, in the order of decreasing logits; -1: all are kept.
+
+    None if none of the three is given.
+    """
 
 
 def sample(

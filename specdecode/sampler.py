@@ -154,7 +154,7 @@ class RejectionSampler:
                 tensor. None and 1 keep all tokens.
             min_p: keep the tokens whose probability is at least min_p times the largest: a number in [0, 1] or a [batch]
                 float tensor. None and 0 keep all tokens. The order is temperature, min_p, top_k, top_p, each on what the
-                ones before have kept. Truncated calls run in the eager backend.
+                ones before have kept. Backend `"auto"` is eager for truncated calls.
             draft_sampling: how the drafts were drawn from draft_logits, if otherwise than the target samples; its numbers
                 are for all requests or [batch] tensors. The output has the target's truncated distribution whatever it is,
                 if it is true.

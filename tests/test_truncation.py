@@ -291,7 +291,8 @@ def test_drafting_hands_on_what_verification_needs(method, options):
             row = batch.draft_logits[index, offset].double().numpy()
             result, margin = truncate(row, sampling)
             if margin > batch.band("eager") and sampling.temperature > 0:
-                assert int(cutoffs[index, offset]) == cutoff(row, sampling)
+                is_whole = of_request(options, index) == {"top_k": 0, "top_p": 1, "min_p": 0}
+                assert int(cutoffs[index, offset]) == (-1 if is_whole else cutoff(row, sampling))
                 kept = result[np.isfinite(result)] / sampling.temperature
                 whole = kept.max() + np.log(np.exp(kept - kept.max()).sum())
                 np.testing.assert_allclose(float(logsumexp[index, offset]), whole, rtol=1e-5, atol=1e-5)
@@ -444,8 +445,6 @@ def test_how_drafts_were_drawn_is_said_only_where_their_logits_are():
         RejectionSampler("probabilistic")(target, drafts, draft_sampling=PackageSampling(top_k=3))
 
 
-def test_truncated_calls_are_eager_on_every_device():
+def test_truncated_calls_are_eager_unless_triton_is_asked_for():
     logits = torch.zeros(1, 9, device=DEVICES[-1])
     assert backends.choose("auto", logits, is_truncated=True).__name__ == "specdecode.eager"
-    with pytest.raises(ValueError, match="backend: 'triton' takes no top_k"):
-        RejectionSampler("strict", backend="triton").draft(logits, top_k=3)

@@ -41,6 +41,6 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
-    sampling = row_sampling(temperature, batch.truncation)
+    sampling = row_sampling(temperature, batch.truncation, batch.logits.shape[-1])
     token_ids, logsumexp, _, *cutoff = strict.sample(batch.logits, sampling, seeds, positions, greedy, domains)
     return token_ids, logsumexp.to(torch.float32), cutoff[0] if cutoff else None

@@ -25,11 +25,11 @@ class Steps:
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
         self.temperature, self.greedy = row_temperature(batch.temperature, *logits)
-        self.sampling = self.draft_sampling = row_sampling(self.temperature, batch.truncation)
+        self.sampling = self.draft_sampling = row_sampling(self.temperature, batch.truncation, self.vocab)
         self.draft_cutoff = batch.draft_cutoff
         if batch.draft_temperature is not None:
             draft_temperature, draft_greedy = row_temperature(batch.draft_temperature, *logits)
-            drawn = row_sampling(draft_temperature, batch.draft_truncation)
+            drawn = row_sampling(draft_temperature, batch.draft_truncation, self.vocab)
             self.draft_sampling = of_drafts(drawn, draft_greedy, self.temperature)
         self.point_masses = None if isinstance(self.greedy, bool) or on_host(self.greedy) else self.greedy
 

@@ -1,5 +1,6 @@
 """Truncation in PyTorch: logits that top-k, top-p and min-p leave out become -inf, by a sort of each row."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class RowSampling(NamedTuple):
         return RowSampling(self.temperature[index], *others)
 
 
-def row_sampling(temperature: Tensor, truncation: Truncation | None) -> RowSampling:
+def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int) -> RowSampling:
     """Return [batch] tensors, given [batch] temperatures > 0.
 
     Values that could not be checked on the host are made harmless: a top_k below 1 and a top_p or min_p that is NaN leave
@@ -60,7 +61,7 @@ def row_sampling(temperature: Tensor, truncation: Truncation | None) -> RowSampl
     return RowSampling(
         temperature,
         None,
-        None if top_k is None else top_k.masked_fill(top_k < 1, ALL),
+        None if top_k is None else top_k.masked_fill((top_k < 1) | (top_k >= vocab), ALL),
         None if top_p is None else top_p.masked_fill(~(top_p < 1), 2.0),
         None if min_p is None else min_p.nan_to_num(nan=0.0).clamp(0, 1),
     )
@@ -75,6 +76,8 @@ def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: 
 
 def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
     """Replace the logits that are left out by -inf, in place; return the last token kept of each row, [...] int64.
+
+    It is -1 where nothing is asked to be left out.
 
     Args:
         logits: [..., vocab] without NaN.
@@ -95,7 +98,10 @@ def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
         kept &= mass - probs < top_p * mass[..., -1:]
     kept[..., 0] = True
     logits.scatter_(-1, token_ids, values.masked_fill(~kept, -torch.inf))
-    return token_ids.gather(-1, kept.sum(dim=-1, keepdim=True) - 1).squeeze(-1)
+    cutoffs = token_ids.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
+    neutral = ((top_k, ALL), (top_p, 2.0), (min_p, 0.0))
+    is_whole = functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
+    return cutoffs.masked_fill(is_whole & row_max.isfinite(), -1).squeeze(-1)
 
 
 def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tuple[Rows, Tensor | None]:
@@ -128,8 +134,8 @@ def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:
     Args:
         logits: [..., vocab] raw logits.
         token_ids: [...] int64.
-        cutoffs: [...] int64, the last token kept of each row.
+        cutoffs: [...] int64, the last token kept of each row, -1 where all are.
     """
-    cutoffs = cutoffs.clamp(0, logits.shape[-1] - 1)
-    logit, least = (logits.gather(-1, ids[..., None]).squeeze(-1) for ids in (token_ids, cutoffs))
-    return (logit > least) | ((logit == least) & (token_ids <= cutoffs))
+    inside = cutoffs.clamp(0, logits.shape[-1] - 1)
+    logit, least = (logits.gather(-1, ids[..., None]).squeeze(-1) for ids in (token_ids, inside))
+    return (cutoffs < 0) | (logit > least) | ((logit == least) & (token_ids <= cutoffs))

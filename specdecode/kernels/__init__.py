@@ -11,6 +11,7 @@ compares residual masses.
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
 | `rows`, `distribution` | where rows lie, block statistics; from these to softmax, NaN and infinities included |
+| `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict
-from specdecode.kernels.plan import MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
+from specdecode.kernels.plan import LIMITS, MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
@@ -46,15 +47,22 @@ METHODS = {
 """Each method's accept rule with draft logits, and without."""
 
 
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Draw one token per row; return [batch] int64 token ids and [batch] float32 logsumexp(logits / temperature)."""
+def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row.
+
+    Returns:
+        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
+        tokens kept, None if rows are not truncated.
+    """
     requests, _ = batch.logits.shape
     token_ids = torch.empty(requests, dtype=torch.int64, device=batch.logits.device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
+    outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
+    if batch.truncation is not None:
+        outputs["cutoff"] = torch.empty_like(token_ids)
     if requests > 0:
-        outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
         run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
-    return token_ids, logsumexp
+    return token_ids, logsumexp, outputs.get("cutoff")
 
 
 def verify(
@@ -97,10 +105,16 @@ def verify(
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
     rule = METHODS[method][batch.draft_logits is None]
+    if rule is not BY_SAMPLE and batch.draft_temperature is not None:
+        raise ValueError(
+            "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
+        )
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
-        tensors |= {"draft": batch.draft_logits, "draft_index": draft_index, "draft_logsumexp": batch.draft_logsumexp}
-        reads_both = batch.draft_logsumexp is None
+        tensors |= {"draft": batch.draft_logits, "draft_index": draft_index}
+        if not batch.is_truncated:  # else draft rows are read, because their statistics are truncated
+            tensors["draft_logsumexp"] = batch.draft_logsumexp
+        reads_both = tensors.get("draft_logsumexp") is None
     tensors |= {
         "ids": batch.draft_token_ids,
         "rates": None if schedule is None else conditional_rates(schedule, device),
@@ -108,6 +122,12 @@ def verify(
     if large is None:
         large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
+    if batch.is_truncated and rule is not IN_BLOCK:  # every row is read before the first is truncated and decided about
+        if num_draft_tokens >= MOST_ROWS:
+            raise ValueError(
+                f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}"
+            )
+        large = False
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output
@@ -134,12 +154,22 @@ def run(
         tensors["seeds"] = seeds.contiguous()
     else:
         numbers["first_seed"] = seeds
+    truncates = batch.truncation is not None
+    of_rows = {"": batch.truncation}
+    if isinstance(batch, VerificationBatch):
+        truncates, of_rows["draft_"] = batch.is_truncated, batch.draft_truncation
+    for of in ("", "draft_"):
+        limits = of_rows.get(of) or (None, None, None)
+        for name, limit, neutral in zip(LIMITS, limits, (0, 1.0, 0.0)):
+            if isinstance(limit, Tensor):
+                tensors[f"{of}{name}_each"] = limit.contiguous()
+            numbers[f"{of}{name}"] = neutral if limit is None or isinstance(limit, Tensor) else limit
     target = tensors["target"]
     assert target is not None
     inputs = {name: tensors.get(name) for name in TENSORS}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs, truncates)
     plan.run({**outputs, **inputs}, numbers)
 
 

@@ -56,6 +56,17 @@ class Requests(NamedTuple):
     token_domain: Int32
 
 
+class Limits(NamedTuple):
+    """What truncates rows: a number for each request, or one for all; all None if nothing does."""
+
+    top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
+    top_k: Int32  # 0 keeps all tokens
+    top_p_ptr: Pointer  # [batch] any float, or None: `top_p` for all
+    top_p: Float32  # 1 keeps all tokens
+    min_p_ptr: Pointer  # [batch] any float, or None: `min_p` for all
+    min_p: Float32  # 0 keeps all tokens
+
+
 class Inputs(NamedTuple):
     """All that a step is given."""
 
@@ -63,6 +74,8 @@ class Inputs(NamedTuple):
     draft: Rows
     drafts: Drafts
     requests: Requests
+    limits: Limits
+    draft_limits: Limits
 
 
 class Outputs(NamedTuple):
@@ -73,6 +86,7 @@ class Outputs(NamedTuple):
     num_drafts_ptr: Pointer  # [batch] int32
     invalid_ptr: Pointer  # [batch] bool
     logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature)
+    cutoff_ptr: Pointer  # [batch] int64 the last token kept, -1 for all; None: rows are not truncated
 
 
 class Workspace(NamedTuple):
@@ -80,6 +94,9 @@ class Workspace(NamedTuple):
 
     state_ptr: Pointer  # int32, see `state`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
+    cutoffs_ptr: (
+        Pointer  # [rows, 2] float32: logit and (int32) token of the last token kept; None: rows are not truncated
+    )
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
@@ -108,6 +125,14 @@ class Reading(NamedTuple):
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
     ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
+
+
+class Truncating(NamedTuple):
+    """How rows are truncated."""
+
+    BLOCKS: Constant  # a program reads so many blocks at once
+    OF_DRAFTS: Constant  # draft rows are, else target rows
+    OVERLAPS: Constant
 
 
 class Settling(NamedTuple):
@@ -144,6 +169,16 @@ class Row(NamedTuple):
     ptr: Any
     stride_token: Any
     vocab_size: Any
+
+
+class TruncatedRow(NamedTuple):
+    """One logits row, of which logits beyond the last token kept are read as -inf."""
+
+    ptr: Any
+    stride_token: Any
+    vocab_size: Any
+    cutoff_logit: Any
+    cutoff_token: Any
 
 
 class Place(NamedTuple):

@@ -34,11 +34,12 @@ from specdecode.kernels.probabilistic import (
 from specdecode.kernels.rows import (
     INFINITY,
     LOG2_E,
+    draft_row_at,
     load_logit,
     load_statistics,
     load_temperature,
-    row_at,
     sum_in_order,
+    target_row_at,
     target_statistics,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
@@ -61,18 +62,18 @@ def numbers_at(workspace, request, offset, sizes):
 
 
 @triton.jit
-def shared_logprob(place, terms, inputs, sizes):
+def shared_logprob(place, terms, inputs, workspace, sizes):
     """Return log sum min(p, q) where p or q is a point mass: the log-probability of its token under the other."""
     shared = 0.0
     _, _, p, q, residual = terms
     if p.one_hot >= 0:
         logit = 0.0
         if inputs.draft.ptr is not None:
-            draft_row = row_at(inputs.draft, place.request, place.offset, sizes)
+            draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
             logit = load_logit(draft_row, p.one_hot, q.one_hot < 0)
         shared = logprob(logit, p.one_hot, q, place.temperature)
     elif residual.subtracted >= 0:
-        row = row_at(inputs.target, place.request, place.offset, sizes)
+        row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
         logit = load_logit(row, residual.subtracted, True)
         shared = logprob(logit, residual.subtracted, (p.row_max, tl.log(p.sumexp), p.one_hot), place.temperature)
     return shared
@@ -162,7 +163,9 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     if offset < num_drafts:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         terms = acceptance_terms(place, inputs, workspace, sizes)
-        store_terms(numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, sizes))
+        store_terms(
+            numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
+        )
 
 
 @triton.jit
@@ -218,8 +221,8 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
     would not be with all that is left. If `ROUNDS` of them do not decide, it stays open.
     """
-    row = row_at(inputs.target, request, offset, sizes)
-    draft_row = row_at(inputs.draft, request, offset, sizes)
+    row = target_row_at(request, offset, inputs, workspace, sizes)
+    draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
     block_sums = relative_sums(residual.row_max, statistics, temperature)
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
@@ -260,8 +263,8 @@ def sum_kernel(inputs, workspace, sizes, tuning):
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
         temperature = load_temperature(inputs.requests, request)
-        row = row_at(inputs.target, request, offset, sizes)
-        draft_row = row_at(inputs.draft, request, offset, sizes)
+        row = target_row_at(request, offset, inputs, workspace, sizes)
+        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)
@@ -289,7 +292,7 @@ def settle(request, num_drafts, inputs, workspace, sizes):
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
     """Return that the draft at a place is not accepted, the row's maximum, and what is drawn from: max(0, p - q / c)."""
-    row = row_at(inputs.target, place.request, place.offset, sizes)
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:

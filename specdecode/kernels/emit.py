@@ -15,7 +15,7 @@ from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, load_temperature
+from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
 from specdecode.kernels.state import (
     EMPTY_BITS,
@@ -47,6 +47,10 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
         if temperature > 0:
             logsumexp = row_max / temperature + tl.log(sumexp)
         tl.store(outputs.logsumexp_ptr + request, logsumexp)
+    if outputs.cutoff_ptr is not None:
+        cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
+        cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
+        tl.store(outputs.cutoff_ptr + request, cutoff.to(tl.int64))
     if outputs.num_accepted_ptr is not None:
         tl.store(outputs.num_accepted_ptr + request, 0)
         tl.store(outputs.num_drafts_ptr + request, 0)

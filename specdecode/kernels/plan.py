@@ -5,6 +5,7 @@ record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from specdecode.kernels.arguments import (
     Drafts,
     Inputs,
+    Limits,
     Outputs,
     Reading,
     Requests,
@@ -22,6 +24,7 @@ from specdecode.kernels.arguments import (
     Searching,
     Settling,
     Sizes,
+    Truncating,
     Workspace,
 )
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
@@ -29,6 +32,7 @@ from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.state import FIELDS
+from specdecode.kernels.truncation import truncate_kernel
 from specdecode.noise import BLOCK_SIZE
 
 
@@ -44,6 +48,7 @@ class AcceptRule:
 
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
+TRUNCATED_BLOCKS = 4  # likewise where a cutoff is searched for; not tuned
 
 # Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
 # where each reads a target and a draft row and none exits early. In larger launches a program reads one more time for so
@@ -77,6 +82,7 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
+LIMITS = ("top_k", "top_p", "min_p")
 OPTIONAL = (
     "draft",
     "ids",
@@ -87,6 +93,8 @@ OPTIONAL = (
     "temperatures",
     "seeds",
     "positions",
+    *(f"{name}_each" for name in LIMITS),
+    *(f"draft_{name}_each" for name in LIMITS),
 )
 TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
@@ -119,10 +127,12 @@ def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | Non
     return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
 
 
-def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
+def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, truncates: bool) -> Inputs:
     """Return the bundle of inputs, given how each of `TENSORS` lies."""
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(TENSORS, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions = pointers
+    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions = pointers[
+        :10
+    ]
     target, draft, *of_drafts = layouts[:4]
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
@@ -131,16 +141,25 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
         rows_of(draft, draft_ptr, draft_index, vocab_size),
         Drafts(ids, strides[0][0], strides[0][1], logsumexp, strides[1][0], strides[1][1], rates),
         Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
+        limits_of(pointers[10:13], "", truncates),
+        limits_of(pointers[13:16], "draft_", truncates),
     )
 
 
-def outputs_of(samples: bool) -> Outputs:
-    """Return the bundle of outputs: of sampled tokens with their rows' logsumexp, or of a verification."""
+def limits_of(pointers: list[Argument | None], of: str, truncates: bool) -> Limits:
+    """Return the bundle of what truncates rows."""
+    numbers = [Argument(f"{of}{name}") if truncates else None for name in LIMITS]
+    return Limits(*itertools.chain.from_iterable(zip(pointers, numbers)))
+
+
+def outputs_of(samples: bool, truncates: bool) -> Outputs:
+    """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)
     if samples:
-        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32))
+        cutoff = Argument("cutoff", torch.int64) if truncates else None
+        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff)
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
-    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None)
+    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None)
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -152,6 +171,7 @@ def plan_step(
     shape: tuple[int, ...],
     layouts: tuple[Layout | None, ...],
     samples: bool,
+    truncates: bool = False,
 ) -> Plan:
     """Plan a step.
 
@@ -163,10 +183,11 @@ def plan_step(
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
+        truncates: whether top_k, top_p or min_p may leave out tokens.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
-    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size)
+    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size, truncates)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
     decides = large and not settles
@@ -177,6 +198,7 @@ def plan_step(
     parts = {
         "state": (torch.int32, state) if has_drafts else None,
         "statistics": (torch.float32, statistics),
+        "cutoffs": (torch.float32, (num_rows + num_drafts * has_draft_rows) * 2) if truncates else None,
         "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
@@ -186,15 +208,20 @@ def plan_step(
     workspace = Workspace(*[plan.part(name) for name in parts])
     bundles = inputs, workspace, sizes
     add_reading(plan, *bundles, rule.while_reading if decides else None)
+    if truncates:
+        for of_drafts in (False, True)[: 1 + has_draft_rows]:
+            truncating = Truncating(TRUNCATED_BLOCKS, of_drafts, can_overlap(device))
+            plan.add(truncate_kernel, (num_drafts if of_drafts else num_rows,), (*bundles, truncating), num_warps=8)
     if settles:
         add_settling(plan, *bundles, summed=sums and not large)
     per_row = has_drafts and not settles and not large
     search = "large" if large else "many" if many and has_draft_rows else "few"
     flags = per_row, settles, sums and not large, can_overlap(device)
+    tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
     plan.add(
         emit_kernel,
         (requests * (num_draft_tokens + 1) if per_row else requests,),
-        (inputs, outputs_of(samples), workspace, sizes, Searching(*SEARCH[search], rule.decide, rule.draw, *flags)),
+        (inputs, outputs_of(samples, truncates), workspace, sizes, tuning),
         num_warps=8 if has_draft_rows else rule.num_warps,
         max_registers=(EMIT_REGISTERS_ROW if per_row else EMIT_REGISTERS) if has_draft_rows else None,
     )

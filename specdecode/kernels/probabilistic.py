@@ -20,16 +20,18 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LOG2_E,
+    WHOLE,
     base_2_scale,
+    draft_row_at,
     draft_statistics,
     load_blocks,
     load_logit,
     load_logits,
     load_statistics,
-    row_at,
     scaled,
     sum_blocks,
     sum_in_order,
+    target_row_at,
     target_statistics,
     tokens_of,
     unpack,
@@ -86,12 +88,12 @@ def acceptance_terms(place, inputs, workspace, sizes):
     request, offset, token, _, temperature = place
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
-    row = row_at(inputs.target, request, offset, sizes)
+    row = target_row_at(request, offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
     logit = load_logit(row, token, token >= 0)
     if inputs.draft.ptr is not None:
         has_draft_row = (temperature > 0) & (token >= 0)
-        draft_row = row_at(inputs.draft, request, offset, sizes)
+        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
         draft_logit = load_logit(draft_row, token, has_draft_row)
         summarised = has_draft_row
         if inputs.drafts.logsumexp_ptr is not None:
@@ -165,7 +167,7 @@ def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     # In pairs both or none, so that logits of the same tokens meet.
     BFLOAT16: tl.constexpr = row.ptr.dtype.element_ty == tl.bfloat16 and draft_row.ptr.dtype.element_ty == tl.bfloat16
-    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED
+    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED and len(row) == WHOLE
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
@@ -246,11 +248,11 @@ def sums_without(token, p, row, temperature, sizes):
 @triton.jit
 def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     """Draw the token at a place from p less what is subtracted, or from p if nothing is left."""
-    row = row_at(inputs.target, place.request, place.offset, sizes)
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     block = tl.full([], -1, tl.int32)
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
-        draft_row = row_at(inputs.draft, place.request, place.offset, sizes)
+        draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
         if subtracted == ROW:
             if tuning.SUMMED:
                 sums = load_residual_sums(workspace, place.request, place.offset, sizes)

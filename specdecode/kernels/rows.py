@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import Row
+from specdecode.kernels.arguments import Row, TruncatedRow
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 WARP = tl.constexpr(32)
 INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
+WHOLE = tl.constexpr(len(Row._fields))
+"""Fields of a row that is not truncated."""
+LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -62,10 +65,54 @@ def row_at(rows, request, offset, sizes):
 
 
 @triton.jit
+def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return where the cutoff of a row is."""
+    index = request * (sizes.num_draft_tokens + 1) + offset
+    if OF_DRAFT:
+        index = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request * sizes.num_draft_tokens + offset
+    return workspace.cutoffs_ptr + index * 2
+
+
+@triton.jit
+def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return a row of which logits beyond its cutoff are read as -inf."""
+    if workspace.cutoffs_ptr is None:
+        return row
+    else:
+        pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
+        token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
+        return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, tl.load(pointer), token)
+
+
+@triton.jit
+def target_row_at(request, offset, inputs, workspace, sizes):
+    """Return the target row at an offset of a request, up to its cutoff."""
+    return with_cutoff(row_at(inputs.target, request, offset, sizes), workspace, request, offset, False, sizes)
+
+
+@triton.jit
+def draft_row_at(request, offset, inputs, workspace, sizes):
+    """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
+    inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
+    return with_cutoff(row_at(inputs.draft, request, offset, sizes), workspace, request, inside, True, sizes)
+
+
+@triton.jit
 def load_raw(row, token_ids, wanted):
-    """Return logits as they are stored, -inf beyond the vocabulary."""
+    """Return logits as they are stored, -inf beyond the vocabulary; of a row with a cutoff float32, -inf beyond that too."""
     pointers = row.ptr + token_ids * row.stride_token
-    return tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
+    logits = tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
+    if len(row) == WHOLE:
+        return logits
+    else:
+        return up_to_cutoff(logits.to(tl.float32), token_ids, row)
+
+
+@triton.jit
+def up_to_cutoff(logits, token_ids, row):
+    """Return float32 logits, -inf in place of those beyond the row's cutoff and of NaN."""
+    is_kept = (logits > row.cutoff_logit) | ((logits == row.cutoff_logit) & (token_ids <= row.cutoff_token))
+    return tl.where(is_kept, logits, -INFINITY)
 
 
 @triton.jit
@@ -80,6 +127,8 @@ def load_logit(row, token, wanted):
     """Return the logit of one token as float32, -inf for NaN."""
     pointer = row.ptr + token.to(tl.int64) * row.stride_token
     logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
+    if len(row) > WHOLE:
+        logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
     return tl.where(logit == logit, logit, -INFINITY)
 
 

@@ -19,7 +19,7 @@ from specdecode.kernels.rows import (
     in_order,
     load_logits,
     load_statistics,
-    row_at,
+    target_row_at,
     target_statistics,
     tokens_of,
 )
@@ -92,7 +92,7 @@ def guess_block(statistics, exponentials, scale):
 @triton.jit
 def sample(place, noise, inputs, workspace, sizes):
     """Draw the token at a place from its target row; return it, the row's maximum and its sum relative to that."""
-    row = row_at(inputs.target, place.request, place.offset, sizes)
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     token_domain = inputs.requests.token_domain
     if place.temperature > 0:

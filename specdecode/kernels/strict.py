@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine
-from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, row_at, target_statistics
+from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, target_row_at, target_statistics
 from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
 from specdecode.kernels.synthetic import is_scheduled
 
@@ -17,7 +17,7 @@ from specdecode.kernels.synthetic import is_scheduled
 @triton.jit
 def decide_while_reading(place, noise, inputs, workspace, sizes):
     """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
-    row = row_at(inputs.target, place.request, place.offset, sizes)
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     row_max, _, one_hot, block_sums = combine(statistics, row, place.temperature, sizes)
     if inputs.drafts.rates_ptr is not None:

@@ -1,0 +1,145 @@
+"""Kernels truncate rows: what is kept, and that all that follows computes with that alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from reference.selection import sample as sample_row
+from reference.truncation import Sampling, cutoff, truncate
+from specdecode import Sampling as PackageSampling
+from specdecode import kernels
+from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.noise import SELECT
+from tests.conftest import ON_GPU
+from tests.conftest import combine as pairs
+from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.kernels.common import DEVICE, assert_same, in_reverse, needs_interpreter, small
+from tests.test_truncation import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
+
+
+def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **how: Any) -> Any:
+    batch = batch.to(DEVICE)
+    draft = batch.draft_logits if with_logits else None
+    arguments = VerificationBatch.check(
+        batch.target_logits,
+        batch.draft_token_ids,
+        draft,
+        None,
+        batch.temperature,
+        batch.seeds,
+        batch.positions,
+        **on(DEVICE, options),
+    )
+    return kernels.verify(method, arguments, SCHEDULE if method == "synthetic" else None, **how)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "dtype", "vocab", "with_logits"),
+    pairs(
+        ["strict", "probabilistic", "block", "synthetic"],
+        list(TRUNCATIONS),
+        [torch.bfloat16, torch.float32],
+        [5, 1040],
+        [True, False],
+    ),
+)
+def test_tokens_are_the_references(method, options, dtype, vocab, with_logits):
+    batch = case(6, 3 if ON_GPU else 1, vocab, dtype, seed=vocab)
+    options = TRUNCATIONS[options]
+    got = verify(method, batch, options, with_logits)
+    assert_same_tokens(got.token_ids, expected(method, batch, options, None, with_logits), FLOAT32_BAND)
+
+
+@pytest.mark.parametrize("draft_options", [{}, {"top_k": 3}])
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
+    batch, options = case(6, 3 if ON_GPU else 1, 1040, torch.float32, seed=8), {"top_p": 0.9}
+    how = {"temperature": batch.temperature, **draft_options}
+    arguments = VerificationBatch.check(
+        *(tensor.to(DEVICE) for tensor in (batch.target_logits, batch.draft_token_ids, batch.draft_logits)),
+        None,
+        *(tensor.to(DEVICE) for tensor in (batch.temperature, batch.seeds, batch.positions)),
+        **options,
+        draft_sampling=PackageSampling(**on(DEVICE, how)),
+    )
+    with pytest.raises(ValueError, match="draft_sampling: 'triton' takes drafts of the target's temperature only"):
+        kernels.verify(method, arguments)
+    got = kernels.verify(method, arguments._replace(draft_temperature=None))
+    assert_same_tokens(got.token_ids, expected(method, batch, options, how, True), FLOAT32_BAND)
+
+
+def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
+    return kernels.sample(RowBatch.check(logits, temperature, 5, None, **options), SELECT)
+
+
+@pytest.mark.parametrize("dtype", small(torch.float32, torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("row", ROWS_THAT_HURT)
+def test_rows_that_hurt_are_cut_where_a_sort_in_float64_cuts_them(row, dtype):
+    logits = ROWS_THAT_HURT[row].to(dtype)
+    vocab = len(logits)
+    for top_k, top_p, min_p in ((1, None, None), (vocab - 1, 0.5, None), (2, 1 - 2**-24, 0.3)):
+        options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        sampling = Sampling(0.8, top_k, 1.0 if top_p is None else top_p, min_p or 0.0)
+        if top_k in (None, vocab) and top_p is min_p is None:
+            continue
+        rows = logits.to(DEVICE).expand(2, vocab).contiguous()
+        token_ids, _, cutoffs = drawn(rows, 0.8, options)
+        whole = logits.double().numpy()
+        result, margin = truncate(whole, sampling)
+        if margin > FLOAT32_BAND:
+            if cutoffs is not None:
+                assert cutoffs.tolist() == [cutoff(whole, sampling)] * 2, options
+            want = [sample_row(result, temperature=0.8, seed=5 + i).index for i in range(2)]
+            assert token_ids.tolist() == want, options
+
+
+def test_a_drafting_step_returns_what_is_kept():
+    batch = case(6, 1, 2064, torch.bfloat16, seed=3)
+    options = TRUNCATIONS["each request's own"]
+    rows = batch.target_logits[:, 0]
+    checked = RowBatch.check(
+        rows.to(DEVICE), batch.temperature.to(DEVICE), batch.seeds.to(DEVICE), None, **on(DEVICE, options)
+    )
+    _, logsumexp, cutoffs = kernels.sample(checked, SELECT)
+    assert (batch.temperature == 0).any()
+    for index in range(6):
+        sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
+        row = rows[index].double().numpy()
+        result, margin = truncate(row, sampling)
+        if margin <= FLOAT32_BAND:
+            continue
+        asked = of_request(options, index)
+        is_whole = sampling.temperature > 0 and asked == {"top_k": 0, "top_p": 1, "min_p": 0}
+        assert int(cutoffs[index]) == (-1 if is_whole else cutoff(row, sampling))
+        if sampling.temperature > 0:
+            kept = result[np.isfinite(result)] / sampling.temperature
+            np.testing.assert_allclose(float(logsumexp[index]), np.logaddexp.reduce(kept), rtol=1e-5, atol=1e-5)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_programs_may_finish_in_any_order(method):
+    batch, options = case(2, 2, 1040, torch.float32, seed=1), {"top_k": 40}
+    usual = verify(method, batch, options)
+    with in_reverse():
+        assert_same(verify(method, batch, options), usual)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_bounds_of_block_verification_hold_for_what_is_kept(large):
+    requests, vocab = (60, 9000) if ON_GPU else (3, 2064)
+    batch = case(requests, 3, vocab, torch.float32, greedy=0, seed=6)
+    batch = replace(batch, temperature=torch.full((requests,), 1.4))
+    options = {"top_p": 0.97}
+    got = verify("block", batch, options, large=large)
+    assert_same_tokens(got.token_ids, expected("block", batch, options, None, True), FLOAT32_BAND)
+
+
+def test_more_drafts_than_stop_bits_are_refused():
+    batch = case(1, 28, 20, torch.float32)
+    with pytest.raises(ValueError, match="'triton' truncates rows of at most 27 drafts, got 28"):
+        verify("strict", batch, {"top_k": 3})
