@@ -85,9 +85,11 @@ class Calls:
         if not self.is_due():
             return
         logsumexp = options.pop("draft_logsumexp", None)
+        truncation = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
-        checked = VerificationBatch.check(batch.target_logits, batch.draft_token_ids, draft, logsumexp, *scalars)
+        tensors = batch.target_logits, batch.draft_token_ids, draft, logsumexp
+        checked = VerificationBatch.check(*tensors, *scalars, **truncation)
         kernels = backends.choose("triton", batch.target_logits)
         kernels.verify(method, checked, self.sampler(method).schedule, **options)
 
@@ -110,6 +112,8 @@ class Calls:
                 self.verify(method, batch, **options)
                 self.verify(method, batch, draft_logsumexp=logsumexp, **options)
                 self.verify(method, batch, with_draft=False, **options)
+                self.verify(method, batch, top_k=5, top_p=0.9, **options)
+                self.verify(method, batch, min_p=torch.full((BATCH,), 0.1, device=self.device), **options)
 
     def other_shapes(self) -> None:
         """No drafts, drafts like the target, other dtypes, greedy alone, rows that are not dense, large vocabularies."""

@@ -48,12 +48,12 @@ def load_limits(limits, request, sizes):
     """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     if limits.top_k_ptr is not None:
-        top_k = tl.minimum(tl.load(limits.top_k_ptr + request), sizes.vocab_size).to(tl.int32)
+        top_k = tl.load(limits.top_k_ptr + request)
     if limits.top_p_ptr is not None:
         top_p = tl.load(limits.top_p_ptr + request).to(tl.float32)
     if limits.min_p_ptr is not None:
         min_p = tl.load(limits.min_p_ptr + request).to(tl.float32)
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
     top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
     return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
 

@@ -37,7 +37,7 @@ def outputs_of(num_draft_tokens: int) -> Outputs:
     """The outputs of one request, with numbers in them that nobody writes."""
     token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
     counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
-    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None)
+    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None, None)
 
 
 def drafts_of(ids: torch.Tensor) -> Drafts:

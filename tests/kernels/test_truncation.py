@@ -12,7 +12,7 @@ from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
 from specdecode import Sampling as PackageSampling
 from specdecode import kernels
-from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.batch import RowBatch, Truncation, VerificationBatch
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
@@ -137,6 +137,22 @@ def test_bounds_of_block_verification_hold_for_what_is_kept(large):
     options = {"top_p": 0.97}
     got = verify("block", batch, options, large=large)
     assert_same_tokens(got.token_ids, expected("block", batch, options, None, True), FLOAT32_BAND)
+
+
+def test_values_that_make_no_sense_are_harmless():
+    rows = case(6, 0, 1040, torch.float32, seed=1).target_logits[:, 0].to(DEVICE)
+    nan, inf = torch.nan, torch.inf
+    sense = {"top_k": [0, 0, 0, 0, 0, 1], "top_p": [1, 1, 1e-9, 1e-9, 1, 1], "min_p": [0, 0, 0, 0, 1.0, 0]}
+    nonsense = {
+        "top_k": [-5, 3 - 2**32, -(2**62), 0, 0, 1],
+        "top_p": [nan, 7.0, 0.0, -3.0, inf, 1.0],
+        "min_p": [nan, -2.0, 0.0, -inf, 40.0, 0.0],
+    }
+    tensors = [[torch.tensor(values, device=DEVICE) for values in options.values()] for options in (sense, nonsense)]
+    checked = RowBatch.check(rows, 0.8, 5, None, top_k=2)  # whose values would be errors on a host
+    want, got = (kernels.sample(checked._replace(truncation=Truncation(*limits)), SELECT) for limits in tensors)
+    for one, other in zip(want, got):
+        assert torch.equal(one, other)
 
 
 def test_more_drafts_than_stop_bits_are_refused():
