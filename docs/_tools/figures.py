@@ -3,6 +3,7 @@
 `step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +16,7 @@ from docs._tools.svg import WIDTH, mark, path, picture, rect, text
 from reference import greedy  # noqa: TID251 - the reference computes what figures show
 from reference.block import running_ratio  # noqa: TID251
 from reference.philox import Domain, uniform  # noqa: TID251
-from reference.probabilistic import acceptance_probability, residual  # noqa: TID251
+from reference.probabilistic import acceptance_probability, accepts, residual  # noqa: TID251
 
 
 def figure_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
@@ -625,6 +626,37 @@ def block_bars_figure() -> str:
     return f'{drawn}<ul class="legend">{legend}</ul>'
 
 
+def band_figure() -> str:
+    """Draw accept decisions by how far they were from the opposite one, and the band in which another backend may differ."""
+    middle, reach, y = WIDTH / 2, 196, 92
+    band = 1e-4
+
+    def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 there is nothing to see
+        return middle + math.copysign(reach * math.log10(max(abs(slack), 1e-6) / 1e-6) / 6.5, slack)
+
+    parts = [rect(x_of(-band), 40, x_of(band) - x_of(-band), 52, "box new"), path([(8, y), (WIDTH - 8, y)], "axis")]
+    parts.append(text(middle, 30, "rounding band: may differ", "small new"))
+    parts += [text(40, 30, "rejected", "small bad", "start"), text(WIDTH - 40, 30, "accepted", "small good", "end")]
+    for power in (0, -2, -4):
+        for sign, name in ((-1, "−"), (1, "")):
+            x = x_of(sign * 10.0**power)
+            parts += [path([(x, y), (x, y + 5)], "axis"), text(x, y + 20, f"{name}{10.0**power:g}", "tick")]
+    told = []
+    for log_uniform in (np.log(0.9), np.log(0.2) + 2e-5, np.log(0.2) - 3e-3, np.log(0.05)):
+        decision = accepts(log_uniform, np.log(0.1), np.log(0.5))
+        slack = decision.margin if decision.index else -decision.margin
+        parts += [mark(x_of(slack), y - 14, "s1"), text(x_of(slack), y - 26, f"{decision.margin:.1g}", "small")]
+        told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.1g} nats")
+    parts.append(text(middle, y + 40, "log p(x) − log q(x) − log u, in nats (logarithmic on both sides)", "label"))
+    return picture(
+        parts,
+        y + 48,
+        "Accept decisions and the rounding band",
+        f"Four decisions about a draft with p = 0.1 and q = 0.5: {', '.join(told)}. Only the one within 0.0001 nats of 0 "
+        "may be different in another backend.",
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "step": step_figure,
     "launches": launches_figure,
@@ -637,4 +669,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "noise": noise_figure,
     "block-tree": block_tree_figure,
     "block-bars": block_bars_figure,
+    "band": band_figure,
 }
