@@ -343,6 +343,7 @@ def test_strict_emits_what_sample_draws():
 ROWS_THAT_HURT: dict[str, Tensor] = {
     "all equal": torch.zeros(2049),
     "two values": torch.arange(2049) % 2 * 1.0,
+    "zeros of both signs": torch.where(torch.arange(2049) % 2 == 0, -0.0, 0.0),
     "one token has all the mass": torch.zeros(2049).index_fill(0, torch.tensor([1500]), 200.0),
     "tails of -inf": torch.cat([torch.zeros(3), torch.full((2046,), -INF)]),
     "NaN between": torch.arange(2049.0).remainder(7).masked_fill(torch.arange(2049) % 3 == 0, NAN),

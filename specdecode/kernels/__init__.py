@@ -105,10 +105,8 @@ def verify(
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
     rule = METHODS[method][batch.draft_logits is None]
-    if rule is not BY_SAMPLE and batch.draft_temperature is not None:
-        raise ValueError(
-            "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
-        )
+    if batch.is_truncated:
+        check_truncation(rule, batch)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
         tensors |= {"draft": batch.draft_logits, "draft_index": draft_index}
@@ -123,14 +121,21 @@ def verify(
         large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     if batch.is_truncated and rule is not IN_BLOCK:  # every row is read before the first is truncated and decided about
-        if num_draft_tokens >= MOST_ROWS:
-            raise ValueError(
-                f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}"
-            )
         large = False
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output
+
+
+def check_truncation(rule: AcceptRule, batch: VerificationBatch) -> None:
+    """Raise if rows are to be truncated in a way that the eager backend alone has."""
+    num_draft_tokens = batch.draft_token_ids.shape[1]
+    if rule is not BY_SAMPLE and batch.draft_temperature is not None:
+        raise ValueError(
+            "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
+        )
+    if rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS:
+        raise ValueError(f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}")
 
 
 def run(

@@ -209,9 +209,7 @@ def plan_step(
     bundles = inputs, workspace, sizes
     add_reading(plan, *bundles, rule.while_reading if decides else None)
     if truncates:
-        for of_drafts in (False, True)[: 1 + has_draft_rows]:
-            truncating = Truncating(TRUNCATED_BLOCKS, of_drafts, can_overlap(device))
-            plan.add(truncate_kernel, (num_drafts if of_drafts else num_rows,), (*bundles, truncating), num_warps=8)
+        add_truncation(plan, *bundles)
     if settles:
         add_settling(plan, *bundles, summed=sums and not large)
     per_row = has_drafts and not settles and not large
@@ -270,6 +268,14 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
         follows=False,
         max_registers=(READ_REGISTERS_BOTH if reads_both else READ_REGISTERS) if is_usual and has_drafts else None,
     )
+
+
+def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
+    """Add the launches that truncate the rows that were read: target rows, then draft rows."""
+    for of_drafts in (False, True) if inputs.draft.ptr is not None else (False,):
+        tuning = Truncating(TRUNCATED_BLOCKS, of_drafts, can_overlap(plan.device))
+        rows = sizes.batch * (sizes.num_draft_tokens + (not of_drafts))
+        plan.add(truncate_kernel, (rows,), (inputs, workspace, sizes, tuning), num_warps=8)
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

@@ -38,7 +38,7 @@ from specdecode.kernels.state import (
 
 
 @triton.jit
-def place_in_grid(sizes, tuning):
+def place_in_grid(inputs, sizes, tuning):
     """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
     if tuning.FLAT:
         chunk = tl.program_id(0) % tuning.chunks
@@ -46,6 +46,8 @@ def place_in_grid(sizes, tuning):
         offset = tl.program_id(0) // tuning.chunks // sizes.batch
     else:  # so nothing is divided before the first load
         chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if inputs.drafts.ids_ptr is None:
+        offset = 0  # known to the compiler
     return chunk, request.to(tl.int64), offset
 
 
@@ -80,9 +82,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
     if not tuning.ADMITS_LATE:
         admit_next_launch(tuning.OVERLAPS)
-    chunk, request, offset = place_in_grid(sizes, tuning)
-    if not HAS_DRAFTS:
-        offset = 0
+    chunk, request, offset = place_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
     if READS_DRAFT:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
