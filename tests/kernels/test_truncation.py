@@ -139,6 +139,14 @@ def test_bounds_of_block_verification_hold_for_what_is_kept(large):
     assert_same_tokens(got.token_ids, expected("block", batch, options, None, True), FLOAT32_BAND)
 
 
+def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
+    """Of four tokens three are kept, 0.9 of the mass: two of them are 0.75 of that, though not 0.75 of all."""
+    rows = torch.tensor([[0.1, 0.4, 0.2, 0.3]], device=DEVICE).log()
+    for options in ({"top_k": 3, "top_p": 0.75}, {"min_p": 0.3, "top_p": 0.75}):
+        assert drawn(rows, 1.0, options)[2].tolist() == [3]
+    assert drawn(rows, 1.0, {"top_p": 0.75})[2].tolist() == [2]
+
+
 def test_values_that_make_no_sense_are_harmless():
     rows = case(6, 0, 1040, torch.float32, seed=1).target_logits[:, 0].to(DEVICE)
     nan, inf = torch.nan, torch.inf
