@@ -72,6 +72,8 @@ class Truncation(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
+        if sampling.top_k is sampling.top_p is sampling.min_p is None:  # as most often: a call does no more for it
+            return None
         truncation = cls(
             check_top_k(f"{of}top_k", sampling.top_k, batch, vocab, device),
             check_share(f"{of}top_p", sampling.top_p, batch, device, neutral=1),
@@ -88,6 +90,11 @@ class RowBatch(NamedTuple):
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
     truncation: Truncation | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are left out of any row."""
+        return self.truncation is not None
 
     @classmethod
     def check(

@@ -145,8 +145,9 @@ class RejectionSampler:
                 row with +inf is the point mass on its first +inf.
             draft_token_ids: [batch, num_draft_tokens] int32 or int64. -1 ends a request's drafts: it and what follows
                 are ignored, and the row at that place gives the bonus token.
-            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, at the same
-                temperature. None means a deterministic drafter (n-gram look-up, greedy). `"strict"` does not use them.
+            draft_logits: [batch, num_draft_tokens, vocab] raw logits that the drafts were drawn from, as the target samples
+                unless draft_sampling says otherwise. None means a deterministic drafter (n-gram look-up, greedy). `"strict"`
+                does not use them.
             temperature: one number >= 0 or a [batch] float tensor; 0 is greedy.
             top_k: keep the k tokens with the largest logits, of equal ones those with the lowest ids: an int >= 0 or a
                 [batch] int32 or int64 tensor. None, 0 and numbers from the vocabulary size on keep all tokens; 1 is greedy.
@@ -323,5 +324,5 @@ class RejectionSampler:
             arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
             return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
         batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-        backend = backends.choose(self.backend, logits, batch.truncation is not None)
+        backend = backends.choose(self.backend, logits, batch.is_truncated)
         return DraftOutput(*backend.sample(batch, domains))

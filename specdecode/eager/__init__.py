@@ -27,7 +27,7 @@ METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
-        batch = batch._replace(draft_logits=None, draft_logsumexp=None)
+        batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
     return METHODS[method](Steps(batch, schedule))
 
 

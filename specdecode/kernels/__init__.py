@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict
-from specdecode.kernels.plan import LIMITS, MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
+from specdecode.kernels.plan import EACH_LIMIT, LIMITS, MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
@@ -159,23 +159,32 @@ def run(
         tensors["seeds"] = seeds.contiguous()
     else:
         numbers["first_seed"] = seeds
-    truncates = batch.truncation is not None
-    of_rows = {"": batch.truncation}
-    if isinstance(batch, VerificationBatch):
-        truncates, of_rows["draft_"] = batch.is_truncated, batch.draft_truncation
-    for of in ("", "draft_"):
-        limits = of_rows.get(of) or (None, None, None)
-        for name, limit, neutral in zip(LIMITS, limits, (0, 1.0, 0.0)):
-            if isinstance(limit, Tensor):
-                tensors[f"{of}{name}_each"] = limit.contiguous()
-            numbers[f"{of}{name}"] = neutral if limit is None or isinstance(limit, Tensor) else limit
+    names: tuple[str, ...] = TENSORS
+    if batch.is_truncated:
+        names += EACH_LIMIT
+        add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
-    inputs = {name: tensors.get(name) for name in TENSORS}
+    inputs = {name: tensors.get(name) for name in names}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs, truncates)
+    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
     plan.run({**outputs, **inputs}, numbers)
+
+
+def add_limits(
+    batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor | None], numbers: dict[str, float]
+) -> None:
+    """Add what truncates rows to the arguments of a step: a tensor, or a number, neutral if it is not given."""
+    nothing = (None, None, None)
+    of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
+    limits = (*(batch.truncation or nothing), *(of_drafts or nothing))
+    for name, each, limit, neutral in zip(LIMITS, EACH_LIMIT, limits, (0, 1.0, 0.0) * 2):
+        numbers[name] = neutral
+        if isinstance(limit, Tensor):
+            tensors[each] = limit.contiguous()
+        elif limit is not None:
+            numbers[name] = limit
 
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:

@@ -82,7 +82,6 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
-LIMITS = ("top_k", "top_p", "min_p")
 OPTIONAL = (
     "draft",
     "ids",
@@ -93,11 +92,13 @@ OPTIONAL = (
     "temperatures",
     "seeds",
     "positions",
-    *(f"{name}_each" for name in LIMITS),
-    *(f"draft_{name}_each" for name in LIMITS),
 )
 TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
+
+LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
+EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
+"""The tensors that a step that truncates may be given besides."""
 
 
 def layout(tensor: Tensor) -> Layout:
@@ -127,12 +128,13 @@ def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | Non
     return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
 
 
-def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, truncates: bool) -> Inputs:
-    """Return the bundle of inputs, given how each of `TENSORS` lies."""
-    pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(TENSORS, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions = pointers[
-        :10
-    ]
+def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
+    """Return the bundle of inputs, given how each of `TENSORS` lies, and of `EACH_LIMIT` if rows are truncated."""
+    names = TENSORS + EACH_LIMIT
+    pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
+    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions, *limits = (
+        pointers
+    )
     target, draft, *of_drafts = layouts[:4]
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
@@ -141,15 +143,16 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, truncates: bo
         rows_of(draft, draft_ptr, draft_index, vocab_size),
         Drafts(ids, strides[0][0], strides[0][1], logsumexp, strides[1][0], strides[1][1], rates),
         Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
-        limits_of(pointers[10:13], "", truncates),
-        limits_of(pointers[13:16], "draft_", truncates),
+        limits_of(limits[:3], LIMITS[:3]),
+        limits_of(limits[3:], LIMITS[3:]),
     )
 
 
-def limits_of(pointers: list[Argument | None], of: str, truncates: bool) -> Limits:
-    """Return the bundle of what truncates rows."""
-    numbers = [Argument(f"{of}{name}") if truncates else None for name in LIMITS]
-    return Limits(*itertools.chain.from_iterable(zip(pointers, numbers)))
+def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits:
+    """Return the bundle of what truncates rows; without pointers nothing does."""
+    if not pointers:
+        return Limits(*[None] * len(Limits._fields))
+    return Limits(*itertools.chain.from_iterable(zip(pointers, map(Argument, names))))
 
 
 def outputs_of(samples: bool, truncates: bool) -> Outputs:
@@ -171,7 +174,6 @@ def plan_step(
     shape: tuple[int, ...],
     layouts: tuple[Layout | None, ...],
     samples: bool,
-    truncates: bool = False,
 ) -> Plan:
     """Plan a step.
 
@@ -181,13 +183,13 @@ def plan_step(
         many: whether to search as is best for many requests.
         device: where the tensors are.
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
-        layouts: how each of `TENSORS` lies, None for those that are not there.
+        layouts: how each of `TENSORS` lies, None for those that are not there; of `EACH_LIMIT` too if rows are truncated.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
-        truncates: whether top_k, top_p or min_p may leave out tokens.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
-    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size, truncates)
+    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size)
+    truncates = len(layouts) > len(TENSORS)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
     decides = large and not settles

@@ -33,14 +33,20 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.state import count_drafts
 
-LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-0x7F800000), tl.constexpr(0x7F7FFFFF)
-"""Of the smallest and the largest finite logit."""
+LOWEST_KEY = tl.constexpr(-0x7F800000)
+"""Of the smallest finite logit."""
 
 
 @triton.jit
 def keys_of_logits(logits):
     """Return integers in the order of the logits; 0 and -0 are equal."""
     return in_order((logits + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def logit_of(key):
+    """Return the logit that has a key."""
+    return in_order(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -94,8 +100,7 @@ def min_p_key(row_max, min_p, temperature):
     least = tl.log(min_p)
     for _ in range(32):
         middle = (low + high) >> 1
-        logit = in_order(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-        is_kept = scaled(logit, row_max, temperature) >= least
+        is_kept = scaled(logit_of(middle.to(tl.int32)), row_max, temperature) >= least
         high = tl.where(is_kept, middle, high)
         low = tl.where(is_kept, low, middle + 1)
         low = tl.minimum(low, high)
@@ -145,7 +150,7 @@ def find_cutoff(row, block_max, row_max, temperature, limits, sizes, BLOCKS: tl.
         key = largest_key(key, top_k, 0.0, row, block_max, row_max, scale, sizes, BLOCKS)
     above, mass_above = at_least(key + 1, row, block_max, row_max, scale, sizes, BLOCKS)
     if top_k < count:
-        weight = tl.exp2((in_order(key).to(tl.float32, bitcast=True) - row_max) * scale)
+        weight = tl.exp2((logit_of(key) - row_max) * scale)
         mass = mass_above + (kept - above) * weight
     if top_p < 1:
         last_key = key
@@ -153,7 +158,7 @@ def find_cutoff(row, block_max, row_max, temperature, limits, sizes, BLOCKS: tl.
         if key > last_key:
             kept, _ = at_least(key, row, block_max, row_max, scale, sizes, BLOCKS)
             above, mass_above = at_least(key + 1, row, block_max, row_max, scale, sizes, BLOCKS)
-        weight = tl.exp2((in_order(key).to(tl.float32, bitcast=True) - row_max) * scale)
+        weight = tl.exp2((logit_of(key) - row_max) * scale)
         ties = tl.ceil((top_p * mass - mass_above) / tl.maximum(weight, 1e-30))
         ties = tl.minimum(tl.maximum(ties, 1.0), (kept - above).to(tl.float32))
         kept = above + ties.to(tl.int32)
@@ -208,7 +213,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             logit, token = p.row_max, p.one_hot
         else:
             key, token = find_cutoff(row, statistics[0], p.row_max, temperature, limits, sizes, tuning.BLOCKS)
-            logit = in_order(key).to(tl.float32, bitcast=True)
+            logit = logit_of(key)
             store_kept(statistics_ptr, key, token, row, statistics[0], temperature, sizes, tuning.BLOCKS)
     cutoff_ptr = cutoff_at(workspace, request, offset, tuning.OF_DRAFTS, sizes)
     tl.store(cutoff_ptr, logit)
