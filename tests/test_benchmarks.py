@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdecode import RejectionSampler
+from tests.benchmarks import inputs
 from tests.benchmarks.record import make_record, markdown, text, words
 
 ROOT = Path(__file__).parents[1]
@@ -63,3 +65,15 @@ def test_everything_that_is_measured_is_shown():
     said = "; ".join(words(cell))
     for part in ("in a row", "until it returns", "until its result", "has ended: 5.0", "every row 9.0", "seed: 7, 8"):
         assert part in said
+
+
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_inputs_of_the_benchmarks_are_drafts_that_a_method_takes(monkeypatch, method):
+    monkeypatch.setattr(inputs, "VOCAB", 1100)
+    batch = inputs.Inputs(4, 3, torch.bfloat16, 0.7)
+    draft = batch.drafts(method)
+    options = {} if method == "strict" else {"draft_logsumexp": draft.logsumexp}
+    output = inputs.verification(batch, RejectionSampler(method), draft, **options)()
+    assert 0 < int(output.num_accepted.sum()) <= 12
+    tokens = inputs.straightforward(batch.target_logits, draft.token_ids, batch.draft_logits, 0.7)
+    assert ((tokens >= -1) & (tokens < 1100)).all()

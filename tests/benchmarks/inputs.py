@@ -42,7 +42,7 @@ class Inputs:
         positions = torch.arange(num_draft_tokens, device=self.draft_logits.device)[:, None].repeat(1, batch)
         rows = enumerate(zip(self.draft_logits.unbind(1), positions))
         steps = [sampler.draft(logits, self.temperature, seed, where, offset=i) for i, (logits, where) in rows]
-        return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*steps)))
+        return DraftOutput(*(torch.stack(values, dim=1) for values in zip(*[step[:2] for step in steps])))
 
 
 def describe(batch: int, num_draft_tokens: int, dtype: str) -> str:
