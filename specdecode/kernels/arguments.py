@@ -97,6 +97,7 @@ class Workspace(NamedTuple):
     cutoffs_ptr: (
         Pointer  # [rows, 2] float32: logit and (int32) token of the last token kept; None: rows are not truncated
     )
+    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation`, or None
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
@@ -130,8 +131,6 @@ class Reading(NamedTuple):
 class Truncating(NamedTuple):
     """How rows are truncated."""
 
-    BLOCKS: Constant  # a program reads so many blocks at once
-    OF_DRAFTS: Constant  # draft rows are, else target rows
     OVERLAPS: Constant
 
 

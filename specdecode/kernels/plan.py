@@ -32,7 +32,7 @@ from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.state import FIELDS
-from specdecode.kernels.truncation import truncate_kernel
+from specdecode.kernels.truncation import CANDIDATES, LISTS, truncate_kernel
 from specdecode.noise import BLOCK_SIZE
 
 
@@ -48,7 +48,9 @@ class AcceptRule:
 
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
-TRUNCATED_BLOCKS = 4  # likewise where a cutoff is searched for; not tuned
+
+TRUNCATION_WARPS = 8
+LIST_SIZE = LISTS.value * CANDIDATES.value
 
 # Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
 # where each reads a target and a draft row and none exits early. In larger launches a program reads one more time for so
@@ -201,6 +203,7 @@ def plan_step(
         "state": (torch.int32, state) if has_drafts else None,
         "statistics": (torch.float32, statistics),
         "cutoffs": (torch.float32, (num_rows + num_drafts * has_draft_rows) * 2) if truncates else None,
+        "kept": (torch.int32, (num_rows + num_drafts * has_draft_rows) * LIST_SIZE) if truncates else None,
         "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
@@ -273,11 +276,12 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
 
 
 def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
-    """Add the launches that truncate the rows that were read: target rows, then draft rows."""
-    for of_drafts in (False, True) if inputs.draft.ptr is not None else (False,):
-        tuning = Truncating(TRUNCATED_BLOCKS, of_drafts, can_overlap(plan.device))
-        rows = sizes.batch * (sizes.num_draft_tokens + (not of_drafts))
-        plan.add(truncate_kernel, (rows,), (inputs, workspace, sizes, tuning), num_warps=8)
+    """Add the launch that truncates the rows that were read."""
+    rows = sizes.batch * (sizes.num_draft_tokens + 1)
+    if inputs.draft.ptr is not None:
+        rows += sizes.batch * sizes.num_draft_tokens
+    tuning = Truncating(can_overlap(plan.device))
+    plan.add(truncate_kernel, (rows,), (inputs, workspace, sizes, tuning), num_warps=TRUNCATION_WARPS)
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

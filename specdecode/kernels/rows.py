@@ -178,6 +178,18 @@ def in_order(bits):
 
 
 @triton.jit
+def key_of(logit):
+    """Return an integer in the order of logits; that of 0 and -0 is the same."""
+    return in_order((logit + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def logit_of(key):
+    """Return the logit that has a key."""
+    return in_order(key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
     """Return the maximum of each block and its sum of exponentials (0 if greedy), given its parts."""
     logits = unpack(parts[0])

@@ -1,13 +1,16 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
 
-Kept are the tokens up to the cutoff in the order (logit descending, id ascending). Logits are compared as integers, their
-*keys*. The key t of the cutoff is the largest one such that the tokens with keys >= t are enough: k of them, or a mass of
-top_p; it is found by bisection, 32 passes over the blocks whose maximum may still matter. Of the tokens with key t itself
-those with the lowest ids are kept, as many as it takes.
+Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*. A program has one row:
 
-A program has one row. It leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So
-everything that follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those
-beyond the cutoff.
+1. A *level* is chosen, given the maxima of the blocks: as high as it can be if what is kept is to lie above it. (A block
+   whose maximum is above it has at least that one token there.) Only blocks that reach the level are read.
+2. Their tokens above it, the *candidates*, are listed. Of each candidate it is computed how many tokens come before it,
+   and their mass; so which are kept follows from the definition.
+3. If that does not tell (there are too many candidates, or the mass of what top-k keeps is known too roughly) a second,
+   lower level is tried, then `widecut` searches the whole row.
+
+The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
+follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
 """
 
 import triton
@@ -18,35 +21,42 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    LARGEST,
     LAST_TOKEN,
     base_2_scale,
-    cutoff_at,
-    draft_statistics,
-    in_order,
+    key_of,
     load_logits,
     load_statistics,
     load_temperature,
+    logit_of,
     row_at,
     scaled,
-    sum_blocks,
-    target_statistics,
 )
 from specdecode.kernels.state import count_drafts
+from specdecode.kernels.widecut import store_kept, wide_cutoff
 
-LOWEST_KEY = tl.constexpr(-0x7F800000)
-"""Of the smallest finite logit."""
+LEVELS = tl.constexpr(32)
+"""Levels that are compared at once."""
 
+DEPTH = tl.constexpr(16.0)
+"""The lowest but one is where a token is so many natural logarithms less likely than the first."""
 
-@triton.jit
-def keys_of_logits(logits):
-    """Return integers in the order of the logits; 0 and -0 are equal."""
-    return in_order((logits + 0.0).to(tl.int32, bitcast=True))
+CANDIDATES = tl.constexpr(128)
+"""So many at most: all pairs of them are compared."""
 
+LISTS = tl.constexpr(3)
+"""In the workspace of a row: groups of tokens; keys and ids of candidates."""
 
-@triton.jit
-def logit_of(key):
-    """Return the logit that has a key."""
-    return in_order(key).to(tl.float32, bitcast=True)
+GROUP = tl.constexpr(8)
+"""Neighbouring tokens, of which the largest logit shows whether any is a candidate."""
+
+TOGETHER = tl.constexpr(8)
+"""Candidates that all others are compared with at once."""
+
+FEW_BLOCKS, MORE_BLOCKS = tl.constexpr(16), tl.constexpr(64)
+"""That are read at most for a level: where a mass decides, at first; else."""
+
+ANY_NUMBER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -65,156 +75,255 @@ def load_limits(limits, request, sizes):
 
 
 @triton.jit
-def load_tile(row, first, BLOCKS: tl.constexpr):
-    """Return the tokens of `BLOCKS` blocks and their logits, [BLOCKS, BLOCK_SIZE] each."""
-    token_ids = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    return token_ids, load_logits(row, token_ids, True)
+def at(values, index):
+    """Return the value at an index."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
 
 
 @triton.jit
-def matters(block_max, first, key, sizes, BLOCKS: tl.constexpr):
-    """Return whether a tile of blocks has a token with a key, or a larger one."""
-    blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    in_tile = (blocks >= first) & (blocks < first + BLOCKS)
-    return tl.max((in_tile & (keys_of_logits(block_max) >= key)).to(tl.int32), 0) == 1
+def reaching(levels, block_max, weights):
+    """Return of each level how many blocks reach it, and what their largest tokens weigh."""
+    reach = block_max[:, None] >= levels[None, :]  # sums over the first dimension need few exchanges between threads
+    return tl.sum(reach.to(tl.int32), 0), tl.sum(tl.where(reach, weights[:, None], 0.0), 0)
 
 
 @triton.jit
-def at_least(key, row, block_max, row_max, scale, sizes, BLOCKS: tl.constexpr):
-    """Return how many tokens have a key or a larger one, and their mass relative to the row's maximum."""
-    count, mass = tl.full([], 0, tl.int32), 0.0
-    for first in range(0, sizes.num_blocks, BLOCKS):
-        if matters(block_max, first, key, sizes, BLOCKS):
-            _, logits = load_tile(row, first, BLOCKS)
-            chosen = keys_of_logits(logits) >= key
-            weights = tl.exp2((logits - row_max) * scale)
-            count += tl.sum(tl.sum(chosen.to(tl.int32), 1), 0)
-            mass += tl.sum(sum_blocks((tl.where(chosen, weights, 0.0),)), 0)
-    return count, mass
+def first_where(condition):
+    """Return the index of the first level where a condition holds, `LEVELS` if there is none."""
+    return tl.min(tl.where(condition, tl.arange(0, LEVELS), LEVELS), 0)
 
 
 @triton.jit
-def min_p_key(row_max, min_p, temperature):
-    """Return the least key that min_p keeps."""
-    low, high = tl.full([], LOWEST_KEY, tl.int64), keys_of_logits(row_max).to(tl.int64)  # `high` is kept
-    least = tl.log(min_p)
-    for _ in range(32):
-        middle = (low + high) >> 1
-        is_kept = scaled(logit_of(middle.to(tl.int32)), row_max, temperature) >= least
-        high = tl.where(is_kept, middle, high)
-        low = tl.where(is_kept, low, middle + 1)
-        low = tl.minimum(low, high)
-    return high.to(tl.int32)
+def choose_level(block_max, weights, row_max, floor, temperature, count, mass, most):
+    """Return the highest level that `count` blocks or a `mass` reach, or else the lowest that at most so many blocks reach.
+
+    And how many blocks reach it, and their mass; and, of the coarser levels tried first, both numbers. There may be no such
+    level: then it is infinite.
+    """
+    steps = tl.arange(0, LEVELS)
+    depth = (steps + 1).to(tl.float32) / LEVELS
+    levels = row_max - DEPTH * depth * depth * temperature
+    levels = tl.maximum(tl.where(steps == LEVELS - 1, -LARGEST, levels), floor)
+    counts, masses = reaching(levels, block_max, weights)
+    step = tl.minimum(first_where((counts >= count) | (masses >= mass)), first_where(counts > most))
+    step = tl.minimum(step, LEVELS - 1)
+    # Then between that level and the one above it.
+    upper, lower = tl.where(step == 0, row_max, at(levels, step - 1)), at(levels, step)
+    between = upper - tl.minimum(upper - lower, LARGEST) * (steps.to(tl.float32) / (LEVELS - 1))
+    levels = tl.where(steps == LEVELS - 1, lower, tl.maximum(between, lower))
+    finer_counts, finer_masses = reaching(levels, block_max, weights)
+    enough, beyond = first_where((finer_counts >= count) | (finer_masses >= mass)), first_where(finer_counts > most)
+    chosen = tl.where(enough < beyond, enough, beyond - 1)
+    chosen = tl.minimum(chosen, LEVELS - 1)
+    level = tl.where(chosen < 0, INFINITY, at(levels, chosen))
+    return level, at(finer_counts, chosen), at(finer_masses, chosen), counts, masses
 
 
 @triton.jit
-def largest_key(low, count, mass, row, block_max, row_max, scale, sizes, BLOCKS: tl.constexpr):
-    """Return the largest key from `low` on such that the tokens with it or a larger one number `count` and weigh `mass`."""
-    low, high = low.to(tl.int64), keys_of_logits(row_max).to(tl.int64)
-    for _ in range(32):
-        if low < high:
-            middle = (low + high + 1) >> 1
-            found, found_mass = at_least(middle.to(tl.int32), row, block_max, row_max, scale, sizes, BLOCKS)
-            is_enough = (found >= count) & (found_mass >= mass)
-            low = tl.where(is_enough, middle, low)
-            high = tl.where(is_enough, high, middle - 1)
-    return low.to(tl.int32)
+def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
+    """List the groups of tokens that reach a level: the first token of each; return how many there are.
+
+    Beyond the first `CANDIDATES` they are only counted.
+    """
+    GROUPS: tl.constexpr = FEW_BLOCKS * BLOCK_SIZE // GROUP
+    reach = (block_max >= level).to(tl.int32)
+    blocks, places = tl.arange(0, sizes.MAX_BLOCKS), tl.cumsum(reach, 0) - reach
+    found = tl.full([], 0, tl.int32)
+    for first in range(0, num_blocks, FEW_BLOCKS):
+        wanted = first + tl.arange(0, FEW_BLOCKS)
+        is_it = (places[:, None] == wanted[None, :]) & (reach[:, None] == 1)
+        tile = tl.min(tl.where(is_it, blocks[:, None], sizes.num_blocks), 0)
+        token_ids = tile[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+        group_max = tl.max(tl.reshape(load_logits(row, token_ids, True), [GROUPS, GROUP]), 1)
+        group_ids = tile[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP
+        is_listed = (group_max >= level).to(tl.int32)
+        slots = found + tl.cumsum(is_listed, 0) - is_listed
+        tl.store(list_ptr + slots, tl.reshape(group_ids, [GROUPS]), mask=(is_listed == 1) & (slots < CANDIDATES))
+        found += tl.sum(is_listed, 0)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+    return found
 
 
 @triton.jit
-def token_of_tie(key, number, row, block_max, sizes, BLOCKS: tl.constexpr):
-    """Return the token with a key that has `number - 1` tokens of the same key before it."""
-    seen, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
-    for first in range(0, sizes.num_blocks, BLOCKS):
-        if (token < 0) & matters(block_max, first, key, sizes, BLOCKS):
-            token_ids, logits = load_tile(row, first, BLOCKS)
-            ties = tl.reshape((keys_of_logits(logits) == key).to(tl.int32), [BLOCKS * BLOCK_SIZE])
-            counted = seen + tl.cumsum(ties, 0)
-            found = (ties == 1) & (counted == number)
-            token = tl.max(tl.where(found, tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE]), -1), 0)
-            seen += tl.sum(ties, 0)
-    return token
+def list_candidates(level, num_groups, row, list_ptr):
+    """List the tokens that reach a level, given the groups they are in: their keys and ids; return how many there are."""
+    slots = tl.arange(0, CANDIDATES)
+    group_ids = tl.load(list_ptr + slots, mask=slots < num_groups, other=LAST_TOKEN - GROUP)
+    token_ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
+    logits = load_logits(row, token_ids, True)
+    is_candidate = tl.reshape((logits >= level).to(tl.int32), [CANDIDATES * GROUP])
+    places = tl.cumsum(is_candidate, 0) - is_candidate
+    is_listed = (is_candidate == 1) & (places < CANDIDATES)
+    candidates_ptr = list_ptr + CANDIDATES
+    tl.store(candidates_ptr + places, tl.reshape(key_of(logits), [CANDIDATES * GROUP]), mask=is_listed)
+    tl.store(candidates_ptr + CANDIDATES + places, tl.reshape(token_ids, [CANDIDATES * GROUP]), mask=is_listed)
+    tl.debug_barrier()
+    return tl.sum(is_candidate, 0)
 
 
 @triton.jit
-def find_cutoff(row, block_max, row_max, temperature, limits, sizes, BLOCKS: tl.constexpr):
-    """Return the key and the token of the cutoff of a row with a finite maximum, where T > 0."""
+def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
+    """Return the logits and ids of `COUNT` listed tokens, and numbers of which the largest is the first token in order."""
+    slots = first + tl.arange(0, COUNT)
+    keys = tl.load(list_ptr + CANDIDATES + slots, mask=slots < found, other=-ANY_NUMBER - 1)
+    token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=LAST_TOKEN)
+    logits = tl.where(slots < found, logit_of(keys), -INFINITY)
+    return logits, token_ids, (keys.to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
+
+
+@triton.jit
+def rank_candidates(order, list_ptr, found, row_max, scale):
+    """Return how many candidates come before each, and what these weigh, given their numbers in order."""
+    rank = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
+    mass = tl.zeros([TOGETHER, CANDIDATES], tl.float32)
+    for first in range(0, tl.minimum(found, CANDIDATES), TOGETHER):
+        logits, _, others = load_candidates(list_ptr, first, found, TOGETHER)
+        is_before = others[:, None] > order[None, :]
+        rank += is_before.to(tl.int32)
+        mass += tl.where(is_before, tl.exp2((logits - row_max) * scale)[:, None], 0.0)
+    return tl.sum(rank, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
+    """Return what the tokens that top-k and min-p keep weigh at least and at most.
+
+    Given what those among the candidates weigh, how many are missing to k, and what so many of the others weigh at least
+    if none is left out by min-p.
+    """
+    top_k, _, min_p = limits
+    lower, upper = kept, kept
+    if missing > 0:
+        lower = kept + tl.where(min_p > 0, 0.0, unseen)
+        upper = tl.minimum(total, kept + missing.to(tl.float32) * level_weight)
+        if (top_k == sizes.vocab_size) & (min_p == 0):
+            lower = total
+    return lower, tl.maximum(lower, upper)
+
+
+@triton.jit
+def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits, sizes):
+    """Return the last candidate that is kept, a number in their order, and whether that is all that is kept."""
     top_k, top_p, min_p = limits
+    level, is_floor, counts, masses, level_count, level_mass = chosen
     scale = base_2_scale(temperature)
-    key = tl.full([], LOWEST_KEY, tl.int32)
-    if min_p > 0:
-        key = min_p_key(row_max, min_p, temperature)
-    count, mass = at_least(key, row, block_max, row_max, scale, sizes, BLOCKS)
-    kept = tl.minimum(count, top_k)
-    if top_k < count:
-        key = largest_key(key, top_k, 0.0, row, block_max, row_max, scale, sizes, BLOCKS)
-    above, mass_above = at_least(key + 1, row, block_max, row_max, scale, sizes, BLOCKS)
-    if top_k < count:
-        weight = tl.exp2((logit_of(key) - row_max) * scale)
-        mass = mass_above + (kept - above) * weight
-    if top_p < 1:
-        last_key = key
-        key = largest_key(last_key, 0, top_p * mass, row, block_max, row_max, scale, sizes, BLOCKS)
-        if key > last_key:
-            kept, _ = at_least(key, row, block_max, row_max, scale, sizes, BLOCKS)
-            above, mass_above = at_least(key + 1, row, block_max, row_max, scale, sizes, BLOCKS)
-        weight = tl.exp2((logit_of(key) - row_max) * scale)
-        ties = tl.ceil((top_p * mass - mass_above) / tl.maximum(weight, 1e-30))
-        ties = tl.minimum(tl.maximum(ties, 1.0), (kept - above).to(tl.float32))
-        kept = above + ties.to(tl.int32)
-    return key, token_of_tie(key, kept - above, row, block_max, sizes, BLOCKS)
+    logits, _, order = load_candidates(list_ptr, 0, found, CANDIDATES)
+    rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
+    passed = (logits > -INFINITY) & (scaled(logits, row_max, temperature) >= tl.log(min_p))
+    in_top_k = passed & (rank < top_k)
+    number = tl.sum(passed.to(tl.int32), 0)
+    mass = tl.sum(tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0), 0)
+    is_complete = is_floor | (number < found) | (number >= top_k)
+    missing = tl.where(is_complete, 0, top_k - number)
+    unseen = tl.max(tl.where(counts - level_count <= missing, masses - level_mass, 0.0), 0)
+    level_weight = tl.exp2((level - row_max) * scale)
+    lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, limits, sizes)
+    kept = in_top_k & ((mass_before < top_p * lower) | (rank == 0))
+    kept_at_most = in_top_k & ((mass_before < top_p * upper) | (rank == 0))
+    num_kept = tl.sum(kept.to(tl.int32), 0)
+    is_known = num_kept == tl.sum(kept_at_most.to(tl.int32), 0)
+    is_all = is_complete | (num_kept < number) | (mass >= top_p * upper)
+    last = tl.min(tl.where(kept, order, 2**63 - 1), 0)
+    return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all
 
 
 @triton.jit
-def store_kept(pointer, key, token, row, block_max, temperature, sizes, BLOCKS: tl.constexpr):
-    """Replace the statistics of a row's blocks by those of what is kept."""
+def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes):
+    """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
     scale = base_2_scale(temperature)
-    for first in range(0, sizes.num_blocks, BLOCKS):
-        blocks = first + tl.arange(0, BLOCKS)
-        maxima, sums = tl.full([BLOCKS], -INFINITY, tl.float32), tl.zeros([BLOCKS], tl.float32)
-        if matters(block_max, first, key, sizes, BLOCKS):
-            token_ids, logits = load_tile(row, first, BLOCKS)
-            keys = keys_of_logits(logits)
-            kept = (keys > key) | ((keys == key) & (token_ids <= token))
-            maxima = tl.max(tl.where(kept, logits, -INFINITY), 1)
-            sums = sum_blocks((tl.where(kept, tl.exp2((logits - maxima[:, None]) * scale), 0.0),))
-        tl.store(pointer + blocks * 2, maxima, mask=blocks < sizes.num_blocks)
-        tl.store(pointer + blocks * 2 + 1, sums, mask=blocks < sizes.num_blocks)
+    _, token_ids, order = load_candidates(list_ptr, 0, found, CANDIDATES)
+    blocks = token_ids // BLOCK_SIZE
+    maxima = tl.full([TOGETHER, CANDIDATES], -INFINITY, tl.float32)
+    for first in range(0, found, TOGETHER):
+        other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
+        is_with = (others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]
+        maxima = tl.maximum(maxima, tl.where(is_with, other_logits[:, None], -INFINITY))
+    block_max = tl.max(maxima, 0)  # kept, if anything of the block is
+    finite = tl.where(block_max > -INFINITY, block_max, 0.0)
+    sums = tl.zeros([TOGETHER, CANDIDATES], tl.float32)
+    for first in range(0, found, TOGETHER):
+        other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
+        is_with = ((others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]) & (others >= last)[:, None]
+        sums += tl.where(is_with, tl.exp2((other_logits[:, None] - finite[None, :]) * scale), 0.0)
+    every_block = tl.arange(0, sizes.MAX_BLOCKS)
+    inside = every_block < sizes.num_blocks
+    tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
+    tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
+    tl.debug_barrier()  # else another thread might store what is kept of a block first
+    tl.store(statistics_ptr + blocks * 2, block_max, mask=order >= last)
+    tl.store(statistics_ptr + blocks * 2 + 1, tl.sum(sums, 0), mask=order >= last)
 
 
 @triton.jit
-def truncate_kernel(inputs, workspace, sizes, tuning):
-    """Find the cutoff of one row, and leave the statistics of what is kept."""
-    num_rows = sizes.num_draft_tokens + (0 if tuning.OF_DRAFTS else 1)
-    request = (tl.program_id(0) // num_rows).to(tl.int64)
-    offset = tl.program_id(0) % num_rows
+def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes):
+    """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
+    top_k, top_p, min_p = limits
+    block_max, row_max, total = statistics[0], p.row_max, p.sumexp
+    weights = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
+    # A little below the least logit that min-p keeps.
+    floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
+    resolved, attempt = tl.full([], False, tl.int1), 0
+    logit, token = row_max, tl.full([], LAST_TOKEN, tl.int32)
+    while (resolved == 0) & (attempt < 2):
+        is_by_count = has_k & ((attempt == 1) | (has_p == 0))
+        count = tl.where(is_by_count, top_k, ANY_NUMBER)
+        mass = tl.where(has_p & (has_k == 0), top_p * total, INFINITY)
+        most = tl.where((attempt == 1) | (has_p == 0), MORE_BLOCKS, FEW_BLOCKS)
+        level, level_count, level_mass, counts, masses = choose_level(
+            block_max, weights, row_max, floor, temperature, count, mass, most
+        )
+        num_groups = list_groups(level, level_count, row, block_max, list_ptr, sizes)
+        found = list_candidates(level, num_groups, row, list_ptr)
+        found = tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
+        chosen = level, level <= floor, counts, masses, level_count, level_mass
+        last, resolved = cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits, sizes)
+        if resolved:
+            logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+            store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
+        attempt += 1
+    if resolved == 0:
+        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes)
+        store_kept(statistics_ptr, logit, token, row, temperature, sizes)
+    return logit, token
+
+
+@triton.jit
+def truncate_row(index, request, offset, extra, rows, limits, inputs, workspace, sizes, tuning):
+    """Truncate the row at an offset of a request, if it was read: its cutoff is the `index`-th."""
     temperature = load_temperature(inputs.requests, request)
     num_drafts = tl.full([], 0, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    limits = load_limits(inputs.draft_limits if tuning.OF_DRAFTS else inputs.limits, request, sizes)
+    limits = load_limits(limits, request, sizes)
+    row = row_at(rows, request, offset, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    if tuning.OF_DRAFTS:
-        is_read = offset < num_drafts
-        row = row_at(inputs.draft, request, offset, sizes)
-        statistics_ptr = draft_statistics(workspace, request, offset, sizes)
-    else:
-        is_read = offset <= num_drafts
-        row = row_at(inputs.target, request, offset, sizes)
-        statistics_ptr = target_statistics(workspace, request, offset, sizes)
-    logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     top_k, top_p, min_p = limits
-    if is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0)):
-        statistics = load_statistics(statistics_ptr, True, sizes)
-        statistics = recompute_nonfinite(statistics, row, temperature, sizes)
-        p = combine(statistics, row, temperature, sizes)
-        if p.one_hot >= 0:
-            logit, token = p.row_max, p.one_hot
-        else:
-            key, token = find_cutoff(row, statistics[0], p.row_max, temperature, limits, sizes, tuning.BLOCKS)
-            logit = logit_of(key)
-            store_kept(statistics_ptr, key, token, row, statistics[0], temperature, sizes, tuning.BLOCKS)
-    cutoff_ptr = cutoff_at(workspace, request, offset, tuning.OF_DRAFTS, sizes)
-    tl.store(cutoff_ptr, logit)
-    tl.store(cutoff_ptr + 1, token.to(tl.float32, bitcast=True))
+    logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
+    if (offset < num_drafts + extra) & (temperature > 0):
+        if (top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0):
+            statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
+            statistics = load_statistics(statistics_ptr, True, sizes)
+            statistics = recompute_nonfinite(statistics, row, temperature, sizes)
+            p = combine(statistics, row, temperature, sizes)
+            if p.one_hot >= 0:
+                logit, token = p.row_max, p.one_hot
+            else:
+                list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
+                logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes)
+    tl.store(workspace.cutoffs_ptr + index * 2, logit)
+    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def truncate_kernel(inputs, workspace, sizes, tuning):
+    """Truncate one row: programs have the target rows, then the draft rows."""
+    index, num_rows = tl.program_id(0).to(tl.int64), sizes.num_draft_tokens + 1
+    draft = index - sizes.batch * num_rows
+    if draft < 0:
+        request, offset = index // num_rows, (index % num_rows).to(tl.int32)
+        truncate_row(index, request, offset, 1, inputs.target, inputs.limits, inputs, workspace, sizes, tuning)
+    elif inputs.draft.ptr is not None:
+        request, offset = draft // sizes.num_draft_tokens, (draft % sizes.num_draft_tokens).to(tl.int32)
+        truncate_row(index, request, offset, 0, inputs.draft, inputs.draft_limits, inputs, workspace, sizes, tuning)

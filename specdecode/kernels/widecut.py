@@ -1,0 +1,254 @@
+"""The cutoff of a wide row in Triton: one of which too much is kept to compare all candidates in pairs.
+
+The cutoff's logit is the largest from which on the tokens are enough: k of them, or a mass of top_p. It is searched for
+between two logits, of which the lower is known to be enough and the upper not; each pass over the row tries three between
+them: at first what a few blocks suggest, then around where a straight line between the two amounts would be enough, and the
+middle. Logits are counted off as integers in their order: as many as the row's dtype has, 16 bits or 19 or 32.
+
+Of the tokens with the cutoff's own logit those with the lowest ids are kept, as many as it takes.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    INFINITY,
+    base_2_scale,
+    key_of,
+    load_logits,
+    logit_of,
+    scaled,
+    sum_blocks,
+    sum_in_order,
+)
+
+LOWEST_KEY = tl.constexpr(-0x7F800000)
+"""Of the smallest finite logit."""
+
+AT_ONCE = tl.constexpr(8)
+"""Blocks that are read at once."""
+
+SAMPLE = tl.constexpr(4)
+"""Blocks that suggest where to begin."""
+
+SLACK = tl.constexpr(0.1)
+"""By how much what these suggest may be wrong, relatively, in most rows."""
+
+NEIGHBOURS = tl.constexpr(8)
+EVERY_TIE = tl.constexpr(2.0**31)
+
+
+@triton.constexpr_function
+def bits_to_shift(dtype):
+    """Return by how many bits a key can be shifted so that the keys of all logits of a dtype remain different."""
+    return {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
+
+
+@triton.jit
+def logit_at(number, SHIFT: tl.constexpr):
+    """Return the logit with a number: a key, shifted."""
+    ones = tl.where(number < 0, (1 << SHIFT) - 1, 0)  # a negative logit's lowest bits are zeros, its key's are ones
+    return logit_of(((number << SHIFT) | ones).to(tl.int32))
+
+
+@triton.jit
+def number_of(logit, SHIFT: tl.constexpr):
+    """Return the number of a logit."""
+    return (key_of(logit) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def load_tile(row, blocks):
+    """Return the tokens of some blocks and their logits, [BLOCKS, BLOCK_SIZE] each."""
+    token_ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    return token_ids, load_logits(row, token_ids, True)
+
+
+@triton.jit
+def amounts(logits, row_max, by_count, scale):
+    """Return what each token adds to an amount: 1, or its weight relative to the row's maximum."""
+    return tl.where(by_count, tl.where(logits > -INFINITY, 1.0, 0.0), tl.exp2((logits - row_max) * scale))
+
+
+@triton.jit
+def sum_neighbours(values):
+    """Return the sums of `NEIGHBOURS` neighbours each, in the order of `sum_blocks`, as a vector."""
+    count: tl.constexpr = values.shape[0] * values.shape[1]
+    values = tl.reshape(values, [count])
+    for level in tl.static_range(3):
+        values = tl.sum(tl.reshape(values, [count >> (level + 1), 2]), 1)
+    return values
+
+
+@triton.jit
+def amounts_from(first, second, third, row, row_max, by_count, scale, sizes):
+    """Return the amounts from three logits on."""
+    from_first = tl.zeros([AT_ONCE * BLOCK_SIZE // NEIGHBOURS], tl.float32)
+    from_second, from_third = from_first, from_first
+    for block in range(0, sizes.num_blocks, AT_ONCE):
+        _, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+        each = amounts(logits, row_max, by_count, scale)
+        from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
+        from_second += sum_neighbours(tl.where(logits >= second, each, 0.0))
+        from_third += sum_neighbours(tl.where(logits >= third, each, 0.0))
+    return sum_in_order(from_first), sum_in_order(from_second), sum_in_order(from_third)
+
+
+@triton.jit
+def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT: tl.constexpr):
+    """Return two numbers between which a logit with the amount `goal` probably is, by a few blocks of the row."""
+    _, logits = load_tile(row, tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE)
+    each = amounts(logits, row_max, by_count, scale)
+    share = SAMPLE / sizes.num_blocks
+    # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
+    amount, error = tl.sum(tl.sum(each, 1), 0) - (total - goal) * share, SLACK * (total - goal) * share
+    amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
+    low_more, high_more, low_less, high_less = low, high, low, high
+    for _ in range(33 - SHIFT):
+        more, less = (low_more + high_more + 1) >> 1, (low_less + high_less + 1) >> 1
+        from_more = tl.sum(tl.sum(tl.where(logits >= logit_at(more, SHIFT), each, 0.0), 1), 0)
+        from_less = tl.sum(tl.sum(tl.where(logits >= logit_at(less, SHIFT), each, 0.0), 1), 0)
+        is_more, is_less = from_more >= amount + error, from_less >= amount - error
+        low_more, high_more = tl.where(is_more, more, low_more), tl.where(is_more, high_more, more - 1)
+        low_less, high_less = tl.where(is_less, less, low_less), tl.where(is_less, high_less, less - 1)
+        high_more, high_less = tl.maximum(low_more, high_more), tl.maximum(low_less, high_less)
+    return low_more, low_less + 1
+
+
+@triton.jit
+def narrow(bracket, number, amount, goal):
+    """Return the bracket, narrowed by the amount from a number on."""
+    low, high, from_low, beyond_high = bracket
+    is_enough = amount >= goal
+    raises, lowers = is_enough & (number >= low), (is_enough == 0) & (number - 1 < high)
+    low, from_low = tl.where(raises, number, low), tl.where(raises, amount, from_low)
+    high, beyond_high = tl.where(lowers, number - 1, high), tl.where(lowers, amount, beyond_high)
+    return low, tl.maximum(low, high), from_low, beyond_high
+
+
+@triton.jit
+def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr):
+    """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond."""
+    high = tl.maximum(number_of(row_max, SHIFT), low)
+    more, less = suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT)
+    first, second, third = low, tl.minimum(tl.maximum(more, low), high), tl.minimum(tl.maximum(less, low), high)
+    bracket = low, high, 0.0, 0.0
+    searching = tl.full([], True, tl.int1)
+    while searching:
+        from_first, from_second, from_third = amounts_from(
+            logit_at(first, SHIFT),
+            logit_at(second, SHIFT),
+            logit_at(third, SHIFT),
+            row,
+            row_max,
+            by_count,
+            scale,
+            sizes,
+        )
+        bracket = narrow(bracket, first, from_first, goal)
+        bracket = narrow(bracket, second, from_second, goal)
+        bracket = narrow(bracket, third, from_third, goal)
+        low, high, from_low, beyond_high = bracket
+        # Not enough from the lowest on: then that is it.
+        searching = (low < high) & (from_low >= goal)
+        lowest, highest = logit_at(low, SHIFT), logit_at(high + 1, SHIFT)
+        part = (from_low - goal) / tl.maximum(from_low - beyond_high, 1e-30)
+        guess = number_of(lowest + (highest - lowest) * part, SHIFT)
+        guess = tl.minimum(tl.maximum(guess, low), high)
+        step = tl.maximum((high - low) >> 4, 1)
+        first = tl.minimum(tl.maximum(guess - step + 1, low + 1), tl.maximum(high, low))
+        second = tl.minimum(tl.maximum(guess + step, low + 1), tl.maximum(high, low))
+        third = (low + high + 1) >> 1
+    low, high, from_low, beyond_high = bracket
+    return low, from_low, beyond_high
+
+
+@triton.jit
+def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
+    """Return the least number that min_p keeps."""
+    low, high = tl.full([], LOWEST_KEY >> SHIFT, tl.int64), number_of(row_max, SHIFT)  # `high` is kept
+    least = tl.log(min_p)
+    if min_p > 0:
+        for _ in range(33 - SHIFT):
+            middle = (low + high) >> 1
+            is_kept = scaled(logit_at(middle, SHIFT), row_max, temperature) >= least
+            high = tl.where(is_kept, middle, high)
+            low = tl.minimum(tl.where(is_kept, low, middle + 1), high)
+    return tl.where(min_p > 0, high, low)
+
+
+@triton.jit
+def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr):
+    """Return the mass from a number on, of whose own tokens so many are kept."""
+    this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
+    with_ties, without, _ = amounts_from(this, following, following, row, row_max, False, scale, sizes)
+    return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
+
+
+@triton.jit
+def least_logit(lowest, row, sizes):
+    """Return the least logit of a row from `lowest` on."""
+    least = tl.full([AT_ONCE, BLOCK_SIZE], INFINITY, tl.float32)
+    for block in range(0, sizes.num_blocks, AT_ONCE):
+        _, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+        least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
+    return tl.min(tl.min(least, 1), 0)
+
+
+@triton.jit
+def token_of_tie(logit, number, row, sizes):
+    """Return the token with a logit that has `number - 1` tokens of the same logit before it, or the last of these."""
+    seen, token = 0.0, tl.full([], -1, tl.int32)
+    for block in range(0, sizes.num_blocks, AT_ONCE):
+        if seen < number:
+            token_ids, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+            is_tie = logits == logit
+            ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
+            if ties > 0:
+                counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [AT_ONCE * BLOCK_SIZE]), 0).to(tl.float32)
+                wanted = tl.reshape(is_tie, [AT_ONCE * BLOCK_SIZE]) & (counted <= number)
+                token = tl.max(tl.where(wanted, tl.reshape(token_ids, [AT_ONCE * BLOCK_SIZE]), -1), 0)
+            seen += ties
+    return token
+
+
+@triton.jit
+def wide_cutoff(row, row_max, total, temperature, limits, sizes):
+    """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0."""
+    SHIFT: tl.constexpr = bits_to_shift(row.ptr.dtype.element_ty)
+    top_k, top_p, min_p = limits
+    scale = base_2_scale(temperature)
+    number = least_number(row_max, min_p, temperature, SHIFT)
+    ties, mass = EVERY_TIE, total
+    for criterion in range(2):  # the number that top-k keeps, then top-p's share of the mass of that
+        by_count = criterion == 0
+        if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
+            if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
+                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT)
+            goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
+            before = number
+            number, from_number, beyond = search(before, by_count, goal, row, row_max, total, scale, sizes, SHIFT)
+            weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
+            needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
+            needed = tl.where(from_number >= goal, needed, EVERY_TIE)
+            ties = tl.where(number > before, needed, tl.minimum(needed, ties))
+    logit = logit_at(number, SHIFT)
+    if ties == EVERY_TIE:
+        logit = least_logit(logit, row, sizes)
+    return logit, token_of_tie(logit, ties, row, sizes)
+
+
+@triton.jit
+def store_kept(statistics_ptr, logit, token, row, temperature, sizes):
+    """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
+    scale = base_2_scale(temperature)
+    for first in range(0, sizes.num_blocks, AT_ONCE):
+        blocks = first + tl.arange(0, AT_ONCE)
+        token_ids, logits = load_tile(row, blocks)
+        kept = (logits > logit) | ((logits == logit) & (token_ids <= token))
+        maxima = tl.max(tl.where(kept, logits, -INFINITY), 1)
+        finite = tl.where(maxima > -INFINITY, maxima, 0.0)[:, None]
+        sums = sum_blocks((tl.where(kept, tl.exp2((logits - finite) * scale), 0.0),))
+        tl.store(statistics_ptr + blocks * 2, maxima, mask=blocks < sizes.num_blocks)
+        tl.store(statistics_ptr + blocks * 2 + 1, sums, mask=blocks < sizes.num_blocks)
