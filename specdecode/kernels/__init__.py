@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.kernels import block, probabilistic, strict
+from specdecode.kernels import block, probabilistic, strict, truncation
 from specdecode.kernels.plan import EACH_LIMIT, LIMITS, MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
@@ -34,9 +34,11 @@ from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
-BY_SAMPLE = AcceptRule(strict.decide_while_reading, strict.decide, None, num_warps=8, large_rows=384)
-BY_RATIO = AcceptRule(probabilistic.decide, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320)
-IN_BLOCK = AcceptRule(None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
+BY_SAMPLE = AcceptRule(strict.decide_while_reading, None, strict.decide, None, num_warps=8, large_rows=384)
+BY_RATIO = AcceptRule(
+    probabilistic.decide, truncation.may_accept, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320
+)
+IN_BLOCK = AcceptRule(None, None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
 
 METHODS = {
     "strict": (BY_SAMPLE, BY_SAMPLE),
@@ -120,8 +122,6 @@ def verify(
     if large is None:
         large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
-    if batch.is_truncated and rule is not IN_BLOCK:  # every row is read before the first is truncated and decided about
-        large = False
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output

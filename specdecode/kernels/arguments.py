@@ -131,6 +131,8 @@ class Reading(NamedTuple):
 class Truncating(NamedTuple):
     """How rows are truncated."""
 
+    ALIKE: Constant  # draft rows have the target rows' dtype, and lie as they do
+    POSTED: Constant  # rows behind a stop that was posted while reading were not read
     OVERLAPS: Constant
 
 
@@ -154,6 +156,7 @@ class Searching(NamedTuple):
     DECIDE: Constant  # how the method decides about a row
     DRAW: Constant  # and how it draws its token; None: DECIDE has drawn it
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
+    POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     SETTLES: Constant  # or, in block verification, that is settled first
     SUMMED: Constant  # and the block sums of every residual that may be drawn from are in the workspace
     OVERLAPS: Constant

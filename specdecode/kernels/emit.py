@@ -15,7 +15,7 @@ from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
+from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature, was_read
 from specdecode.kernels.selection import noise_at, sample
 from specdecode.kernels.state import (
     EMPTY_BITS,
@@ -29,6 +29,7 @@ from specdecode.kernels.state import (
     load_draft_ids,
     load_empty,
     load_stop,
+    state_of_bits,
     store_output,
     store_token,
 )
@@ -66,21 +67,25 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
+    bits_ptr = state_of_bits(workspace.state_ptr, sizes, tuning.POSTED)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
-    if offset <= counted[0]:
+    matters = offset <= counted[0]
+    if tuning.POSTED:
+        matters &= was_read(request, offset, workspace, sizes)
+    if matters:
         accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, row_max == -INFINITY
         if stops:
             if IS_DRAWN:
                 store_token(outputs, place, source, sizes)
             else:
-                add_stop_bits(workspace.state_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
+                add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
                 token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-                bits = hand_in(outputs, workspace.state_ptr, place, token, sizes)
+                bits = hand_in(outputs, bits_ptr, place, token, sizes)
     if IS_DRAWN or stops == 0:
-        bits = add_stop_bits(workspace.state_ptr, place, stops, is_empty, IS_DRAWN)
-    if is_to_finish(workspace.state_ptr, place, bits, sizes, IS_DRAWN):
+        bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)
+    if is_to_finish(bits_ptr, place, bits, sizes, IS_DRAWN):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
 

@@ -41,6 +41,7 @@ class AcceptRule:
     """How a method decides about drafts and draws the token after them."""
 
     while_reading: Any  # decides in the launch that reads; None: nothing is decided there
+    before_truncation: Any  # likewise of rows that are truncated afterwards: which drafts may be accepted
     decide: Any
     draw: Any  # None: `decide` has drawn the token
     num_warps: int  # of a program that emits without draft logits; 8 with
@@ -58,9 +59,8 @@ LIST_SIZE = LISTS.value * CANDIDATES.value
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
 # Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
-# once. And of one that emits where there are draft rows: a row for each program, and a request; so a multiprocessor runs
-# three programs, or two. Left to itself, the compiler spilled registers to have a fourth.
-READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS_ROW, EMIT_REGISTERS = 48, 64, 80, 128
+# once. And of one that emits where there are draft rows: left to itself, the compiler spilled some to have more programs.
+READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
 # In block verification: rounds by which bounds decide in a large batch, or leave a sum to be made; programs that share all
 # sums; and TOP, BLOCKS and LANES of `arguments.Settling`, for both.
@@ -194,9 +194,12 @@ def plan_step(
     truncates = len(layouts) > len(TENSORS)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
-    decides = large and not settles
+    while_reading = rule.before_truncation if truncates else rule.while_reading
+    decides = large and not settles and while_reading is not None
     num_rows, num_drafts = requests * (num_draft_tokens + 1), requests * num_draft_tokens
     state = requests * FIELDS.value + num_rows
+    if truncates:
+        state += state % 2 + requests * FIELDS.value
     statistics = (num_rows + num_drafts * has_draft_rows) * 2 * sizes.num_blocks
     sums = settles and has_draft_rows
     parts = {
@@ -212,21 +215,21 @@ def plan_step(
     plan = Plan(device, parts, zeros=state if decides else 0)
     workspace = Workspace(*[plan.part(name) for name in parts])
     bundles = inputs, workspace, sizes
-    add_reading(plan, *bundles, rule.while_reading if decides else None)
+    add_reading(plan, inputs, workspace._replace(cutoffs_ptr=None), sizes, while_reading if decides else None)
     if truncates:
-        add_truncation(plan, *bundles)
+        add_truncation(plan, *bundles, posted=decides)
     if settles:
         add_settling(plan, *bundles, summed=sums and not large)
-    per_row = has_drafts and not settles and not large
-    search = "large" if large else "many" if many and has_draft_rows else "few"
-    flags = per_row, settles, sums and not large, can_overlap(device)
+    per_row = has_drafts and not settles and (truncates or not large)
+    search = "large" if large and not per_row else "many" if (many or large) and has_draft_rows else "few"
+    flags = per_row, per_row and decides, settles, sums and not large, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
     plan.add(
         emit_kernel,
         (requests * (num_draft_tokens + 1) if per_row else requests,),
         (inputs, outputs_of(samples, truncates), workspace, sizes, tuning),
         num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=(EMIT_REGISTERS_ROW if per_row else EMIT_REGISTERS) if has_draft_rows else None,
+        max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
     return plan
 
@@ -275,12 +278,14 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
     )
 
 
-def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
+def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, posted: bool) -> None:
     """Add the launch that truncates the rows that were read."""
-    rows = sizes.batch * (sizes.num_draft_tokens + 1)
+    rows, is_alike = sizes.batch * (sizes.num_draft_tokens + 1), True
     if inputs.draft.ptr is not None:
         rows += sizes.batch * sizes.num_draft_tokens
-    tuning = Truncating(can_overlap(plan.device))
+        kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
+        is_alike = kinds[0] == kinds[1]
+    tuning = Truncating(is_alike, posted, can_overlap(plan.device))
     plan.add(truncate_kernel, (rows,), (inputs, workspace, sizes, tuning), num_warps=TRUNCATION_WARPS)
 
 

@@ -218,7 +218,10 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     """
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
-    top, remaining = take_top(keys_of(bounds, sizes), tuning)
+    keys = keys_of(bounds, sizes)
+    if len(row) > WHOLE:  # of blocks of which nothing is kept nothing is left
+        keys = tl.where(p.block_sums > 0, keys, -1)
+    top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
     first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.

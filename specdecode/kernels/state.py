@@ -22,12 +22,13 @@ TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 LISTED = STOP
 """A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
-finished each row. In block verification only one number is kept, at the start: how many residuals are listed."""
+finished each row; and, where rows are truncated after some stops were posted, each request's stop bits. In block
+verification only one number is kept, at the start: how many residuals are listed."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Stop bits take the place of the first two fields: 6 bits count rows, then come the stop and the empty bits of 28 rows."""
+"""Else these take the place of the first two fields. 6 bits count rows, then come the stop and the empty bits of 28 rows."""
 
 
 @triton.jit
@@ -78,6 +79,15 @@ def is_last(count_ptr, programs):
 def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
     return state_ptr + sizes.batch * FIELDS + request * (sizes.num_draft_tokens + 1) + offset
+
+
+@triton.jit
+def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
+    """Return where the requests' stop bits begin: behind all else, at an even index, if stops were posted before."""
+    if POSTED:
+        numbers = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
+        state_ptr += numbers + numbers % 2
+    return state_ptr
 
 
 @triton.jit

@@ -16,13 +16,16 @@ follows computes with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine, recompute_nonfinite
+from specdecode.kernels.arguments import Row
+from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LARGEST,
     LAST_TOKEN,
+    UNREAD,
     base_2_scale,
     key_of,
     load_logits,
@@ -31,11 +34,13 @@ from specdecode.kernels.rows import (
     logit_of,
     row_at,
     scaled,
+    target_statistics,
 )
-from specdecode.kernels.state import count_drafts
+from specdecode.kernels.state import count_drafts, load_stop
+from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
-LEVELS = tl.constexpr(32)
+LEVELS = tl.constexpr(16)
 """Levels that are compared at once."""
 
 DEPTH = tl.constexpr(16.0)
@@ -50,13 +55,15 @@ LISTS = tl.constexpr(3)
 GROUP = tl.constexpr(8)
 """Neighbouring tokens, of which the largest logit shows whether any is a candidate."""
 
-TOGETHER = tl.constexpr(8)
+TOGETHER = tl.constexpr(16)
 """Candidates that all others are compared with at once."""
 
-FEW_BLOCKS, MORE_BLOCKS = tl.constexpr(16), tl.constexpr(64)
-"""That are read at most for a level: where a mass decides, at first; else."""
+FEW_BLOCKS, MORE_BLOCKS, TILE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
+"""That are read at most for a level: where a mass decides, at first; else. And how many at once."""
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
+ERROR = tl.constexpr(1e-3)
+"""More than what is decided before truncation may be off by rounding."""
 
 
 @triton.jit
@@ -72,6 +79,37 @@ def load_limits(limits, request, sizes):
     top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
     top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
     return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
+
+
+@triton.jit
+def may_accept(place, noise, inputs, workspace, sizes):
+    """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
+
+    After top_p, p(x) is at most p(x) / top_p. The k largest tokens weigh k / n of the largest ones of n blocks at least. And
+    a draft is left out if enough blocks have a more likely token.
+    """
+    terms = acceptance_terms(place, inputs, workspace, sizes)
+    accepted = place.token >= 0
+    if inputs.drafts.rates_ptr is not None:
+        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+    elif terms.p.one_hot >= 0:
+        accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+    else:
+        top_k, top_p, min_p = load_limits(inputs.limits, place.request, sizes)
+        block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        shares = tl.exp(scaled(block_max, terms.p.row_max, place.temperature))
+        shares = tl.where((shares >= min_p) & (block_max > -INFINITY), shares / terms.p.sumexp, 0.0)
+        share = tl.exp(terms.log_p)
+        is_above = (shares > share * (1 + ERROR)).to(tl.int32)
+        above, mass_above = tl.reduce((is_above, tl.where(is_above == 1, shares, 0.0)), 0, add_both)
+        blocks, mass = tl.reduce(((shares > 0).to(tl.int32), shares), 0, add_both)
+        least = mass * tl.minimum(top_k.to(tl.float32) / tl.maximum(blocks, 1).to(tl.float32), 1.0)
+        least = tl.where((top_k < sizes.vocab_size) | (min_p > 0), tl.minimum(least, 1.0), 1.0)
+        log_kept = tl.log(tl.minimum(top_p, 1.0) * least)
+        is_kept = (above < top_k) & (mass_above < top_p * (1 + ERROR)) & (share * terms.p.sumexp >= min_p * (1 - ERROR))
+        is_likely = tl.log(noise.uniform) <= terms.log_p - terms.log_q - log_kept + ERROR
+        accepted = accepted & is_possible(terms) & is_kept & is_likely
+    return accepted, terms.p.row_max, place.token
 
 
 @triton.jit
@@ -125,20 +163,19 @@ def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
 
     Beyond the first `CANDIDATES` they are only counted.
     """
-    GROUPS: tl.constexpr = FEW_BLOCKS * BLOCK_SIZE // GROUP
+    GROUPS: tl.constexpr = TILE * BLOCK_SIZE // GROUP
     reach = (block_max >= level).to(tl.int32)
     blocks, places = tl.arange(0, sizes.MAX_BLOCKS), tl.cumsum(reach, 0) - reach
+    places = tl.where(reach == 1, places, -1)
     found = tl.full([], 0, tl.int32)
-    for first in range(0, num_blocks, FEW_BLOCKS):
-        wanted = first + tl.arange(0, FEW_BLOCKS)
-        is_it = (places[:, None] == wanted[None, :]) & (reach[:, None] == 1)
-        tile = tl.min(tl.where(is_it, blocks[:, None], sizes.num_blocks), 0)
-        token_ids = tile[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-        group_max = tl.max(tl.reshape(load_logits(row, token_ids, True), [GROUPS, GROUP]), 1)
-        group_ids = tile[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP
-        is_listed = (group_max >= level).to(tl.int32)
+    for first in range(0, num_blocks, TILE):
+        is_it = places[:, None] == first + tl.arange(0, TILE)[None, :]
+        tile = tl.min(tl.where(is_it, blocks[:, None], sizes.num_blocks), 0) * BLOCK_SIZE
+        logits = load_logits(row, tile[:, None] + tl.arange(0, BLOCK_SIZE)[None, :], True)
+        is_listed = (tl.max(tl.reshape(logits, [GROUPS, GROUP]), 1) >= level).to(tl.int32)
+        group_ids = tl.reshape(tile[:, None] + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP, [GROUPS])
         slots = found + tl.cumsum(is_listed, 0) - is_listed
-        tl.store(list_ptr + slots, tl.reshape(group_ids, [GROUPS]), mask=(is_listed == 1) & (slots < CANDIDATES))
+        tl.store(list_ptr + slots, group_ids, mask=(is_listed == 1) & (slots < CANDIDATES))
         found += tl.sum(is_listed, 0)
     tl.debug_barrier()  # the list is read by other threads than wrote it
     return found
@@ -211,8 +248,8 @@ def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits,
     rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
     passed = (logits > -INFINITY) & (scaled(logits, row_max, temperature) >= tl.log(min_p))
     in_top_k = passed & (rank < top_k)
-    number = tl.sum(passed.to(tl.int32), 0)
-    mass = tl.sum(tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0), 0)
+    weights = tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0)
+    number, mass = tl.reduce((passed.to(tl.int32), weights), 0, add_both)
     is_complete = is_floor | (number < found) | (number >= top_k)
     missing = tl.where(is_complete, 0, top_k - number)
     unseen = tl.max(tl.where(counts - level_count <= missing, masses - level_mass, 0.0), 0)
@@ -220,8 +257,8 @@ def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits,
     lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, limits, sizes)
     kept = in_top_k & ((mass_before < top_p * lower) | (rank == 0))
     kept_at_most = in_top_k & ((mass_before < top_p * upper) | (rank == 0))
-    num_kept = tl.sum(kept.to(tl.int32), 0)
-    is_known = num_kept == tl.sum(kept_at_most.to(tl.int32), 0)
+    num_kept, most = tl.reduce((kept.to(tl.int32), kept_at_most.to(tl.int32)), 0, add_both)
+    is_known = num_kept == most
     is_all = is_complete | (num_kept < number) | (mass >= top_p * upper)
     last = tl.min(tl.where(kept, order, 2**63 - 1), 0)
     return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all
@@ -231,27 +268,23 @@ def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits,
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes):
     """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
     scale = base_2_scale(temperature)
-    _, token_ids, order = load_candidates(list_ptr, 0, found, CANDIDATES)
+    logits, token_ids, order = load_candidates(list_ptr, 0, found, CANDIDATES)
     blocks = token_ids // BLOCK_SIZE
-    maxima = tl.full([TOGETHER, CANDIDATES], -INFINITY, tl.float32)
-    for first in range(0, found, TOGETHER):
-        other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
-        is_with = (others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]
-        maxima = tl.maximum(maxima, tl.where(is_with, other_logits[:, None], -INFINITY))
-    block_max = tl.max(maxima, 0)  # kept, if anything of the block is
-    finite = tl.where(block_max > -INFINITY, block_max, 0.0)
     sums = tl.zeros([TOGETHER, CANDIDATES], tl.float32)
+    before = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
     for first in range(0, found, TOGETHER):
         other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_with = ((others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]) & (others >= last)[:, None]
-        sums += tl.where(is_with, tl.exp2((other_logits[:, None] - finite[None, :]) * scale), 0.0)
+        sums += tl.where(is_with, tl.exp2((other_logits[:, None] - logits[None, :]) * scale), 0.0)
+        before += (is_with & (others[:, None] > order[None, :])).to(tl.int32)
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
     inside = every_block < sizes.num_blocks
     tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
     tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
     tl.debug_barrier()  # else another thread might store what is kept of a block first
-    tl.store(statistics_ptr + blocks * 2, block_max, mask=order >= last)
-    tl.store(statistics_ptr + blocks * 2 + 1, tl.sum(sums, 0), mask=order >= last)
+    is_first = (order >= last) & (tl.sum(before, 0) == 0)  # in its block, whose maximum it is
+    tl.store(statistics_ptr + blocks * 2, logits, mask=is_first)
+    tl.store(statistics_ptr + blocks * 2 + 1, tl.sum(sums, 0), mask=is_first)
 
 
 @triton.jit
@@ -289,41 +322,69 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
 
 
 @triton.jit
-def truncate_row(index, request, offset, extra, rows, limits, inputs, workspace, sizes, tuning):
-    """Truncate the row at an offset of a request, if it was read: its cutoff is the `index`-th."""
-    temperature = load_temperature(inputs.requests, request)
-    num_drafts = tl.full([], 0, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    limits = load_limits(limits, request, sizes)
-    row = row_at(rows, request, offset, sizes)
-    await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
-    top_k, top_p, min_p = limits
-    logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
-    if (offset < num_drafts + extra) & (temperature > 0):
-        if (top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0):
-            statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
-            statistics = load_statistics(statistics_ptr, True, sizes)
-            statistics = recompute_nonfinite(statistics, row, temperature, sizes)
-            p = combine(statistics, row, temperature, sizes)
-            if p.one_hot >= 0:
-                logit, token = p.row_max, p.one_hot
-            else:
-                list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
-                logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes)
-    tl.store(workspace.cutoffs_ptr + index * 2, logit)
-    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
+def place_of(index, inputs, sizes):
+    """Return which row a program has, by request and offset, and whether it is a draft row: those follow the target rows."""
+    num_rows = sizes.num_draft_tokens + 1
+    request, offset = index // num_rows, (index % num_rows).to(tl.int32)
+    of_draft = False
+    if inputs.draft.ptr is not None:
+        draft = index - sizes.batch * num_rows
+        of_draft = draft >= 0
+        request = tl.where(of_draft, draft // sizes.num_draft_tokens, request)
+        offset = tl.where(of_draft, (draft % sizes.num_draft_tokens).to(tl.int32), offset)
+    return request, offset, of_draft
+
+
+@triton.jit
+def truncate_row(row, index, temperature, limits, workspace, sizes):
+    """Return the cutoff of a row, and leave the statistics of what is kept."""
+    statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
+    statistics = load_statistics(statistics_ptr, True, sizes)
+    statistics = recompute_nonfinite(statistics, row, temperature, sizes)
+    p = combine(statistics, row, temperature, sizes)
+    logit, token = p.row_max, p.one_hot
+    if token < 0:
+        list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
+        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes)
+    return logit, token
 
 
 @triton.jit
 def truncate_kernel(inputs, workspace, sizes, tuning):
-    """Truncate one row: programs have the target rows, then the draft rows."""
-    index, num_rows = tl.program_id(0).to(tl.int64), sizes.num_draft_tokens + 1
-    draft = index - sizes.batch * num_rows
-    if draft < 0:
-        request, offset = index // num_rows, (index % num_rows).to(tl.int32)
-        truncate_row(index, request, offset, 1, inputs.target, inputs.limits, inputs, workspace, sizes, tuning)
-    elif inputs.draft.ptr is not None:
-        request, offset = draft // sizes.num_draft_tokens, (draft % sizes.num_draft_tokens).to(tl.int32)
-        truncate_row(index, request, offset, 0, inputs.draft, inputs.draft_limits, inputs, workspace, sizes, tuning)
+    """Truncate one row, if it was read and anything truncates it."""
+    index = tl.program_id(0).to(tl.int64)
+    request, offset, of_draft = place_of(index, inputs, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    num_drafts = tl.full([], 0, tl.int32)
+    if inputs.drafts.ids_ptr is not None:
+        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    limits = load_limits(inputs.limits, request, sizes)
+    row = row_at(inputs.target, request, offset, sizes)
+    is_read = offset <= num_drafts
+    if inputs.draft.ptr is not None:
+        if of_draft:
+            limits = load_limits(inputs.draft_limits, request, sizes)
+            is_read = offset < num_drafts
+    await_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    if tuning.POSTED:
+        is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
+    top_k, top_p, min_p = limits
+    is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
+    logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
+    if is_truncated:
+        if inputs.draft.ptr is None:
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+        else:
+            draft_row = row_at(inputs.draft, request, offset, sizes)
+            if tuning.ALIKE:  # so the code is there once, which is faster
+                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, sizes.vocab_size)
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+            elif of_draft:
+                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
+            else:
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+    if tuning.POSTED:
+        token = tl.where(is_read, token, UNREAD)
+    tl.store(workspace.cutoffs_ptr + index * 2, logit)
+    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))

@@ -38,19 +38,20 @@ def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **h
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "dtype", "vocab", "with_logits"),
+    ("method", "options", "dtype", "vocab", "with_logits", "large"),
     pairs(
         ["strict", "probabilistic", "block", "synthetic"],
         list(TRUNCATIONS),
         [torch.bfloat16, torch.float32],
         [5, 1040],
         [True, False],
+        [True, False],
     ),
 )
-def test_tokens_are_the_references(method, options, dtype, vocab, with_logits):
+def test_tokens_are_the_references(method, options, dtype, vocab, with_logits, large):
     batch = case(6, 3 if ON_GPU else 1, vocab, dtype, seed=vocab)
     options = TRUNCATIONS[options]
-    got = verify(method, batch, options, with_logits)
+    got = verify(method, batch, options, with_logits, large=large)
     assert_same_tokens(got.token_ids, expected(method, batch, options, None, with_logits), FLOAT32_BAND)
 
 
