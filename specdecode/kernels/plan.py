@@ -50,7 +50,9 @@ class AcceptRule:
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
-TRUNCATION_WARPS = 8
+# Registers of a thread that truncates a row: two programs of 8 warps run on a multiprocessor, or four of 4 warps, which take
+# longer. So many rows are truncated at once by the former.
+TRUNCATION_REGISTERS, TRUNCATES_AT_ONCE = 128, 264
 LIST_SIZE = LISTS.value * CANDIDATES.value
 
 # Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
@@ -286,7 +288,14 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
         kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
         is_alike = kinds[0] == kinds[1]
     tuning = Truncating(is_alike, posted, can_overlap(plan.device))
-    plan.add(truncate_kernel, (rows,), (inputs, workspace, sizes, tuning), num_warps=TRUNCATION_WARPS)
+    num_warps = 8 if rows <= TRUNCATES_AT_ONCE else 4
+    plan.add(
+        truncate_kernel,
+        (rows,),
+        (inputs, workspace, sizes, tuning),
+        num_warps=num_warps,
+        max_registers=TRUNCATION_REGISTERS,
+    )
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

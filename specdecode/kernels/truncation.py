@@ -40,11 +40,11 @@ from specdecode.kernels.state import count_drafts, load_stop
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
-LEVELS = tl.constexpr(16)
-"""Levels that are compared at once."""
+STEPS = tl.constexpr(8)
+"""By which a level is found, each halving what is left."""
 
 DEPTH = tl.constexpr(16.0)
-"""The lowest but one is where a token is so many natural logarithms less likely than the first."""
+"""The lowest level is where a token is so many natural logarithms less likely than the first."""
 
 CANDIDATES = tl.constexpr(128)
 """So many at most: all pairs of them are compared."""
@@ -113,48 +113,35 @@ def may_accept(place, noise, inputs, workspace, sizes):
 
 
 @triton.jit
-def at(values, index):
-    """Return the value at an index."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
-
-
-@triton.jit
-def reaching(levels, block_max, weights):
-    """Return of each level how many blocks reach it, and what their largest tokens weigh."""
-    reach = block_max[:, None] >= levels[None, :]  # sums over the first dimension need few exchanges between threads
-    return tl.sum(reach.to(tl.int32), 0), tl.sum(tl.where(reach, weights[:, None], 0.0), 0)
-
-
-@triton.jit
-def first_where(condition):
-    """Return the index of the first level where a condition holds, `LEVELS` if there is none."""
-    return tl.min(tl.where(condition, tl.arange(0, LEVELS), LEVELS), 0)
+def reached(level, block_max, weights):
+    """Return how many blocks reach a level, and what their largest tokens weigh."""
+    reach = block_max >= level
+    return tl.reduce((reach.to(tl.int32), tl.where(reach, weights, 0.0)), 0, add_both)
 
 
 @triton.jit
 def choose_level(block_max, weights, row_max, floor, temperature, count, mass, most):
-    """Return the highest level that `count` blocks or a `mass` reach, or else the lowest that at most so many blocks reach.
+    """Return the highest level that `count` blocks or a `mass` reach, if at most `most` blocks reach it.
 
-    And how many blocks reach it, and their mass; and, of the coarser levels tried first, both numbers. There may be no such
-    level: then it is infinite.
+    Else the lowest that at most so many reach; and how many reach it, and their mass. If more blocks than that have a token
+    as likely as the first, it is infinite. The floor comes first: with few blocks above it, no token need be left out.
     """
-    steps = tl.arange(0, LEVELS)
-    depth = (steps + 1).to(tl.float32) / LEVELS
-    levels = row_max - DEPTH * depth * depth * temperature
-    levels = tl.maximum(tl.where(steps == LEVELS - 1, -LARGEST, levels), floor)
-    counts, masses = reaching(levels, block_max, weights)
-    step = tl.minimum(first_where((counts >= count) | (masses >= mass)), first_where(counts > most))
-    step = tl.minimum(step, LEVELS - 1)
-    # Then between that level and the one above it.
-    upper, lower = tl.where(step == 0, row_max, at(levels, step - 1)), at(levels, step)
-    between = upper - tl.minimum(upper - lower, LARGEST) * (steps.to(tl.float32) / (LEVELS - 1))
-    levels = tl.where(steps == LEVELS - 1, lower, tl.maximum(between, lower))
-    finer_counts, finer_masses = reaching(levels, block_max, weights)
-    enough, beyond = first_where((finer_counts >= count) | (finer_masses >= mass)), first_where(finer_counts > most)
-    chosen = tl.where(enough < beyond, enough, beyond - 1)
-    chosen = tl.minimum(chosen, LEVELS - 1)
-    level = tl.where(chosen < 0, INFINITY, at(levels, chosen))
-    return level, at(finer_counts, chosen), at(finer_masses, chosen), counts, masses
+    chosen, chosen_blocks, chosen_mass = INFINITY, tl.full([], 0, tl.int32), 0.0
+    has_enough = tl.full([], False, tl.int1)
+    high, low, level = 0.0, 1.0, floor  # the square roots of how deep levels lie that are not enough, and that are
+    step = 0
+    while step <= STEPS:
+        blocks, found = reached(level, block_max, weights)
+        is_enough, is_beyond = (blocks >= count) | (found >= mass), blocks > most
+        if (is_beyond == 0) & (is_enough | (has_enough == 0)):
+            chosen, chosen_blocks, chosen_mass, has_enough = level, blocks, found, is_enough
+        middle = (low + high) / 2
+        if step > 0:
+            low, high = tl.where(is_enough | is_beyond, middle, low), tl.where(is_enough | is_beyond, high, middle)
+            middle = (low + high) / 2
+        level = tl.maximum(row_max - DEPTH * middle * middle * temperature, floor)
+        step = tl.where((step == 0) & (is_enough == 0) & (is_beyond == 0), STEPS, step) + 1  # the floor will do
+    return chosen, chosen_blocks, chosen_mass
 
 
 @triton.jit
@@ -231,7 +218,7 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
     top_k, _, min_p = limits
     lower, upper = kept, kept
     if missing > 0:
-        lower = kept + tl.where(min_p > 0, 0.0, unseen)
+        lower = kept + unseen
         upper = tl.minimum(total, kept + missing.to(tl.float32) * level_weight)
         if (top_k == sizes.vocab_size) & (min_p == 0):
             lower = total
@@ -239,10 +226,9 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
 
 
 @triton.jit
-def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits, sizes):
+def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, temperature, limits, sizes):
     """Return the last candidate that is kept, a number in their order, and whether that is all that is kept."""
     top_k, top_p, min_p = limits
-    level, is_floor, counts, masses, level_count, level_mass = chosen
     scale = base_2_scale(temperature)
     logits, _, order = load_candidates(list_ptr, 0, found, CANDIDATES)
     rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
@@ -252,7 +238,6 @@ def cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits,
     number, mass = tl.reduce((passed.to(tl.int32), weights), 0, add_both)
     is_complete = is_floor | (number < found) | (number >= top_k)
     missing = tl.where(is_complete, 0, top_k - number)
-    unseen = tl.max(tl.where(counts - level_count <= missing, masses - level_mass, 0.0), 0)
     level_weight = tl.exp2((level - row_max) * scale)
     lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, limits, sizes)
     kept = in_top_k & ((mass_before < top_p * lower) | (rank == 0))
@@ -303,14 +288,18 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
         count = tl.where(is_by_count, top_k, ANY_NUMBER)
         mass = tl.where(has_p & (has_k == 0), top_p * total, INFINITY)
         most = tl.where((attempt == 1) | (has_p == 0), MORE_BLOCKS, FEW_BLOCKS)
-        level, level_count, level_mass, counts, masses = choose_level(
-            block_max, weights, row_max, floor, temperature, count, mass, most
-        )
-        num_groups = list_groups(level, level_count, row, block_max, list_ptr, sizes)
+        level, blocks, found_mass = choose_level(block_max, weights, row_max, floor, temperature, count, mass, most)
+        num_groups = list_groups(level, blocks, row, block_max, list_ptr, sizes)
         found = list_candidates(level, num_groups, row, list_ptr)
         found = tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
-        chosen = level, level <= floor, counts, masses, level_count, level_mass
-        last, resolved = cut_candidates(list_ptr, found, chosen, row_max, total, temperature, limits, sizes)
+        unseen = 0.0
+        if has_k & (min_p == 0) & (found < top_k):
+            missing = blocks + top_k - found
+            _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing)
+            unseen = tl.maximum(mass - found_mass, 0.0)
+        last, resolved = cut_candidates(
+            list_ptr, found, level, level <= floor, unseen, row_max, total, temperature, limits, sizes
+        )
         if resolved:
             logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
             store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)

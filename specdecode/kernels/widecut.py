@@ -17,6 +17,7 @@ from specdecode.kernels.rows import (
     base_2_scale,
     key_of,
     load_logits,
+    load_raw,
     logit_of,
     scaled,
     sum_blocks,
@@ -26,7 +27,7 @@ from specdecode.kernels.rows import (
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
-AT_ONCE = tl.constexpr(8)
+AT_ONCE = tl.constexpr(4)
 """Blocks that are read at once."""
 
 SAMPLE = tl.constexpr(4)
@@ -59,6 +60,12 @@ def number_of(logit, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def tokens_of_tile(first):
+    """Return the tokens of `AT_ONCE` blocks."""
+    return (tl.arange(0, AT_ONCE) + first)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+
+
+@triton.jit
 def load_tile(row, blocks):
     """Return the tokens of some blocks and their logits, [BLOCKS, BLOCK_SIZE] each."""
     token_ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
@@ -86,8 +93,11 @@ def amounts_from(first, second, third, row, row_max, by_count, scale, sizes):
     """Return the amounts from three logits on."""
     from_first = tl.zeros([AT_ONCE * BLOCK_SIZE // NEIGHBOURS], tl.float32)
     from_second, from_third = from_first, from_first
+    raw = load_raw(row, tokens_of_tile(0), True)
     for block in range(0, sizes.num_blocks, AT_ONCE):
-        _, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+        logits = raw.to(tl.float32)
+        raw = load_raw(row, tokens_of_tile(block + AT_ONCE), True)  # in flight meanwhile
+        logits = tl.where(logits == logits, logits, -INFINITY)
         each = amounts(logits, row_max, by_count, scale)
         from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
         from_second += sum_neighbours(tl.where(logits >= second, each, 0.0))
