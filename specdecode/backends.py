@@ -19,7 +19,7 @@ def choose(backend: Backend, logits: Tensor, is_truncated: bool = False) -> Modu
     """Return the backend's module for these logits.
 
     `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. For truncated calls it is
-    eager: the kernels that truncate have not been measured on a GPU yet. Any other choice is never replaced.
+    eager: the present form of the kernels that truncate has not been on a GPU yet. Any other choice is never replaced.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.

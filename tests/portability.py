@@ -66,6 +66,8 @@ def compile_all(methods: list[str]) -> None:
         sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
         for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None)):
             sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
+        if method == "strict":
+            sampler(target, ids, seeds=0, top_p=0.9)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ TILES = 2
 METHODS = ["strict", "probabilistic", "synthetic", "block"]
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
 NAN, INF = math.nan, math.inf
+TRUNCATION = "top_k", "top_p", "min_p", "draft_cutoff"
 
 
 def with_hostile_half(batch: Case) -> Case:
@@ -85,7 +86,7 @@ class Calls:
         if not self.is_due():
             return
         logsumexp = options.pop("draft_logsumexp", None)
-        truncation = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
+        truncation = {name: options.pop(name) for name in TRUNCATION if name in options}
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
         tensors = batch.target_logits, batch.draft_token_ids, draft, logsumexp
@@ -113,6 +114,8 @@ class Calls:
                 self.verify(method, batch, draft_logsumexp=logsumexp, **options)
                 self.verify(method, batch, with_draft=False, **options)
                 self.verify(method, batch, top_k=5, top_p=0.9, **options)
+                cutoffs = {"draft_cutoff": batch.draft_token_ids.long()}
+                self.verify(method, batch, top_k=300, draft_logsumexp=logsumexp, **cutoffs, **options)
                 self.verify(method, batch, min_p=torch.full((BATCH,), 0.1, device=self.device), **options)
 
     def other_shapes(self) -> None:

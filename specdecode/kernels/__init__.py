@@ -27,7 +27,16 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict, truncation
-from specdecode.kernels.plan import EACH_LIMIT, LIMITS, MANY_REQUESTS, TENSORS, AcceptRule, layout, plan_step
+from specdecode.kernels.plan import (
+    EACH_LIMIT,
+    LIMITS,
+    MANY_REQUESTS,
+    OF_TRUNCATION,
+    TENSORS,
+    AcceptRule,
+    layout,
+    plan_step,
+)
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
@@ -112,9 +121,8 @@ def verify(
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
         tensors |= {"draft": batch.draft_logits, "draft_index": draft_index}
-        if not batch.is_truncated:  # else draft rows are read, because their statistics are truncated
-            tensors["draft_logsumexp"] = batch.draft_logsumexp
-        reads_both = tensors.get("draft_logsumexp") is None
+        tensors |= {"draft_logsumexp": batch.draft_logsumexp, "draft_cutoff": batch.draft_cutoff}
+        reads_both = batch.draft_logsumexp is None
     tensors |= {
         "ids": batch.draft_token_ids,
         "rates": None if schedule is None else conditional_rates(schedule, device),
@@ -161,7 +169,7 @@ def run(
         numbers["first_seed"] = seeds
     names: tuple[str, ...] = TENSORS
     if batch.is_truncated:
-        names += EACH_LIMIT
+        names += OF_TRUNCATION
         add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
@@ -197,6 +205,7 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
             draft_token_ids=batch.draft_token_ids[:, drafts],
             draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
             draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
+            draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
         )
         for large, many in ((False, False), (False, True), (True, False)):
             verify(method, fewer, schedule, large=large, many=many)

@@ -41,6 +41,9 @@ class Drafts(NamedTuple):
     logsumexp_ptr: Pointer  # [batch, num_draft_tokens] float32 logsumexp(draft logits / temperature), or None
     logsumexp_stride_request: Int64
     logsumexp_stride_offset: Int64
+    cutoff_ptr: Pointer  # [batch, num_draft_tokens] int64 last token kept of each draft row, -1: all are; or None
+    cutoff_stride_request: Int64
+    cutoff_stride_offset: Int64
     rates_ptr: Pointer  # [num_draft_tokens] float32 conditional rates of synthetic acceptance, or None
 
 

@@ -50,9 +50,9 @@ class AcceptRule:
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
-# Registers of a thread that truncates a row: two programs of 8 warps run on a multiprocessor, or four of 4 warps, which take
-# longer. So many rows are truncated at once by the former.
-TRUNCATION_REGISTERS, TRUNCATES_AT_ONCE = 128, 264
+# Registers of a thread that truncates a row: so two programs of 8 warps run on a multiprocessor, or, in a large batch, four
+# of 4 warps, which take longer.
+TRUNCATION_REGISTERS = 128
 LIST_SIZE = LISTS.value * CANDIDATES.value
 
 # Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
@@ -66,7 +66,7 @@ READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
 # In block verification: rounds by which bounds decide in a large batch, or leave a sum to be made; programs that share all
 # sums; and TOP, BLOCKS and LANES of `arguments.Settling`, for both.
-ROUNDS, SUM_PROGRAMS, SETTLING = 6, 1056, (1, 4, 512)
+ROUNDS, SUM_PROGRAMS, SETTLING = 2, 1056, (1, 4, 512)
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
 # requests one is likely to need a long search, for which the others wait.
@@ -102,6 +102,7 @@ TENSORS = ("target", *OPTIONAL)
 
 LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
 EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
+OF_TRUNCATION = (*EACH_LIMIT, "draft_cutoff")
 """The tensors that a step that truncates may be given besides."""
 
 
@@ -133,19 +134,20 @@ def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | Non
 
 
 def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
-    """Return the bundle of inputs, given how each of `TENSORS` lies, and of `EACH_LIMIT` if rows are truncated."""
-    names = TENSORS + EACH_LIMIT
+    """Return the bundle of inputs, given how each of `TENSORS` lies, and of `OF_TRUNCATION` if rows are truncated."""
+    names = TENSORS + OF_TRUNCATION
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
     target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions, *limits = (
         pointers
     )
-    target, draft, *of_drafts = layouts[:4]
+    target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
+    cutoff = limits.pop() if limits else None
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
     return Inputs(
         rows_of(target, target_ptr, target_index, vocab_size),
         rows_of(draft, draft_ptr, draft_index, vocab_size),
-        Drafts(ids, strides[0][0], strides[0][1], logsumexp, strides[1][0], strides[1][1], rates),
+        Drafts(ids, *strides[0], logsumexp, *strides[1], cutoff, *strides[-1], rates),
         Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),
@@ -187,7 +189,7 @@ def plan_step(
         many: whether to search as is best for many requests.
         device: where the tensors are.
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
-        layouts: how each of `TENSORS` lies, None for those that are not there; of `EACH_LIMIT` too if rows are truncated.
+        layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
     """
     requests, *rows, vocab_size = shape
@@ -219,7 +221,7 @@ def plan_step(
     bundles = inputs, workspace, sizes
     add_reading(plan, inputs, workspace._replace(cutoffs_ptr=None), sizes, while_reading if decides else None)
     if truncates:
-        add_truncation(plan, *bundles, posted=decides)
+        add_truncation(plan, *bundles, large=large, posted=decides)
     if settles:
         add_settling(plan, *bundles, summed=sums and not large)
     per_row = has_drafts and not settles and (truncates or not large)
@@ -280,7 +282,7 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
     )
 
 
-def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, posted: bool) -> None:
+def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, large: bool, posted: bool) -> None:
     """Add the launch that truncates the rows that were read."""
     rows, is_alike = sizes.batch * (sizes.num_draft_tokens + 1), True
     if inputs.draft.ptr is not None:
@@ -288,14 +290,8 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
         kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
         is_alike = kinds[0] == kinds[1]
     tuning = Truncating(is_alike, posted, can_overlap(plan.device))
-    num_warps = 8 if rows <= TRUNCATES_AT_ONCE else 4
-    plan.add(
-        truncate_kernel,
-        (rows,),
-        (inputs, workspace, sizes, tuning),
-        num_warps=num_warps,
-        max_registers=TRUNCATION_REGISTERS,
-    )
+    bundles = inputs, workspace, sizes, tuning
+    plan.add(truncate_kernel, (rows,), bundles, num_warps=4 if large else 8, max_registers=TRUNCATION_REGISTERS)
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

@@ -19,7 +19,13 @@ import triton.language as tl
 from specdecode.kernels.arguments import Row
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
+from specdecode.kernels.probabilistic import (
+    acceptance_terms,
+    accepts,
+    is_possible,
+    is_trusted,
+    load_logsumexp,
+)
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -28,6 +34,7 @@ from specdecode.kernels.rows import (
     UNREAD,
     base_2_scale,
     key_of,
+    load_logit,
     load_logits,
     load_statistics,
     load_temperature,
@@ -339,6 +346,19 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
 
 
 @triton.jit
+def given_cutoff(row, request, offset, inputs, sizes):
+    """Return the cutoff that came with a draft, and whether it can be used: its logsumexp, too."""
+    drafts = inputs.drafts
+    place = request * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
+    token = tl.load(drafts.cutoff_ptr + place)
+    logsumexp = load_logsumexp(drafts, request, offset, True)
+    leaves_out = (token >= 0) & (token < sizes.vocab_size)
+    token = tl.where(leaves_out, token, LAST_TOKEN).to(tl.int32)
+    logit = tl.where(leaves_out, load_logit(row, token, leaves_out), -INFINITY)
+    return logit, token, is_trusted(logsumexp)
+
+
+@triton.jit
 def truncate_kernel(inputs, workspace, sizes, tuning):
     """Truncate one row, if it was read and anything truncates it."""
     index = tl.program_id(0).to(tl.int64)
@@ -361,6 +381,11 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     top_k, top_p, min_p = limits
     is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
+    if inputs.drafts.cutoff_ptr is not None:
+        if of_draft & is_truncated:
+            draft_row = row_at(inputs.draft, request, offset, sizes)
+            logit, token, is_known = given_cutoff(draft_row, request, offset, inputs, sizes)
+            is_truncated = is_known == 0
     if is_truncated:
         if inputs.draft.ptr is None:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
+from specdecode import RejectionSampler, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode import kernels
 from specdecode.batch import RowBatch, Truncation, VerificationBatch
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU
@@ -73,6 +73,30 @@ def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
     assert_same_tokens(got.token_ids, expected(method, batch, options, how, True), FLOAT32_BAND)
 
 
+@pytest.mark.parametrize(("method", "options"), [("probabilistic", "each request's own"), ("block", "top-p")])
+def test_draft_rows_need_not_be_read_again(method, options):
+    """The logsumexp and the cutoff of a drafting step give the tokens that reading the draft rows gives."""
+    batch = case(6, 3 if ON_GPU else 1, 1040, torch.bfloat16, seed=4).to(DEVICE)
+    options, drafts = on(DEVICE, TRUNCATIONS[options]), batch.draft_logits.shape[1]
+    sampler, numbers = (
+        RejectionSampler(method, backend="eager"),
+        {"temperature": batch.temperature, "seeds": batch.seeds},
+    )
+    steps = [
+        sampler.draft(batch.draft_logits[:, i], **numbers, positions=batch.positions + i, offset=i, **options)
+        for i in range(drafts)
+    ]
+    ids, logsumexp, cutoffs = (torch.stack(column, dim=1) for column in zip(*steps))
+    cutoffs[:2] += 2**40 * (cutoffs[:2] < 0)  # beyond the vocabulary, too, all tokens are kept
+    outputs = []
+    for given in ((None, None), (logsumexp, cutoffs)):
+        tensors = batch.target_logits, ids, batch.draft_logits, given[0], *numbers.values(), batch.positions
+        checked = VerificationBatch.check(*tensors, draft_cutoff=given[1], **options)
+        outputs.append(kernels.verify(method, checked))
+    assert 0 < int(outputs[0].num_accepted.sum()) < 6 * drafts
+    assert_same(*outputs)
+
+
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
     return kernels.sample(RowBatch.check(logits, temperature, 5, None, **options), SELECT)
 
@@ -96,6 +120,56 @@ def test_rows_that_hurt_are_cut_where_a_sort_in_float64_cuts_them(row, dtype):
                 assert cutoffs.tolist() == [cutoff(whole, sampling)] * 2, options
             want = [sample_row(result, temperature=0.8, seed=5 + i).index for i in range(2)]
             assert token_ids.tolist() == want, options
+
+
+WIDE_ROWS = {
+    "flat": lambda generator: torch.randn(2500, generator=generator),
+    "alike": lambda generator: torch.full((2500,), -1.5),
+    "two values": lambda generator: (torch.randn(2500, generator=generator) > 0).float() * 3,
+    "falling": lambda generator: -0.01 * torch.arange(2500) - 100,
+    "a few finite": lambda generator: torch.where(torch.rand(2500, generator=generator) < 0.004, 5.0, -torch.inf),
+}
+WIDE_LIMITS = [
+    {"top_p": 0.95},
+    {"top_k": 300},
+    {"top_k": 1000, "top_p": 0.999},
+    {"min_p": 0.01, "top_p": 0.9},
+    {"min_p": 1e-6, "top_k": 200, "top_p": 0.8},
+    {"min_p": 0.2},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "limits", "dtype"),
+    pairs(list(WIDE_ROWS), WIDE_LIMITS, [torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_rows_that_keep_more_than_candidates_are_cut_where_a_sort_cuts_them(row, limits, dtype):
+    logits = WIDE_ROWS[row](torch.Generator().manual_seed(3)).to(dtype)
+    sampling = Sampling(0.8, limits.get("top_k", 0), limits.get("top_p", 1.0), limits.get("min_p", 0.0))
+    whole = logits.double().numpy()
+    result, margin = truncate(whole, sampling)
+    _, logsumexp, cutoffs = drawn(logits[None].to(DEVICE), 0.8, limits)
+    if margin > FLOAT32_BAND:
+        assert cutoffs.tolist() == [cutoff(whole, sampling)]
+        kept = result[np.isfinite(result)] / 0.8
+        np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(kept), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "with_logits"),
+    [
+        ("probabilistic", "top-p", True),
+        ("probabilistic", "each request's own", False),
+        ("synthetic", "each request's own", True),
+    ],
+)
+def test_rejections_while_rows_are_read_change_no_token(method, options, with_logits):
+    """What can be told before truncation agrees with what is decided after it, where rows hurt, too."""
+    batch = case(6, 3 if ON_GPU else 2, 1040, torch.bfloat16, seed=11)
+    target = batch.target_logits
+    target[0, 1], target[1, 2, 7], target[2, 0, ::3] = -torch.inf, torch.inf, torch.nan
+    outputs = [verify(method, batch, TRUNCATIONS[options], with_logits, large=large) for large in (False, True)]
+    assert_same(*outputs)
 
 
 def test_a_drafting_step_returns_what_is_kept():
