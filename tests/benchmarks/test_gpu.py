@@ -19,10 +19,22 @@ from torch import Tensor
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
-from tests.benchmarks.inputs import VOCAB, Inputs, describe, peaked_rows, straightforward, verification
+from tests.benchmarks.inputs import (
+    VOCAB,
+    Inputs,
+    describe,
+    flat_rows,
+    peaked_rows,
+    served_rows,
+    straightforward,
+    verification,
+)
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+ROWS = {"peaked": peaked_rows, "served": served_rows, "flat": flat_rows}
 
 
 class Shape(NamedTuple):
@@ -32,10 +44,12 @@ class Shape(NamedTuple):
     num_draft_tokens: int
     dtype: str
     temperature: float
+    rows: str = "peaked"
 
     def __str__(self) -> str:
         """Return the shape as a benchmark's group."""
-        return f"{describe(self.batch, self.num_draft_tokens, self.dtype)}, T = {self.temperature:g}"
+        rows = "" if self.rows == "peaked" else f", {self.rows} rows"
+        return f"{describe(self.batch, self.num_draft_tokens, self.dtype)}, T = {self.temperature:g}{rows}"
 
 
 class Verifier(NamedTuple):
@@ -45,11 +59,13 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
 
-    def __call__(self, inputs: Inputs, seed: int = 0, **numbers: Tensor) -> Callable[[], SamplerOutput]:
-        draft = inputs.drafts(self.method, seed)
-        options: dict[str, Any] = {"seeds": seed, **numbers}
+    def __call__(
+        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **numbers: Tensor
+    ) -> Callable[[], SamplerOutput]:
+        draft = inputs.drafts(self.method, seed, **(truncation or {}))
+        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **numbers}
         if self.with_logsumexp:
-            options["draft_logsumexp"] = draft.logsumexp
+            options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
@@ -140,8 +156,8 @@ def case(shape: Shape, provider: str):
 def inputs(request) -> Inputs:
     """One batch on the GPU, shared by the tests of its shape."""
     torch.cuda.empty_cache()
-    batch, num_draft_tokens, dtype, temperature = request.param
-    return Inputs(batch, num_draft_tokens, getattr(torch, dtype), temperature, device="cuda")
+    batch, num_draft_tokens, dtype, temperature, rows = request.param
+    return Inputs(batch, num_draft_tokens, getattr(torch, dtype), temperature, device="cuda", rows=ROWS[rows])
 
 
 @pytest.fixture(scope="session")
@@ -181,10 +197,10 @@ def recording(inputs, provider) -> Recording:
         pytest.skip(f"{provider}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput) -> None:
+def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput, truncation: dict[str, Any] | None = None) -> None:
     """Compare a call's result with the eager backend's: no time is reported for wrong tokens."""
     check_token_ids(output.token_ids)
-    expected = Verifier(verifier.method, "eager")(inputs)()
+    expected = Verifier(verifier.method, "eager")(inputs, truncation=truncation)()
     assert output.token_ids.shape == expected.token_ids.shape
     assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
 
@@ -244,19 +260,64 @@ def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
     measure(benchmark, Recording(call))
 
 
-@pytest.mark.parametrize("provider", ["triton sample", "triton draft"])
+TRUNCATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top-p .95": {"top_p": 0.95},
+    "top-k 50, top-p .95": {"top_k": 50, "top_p": 0.95},
+    "top-k 20, top-p .95": {"top_k": 20, "top_p": 0.95},
+    "min-p .05": {"min_p": 0.05},
+}
+
+
+def truncated_cases():
+    """Yield shapes, methods and what truncates their rows, ordered by shape; each shape without truncation, too."""
+    for batch in (1, 8, 32, 256):
+        shape = Shape(batch, 3, "bfloat16", 0.7)
+        for name in ("plain", "top-p .95", "top-k 50, top-p .95", "min-p .05"):
+            yield shape, "probabilistic", name
+        for method in ("strict", "block"):
+            yield shape, method, "plain"
+            yield shape, method, "top-p .95"
+    for batch in (1, 32, 256):
+        for rows, truncation in (("peaked", "top-p .95"), ("flat", "top-p .95"), ("served", "top-k 20, top-p .95")):
+            for name in ("plain", truncation):
+                yield Shape(batch, 3, "bfloat16", 1.0, rows), "probabilistic", name
+
+
+TRUNCATED = [
+    (*case, with_logsumexp)
+    for case in truncated_cases()
+    for with_logsumexp in ((False, True) if case[1] != "strict" else (False,))
+]
+
+
+@pytest.mark.parametrize(("inputs", "method", "truncation", "with_logsumexp"), TRUNCATED, indirect=["inputs"], ids=str)
+def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, with_logsumexp, environment):
+    """Time truncated calls, beside the same call without truncation."""
+    benchmark.group = f"truncated, {request.node.callspec.params['inputs']}"
+    with_given = " with draft_logsumexp" if with_logsumexp else ""
+    benchmark.extra_info |= {"provider": f"{method}, {truncation}{with_given}", "environment": environment}
+    verifier, options = Verifier(method, with_logsumexp=with_logsumexp), TRUNCATIONS[truncation]
+    call = verifier(inputs, truncation=options)
+    check(inputs, verifier, call(), options)
+    measure(benchmark, Recording(call))
+
+
+@pytest.mark.parametrize("provider", ["triton sample", "triton draft", "triton draft, top-p .95"])
 @pytest.mark.parametrize("rows", [1, 256])
 def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, environment):
     benchmark.group = f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7"
     benchmark.extra_info |= {"provider": provider, "environment": environment}
     logits = peaked_rows(rows, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
     method = "strict" if provider == "triton sample" else "probabilistic"
-    expected = RejectionSampler(method, backend="eager").draft(logits, 0.7, seeds=0).token_ids
+    options = TRUNCATIONS["top-p .95"] if "top-p" in provider else {}
+    expected = RejectionSampler(method, backend="eager").draft(logits, 0.7, seeds=0, **options).token_ids
     if provider == "triton sample":
         recording = Recording(functools.partial(sample, logits, 0.7, seeds=0))
         token_ids = recording.output
     else:
-        recording = Recording(functools.partial(RejectionSampler(method, backend="triton").draft, logits, 0.7, seeds=0))
+        draft = RejectionSampler(method, backend="triton").draft
+        recording = Recording(functools.partial(draft, logits, 0.7, seeds=0, **options))
         token_ids = recording.output.token_ids
     assert (token_ids == expected).double().mean() >= 0.98
     note_bytes(benchmark, logits.nbytes, measure(benchmark, recording), bytes_per_second)
