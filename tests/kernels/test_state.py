@@ -41,7 +41,7 @@ def outputs_of(num_draft_tokens: int) -> Outputs:
 
 
 def drafts_of(ids: torch.Tensor) -> Drafts:
-    return Drafts(ids, *ids.stride(), None, 0, 0, None)
+    return Drafts(ids, *ids.stride(), None, 0, 0, None, 0, 0, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
