@@ -15,7 +15,7 @@ from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature, was_read
+from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
 from specdecode.kernels.state import (
     EMPTY_BITS,
@@ -70,12 +70,14 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
     bits_ptr = state_of_bits(workspace.state_ptr, sizes, tuning.POSTED)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
-    matters = offset <= counted[0]
+    last = counted[0]
     if tuning.POSTED:
-        matters &= was_read(request, offset, workspace, sizes)
-    if matters:
+        last = tl.minimum(last, load_stop(workspace.state_ptr, request, sizes))
+    if offset <= last:
         accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, row_max == -INFINITY
+        if tuning.POSTED:
+            stops |= offset == last
         if stops:
             if IS_DRAWN:
                 store_token(outputs, place, source, sizes)

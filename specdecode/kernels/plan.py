@@ -142,12 +142,13 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
     )
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
+    of_ids, of_logsumexp, of_cutoff = [(per_request, per_offset) for per_request, per_offset in strides]
     cutoff = limits.pop() if limits else None
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
     return Inputs(
         rows_of(target, target_ptr, target_index, vocab_size),
         rows_of(draft, draft_ptr, draft_index, vocab_size),
-        Drafts(ids, *strides[0], logsumexp, *strides[1], cutoff, *strides[-1], rates),
+        Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
         Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),

@@ -22,8 +22,6 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 WHOLE = tl.constexpr(len(Row._fields))
 """Fields of a row that is not truncated."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
-UNREAD = tl.constexpr(-2)
-"""In place of the last token that is kept of a row, if the row was not read."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -84,13 +82,6 @@ def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
         pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
         token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
         return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, tl.load(pointer), token)
-
-
-@triton.jit
-def was_read(request, offset, workspace, sizes):
-    """Return whether the target row at an offset was read."""
-    pointer = cutoff_at(workspace, request, offset, False, sizes)
-    return tl.load(pointer + 1).to(tl.int32, bitcast=True) != UNREAD
 
 
 @triton.jit

@@ -31,7 +31,6 @@ from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
-    UNREAD,
     base_2_scale,
     key_of,
     load_logit,
@@ -113,7 +112,8 @@ def may_accept(place, noise, inputs, workspace, sizes):
         least = mass * tl.minimum(top_k.to(tl.float32) / tl.maximum(blocks, 1).to(tl.float32), 1.0)
         least = tl.where((top_k < sizes.vocab_size) | (min_p > 0), tl.minimum(least, 1.0), 1.0)
         log_kept = tl.log(tl.minimum(top_p, 1.0) * least)
-        is_kept = (above < top_k) & (mass_above < top_p * (1 + ERROR)) & (share * terms.p.sumexp >= min_p * (1 - ERROR))
+        is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
+        is_kept &= share * terms.p.sumexp >= min_p * (1 - ERROR)
         is_likely = tl.log(noise.uniform) <= terms.log_p - terms.log_q - log_kept + ERROR
         accepted = accepted & is_possible(terms) & is_kept & is_likely
     return accepted, terms.p.row_max, place.token
@@ -398,7 +398,5 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
                 logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
             else:
                 logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
-    if tuning.POSTED:
-        token = tl.where(is_read, token, UNREAD)
     tl.store(workspace.cutoffs_ptr + index * 2, logit)
     tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))

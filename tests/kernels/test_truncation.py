@@ -172,6 +172,17 @@ def test_rejections_while_rows_are_read_change_no_token(method, options, with_lo
     assert_same(*outputs)
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_top_p_of_zero_keeps_the_first_token(large):
+    batch = case(3, 1, 1040, torch.float32, greedy=0, seed=2).to(DEVICE)
+    first = batch.target_logits.argmax(dim=2)
+    tensors = batch.target_logits, first[:, :1].contiguous(), None, None, 0.8, 5, None
+    checked = VerificationBatch.check(*tensors, top_p=0.5)
+    zeros = Truncation(None, torch.zeros(3, device=DEVICE), None)  # which would be an error on a host
+    output = kernels.verify("probabilistic", checked._replace(truncation=zeros, draft_truncation=zeros), large=large)
+    assert torch.equal(output.token_ids, first)
+
+
 def test_a_drafting_step_returns_what_is_kept():
     batch = case(6, 1, 2064, torch.bfloat16, seed=3)
     options = TRUNCATIONS["each request's own"]
