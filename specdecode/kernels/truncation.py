@@ -64,7 +64,7 @@ GROUP = tl.constexpr(8)
 TOGETHER = tl.constexpr(16)
 """Candidates that all others are compared with at once."""
 
-FEW_BLOCKS, MORE_BLOCKS, TILE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
+FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
 """That are read at most for a level: where a mass decides, at first; else. And how many at once."""
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
@@ -157,13 +157,13 @@ def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
 
     Beyond the first `CANDIDATES` they are only counted.
     """
-    GROUPS: tl.constexpr = TILE * BLOCK_SIZE // GROUP
+    GROUPS: tl.constexpr = AT_ONCE * BLOCK_SIZE // GROUP
     reach = (block_max >= level).to(tl.int32)
     blocks, places = tl.arange(0, sizes.MAX_BLOCKS), tl.cumsum(reach, 0) - reach
     places = tl.where(reach == 1, places, -1)
     found = tl.full([], 0, tl.int32)
-    for first in range(0, num_blocks, TILE):
-        is_it = places[:, None] == first + tl.arange(0, TILE)[None, :]
+    for first in range(0, num_blocks, AT_ONCE):
+        is_it = places[:, None] == first + tl.arange(0, AT_ONCE)[None, :]
         tile = tl.min(tl.where(is_it, blocks[:, None], sizes.num_blocks), 0) * BLOCK_SIZE
         logits = load_logits(row, tile[:, None] + tl.arange(0, BLOCK_SIZE)[None, :], True)
         is_listed = (tl.max(tl.reshape(logits, [GROUPS, GROUP]), 1) >= level).to(tl.int32)

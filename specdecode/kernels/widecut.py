@@ -27,23 +27,17 @@ from specdecode.kernels.rows import (
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
-AT_ONCE = tl.constexpr(4)
+BLOCKS = tl.constexpr(4)
 """Blocks that are read at once."""
 
 SAMPLE = tl.constexpr(4)
 """Blocks that suggest where to begin."""
 
-SLACK = tl.constexpr(0.1)
+DOUBT = tl.constexpr(0.1)
 """By how much what these suggest may be wrong, relatively, in most rows."""
 
 NEIGHBOURS = tl.constexpr(8)
 EVERY_TIE = tl.constexpr(2.0**31)
-
-
-@triton.constexpr_function
-def bits_to_shift(dtype):
-    """Return by how many bits a key can be shifted so that the keys of all logits of a dtype remain different."""
-    return {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 
 @triton.jit
@@ -61,8 +55,8 @@ def number_of(logit, SHIFT: tl.constexpr):
 
 @triton.jit
 def tokens_of_tile(first):
-    """Return the tokens of `AT_ONCE` blocks."""
-    return (tl.arange(0, AT_ONCE) + first)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    """Return the tokens of `BLOCKS` blocks."""
+    return (tl.arange(0, BLOCKS) + first)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
 
 
 @triton.jit
@@ -91,12 +85,12 @@ def sum_neighbours(values):
 @triton.jit
 def amounts_from(first, second, third, row, row_max, by_count, scale, sizes):
     """Return the amounts from three logits on."""
-    from_first = tl.zeros([AT_ONCE * BLOCK_SIZE // NEIGHBOURS], tl.float32)
+    from_first = tl.zeros([BLOCKS * BLOCK_SIZE // NEIGHBOURS], tl.float32)
     from_second, from_third = from_first, from_first
     raw = load_raw(row, tokens_of_tile(0), True)
-    for block in range(0, sizes.num_blocks, AT_ONCE):
+    for block in range(0, sizes.num_blocks, BLOCKS):
         logits = raw.to(tl.float32)
-        raw = load_raw(row, tokens_of_tile(block + AT_ONCE), True)  # in flight meanwhile
+        raw = load_raw(row, tokens_of_tile(block + BLOCKS), True)  # in flight meanwhile
         logits = tl.where(logits == logits, logits, -INFINITY)
         each = amounts(logits, row_max, by_count, scale)
         from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
@@ -112,7 +106,7 @@ def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT:
     each = amounts(logits, row_max, by_count, scale)
     share = SAMPLE / sizes.num_blocks
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
-    amount, error = tl.sum(tl.sum(each, 1), 0) - (total - goal) * share, SLACK * (total - goal) * share
+    amount, error = tl.sum(tl.sum(each, 1), 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
     low_more, high_more, low_less, high_less = low, high, low, high
     for _ in range(33 - SHIFT):
@@ -199,9 +193,9 @@ def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr):
 @triton.jit
 def least_logit(lowest, row, sizes):
     """Return the least logit of a row from `lowest` on."""
-    least = tl.full([AT_ONCE, BLOCK_SIZE], INFINITY, tl.float32)
-    for block in range(0, sizes.num_blocks, AT_ONCE):
-        _, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+    least = tl.full([BLOCKS, BLOCK_SIZE], INFINITY, tl.float32)
+    for block in range(0, sizes.num_blocks, BLOCKS):
+        _, logits = load_tile(row, block + tl.arange(0, BLOCKS))
         least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
     return tl.min(tl.min(least, 1), 0)
 
@@ -210,15 +204,15 @@ def least_logit(lowest, row, sizes):
 def token_of_tie(logit, number, row, sizes):
     """Return the token with a logit that has `number - 1` tokens of the same logit before it, or the last of these."""
     seen, token = 0.0, tl.full([], -1, tl.int32)
-    for block in range(0, sizes.num_blocks, AT_ONCE):
+    for block in range(0, sizes.num_blocks, BLOCKS):
         if seen < number:
-            token_ids, logits = load_tile(row, block + tl.arange(0, AT_ONCE))
+            token_ids, logits = load_tile(row, block + tl.arange(0, BLOCKS))
             is_tie = logits == logit
             ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
             if ties > 0:
-                counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [AT_ONCE * BLOCK_SIZE]), 0).to(tl.float32)
-                wanted = tl.reshape(is_tie, [AT_ONCE * BLOCK_SIZE]) & (counted <= number)
-                token = tl.max(tl.where(wanted, tl.reshape(token_ids, [AT_ONCE * BLOCK_SIZE]), -1), 0)
+                counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [BLOCKS * BLOCK_SIZE]), 0).to(tl.float32)
+                wanted = tl.reshape(is_tie, [BLOCKS * BLOCK_SIZE]) & (counted <= number)
+                token = tl.max(tl.where(wanted, tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE]), -1), 0)
             seen += ties
     return token
 
@@ -226,7 +220,9 @@ def token_of_tie(logit, number, row, sizes):
 @triton.jit
 def wide_cutoff(row, row_max, total, temperature, limits, sizes):
     """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0."""
-    SHIFT: tl.constexpr = bits_to_shift(row.ptr.dtype.element_ty)
+    dtype: tl.constexpr = row.ptr.dtype.element_ty
+    # By so many bits keys can be shifted: those of different logits remain different.
+    SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
     number = least_number(row_max, min_p, temperature, SHIFT)
@@ -253,8 +249,8 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
 def store_kept(statistics_ptr, logit, token, row, temperature, sizes):
     """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
     scale = base_2_scale(temperature)
-    for first in range(0, sizes.num_blocks, AT_ONCE):
-        blocks = first + tl.arange(0, AT_ONCE)
+    for first in range(0, sizes.num_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
         token_ids, logits = load_tile(row, blocks)
         kept = (logits > logit) | ((logits == logit) & (token_ids <= token))
         maxima = tl.max(tl.where(kept, logits, -INFINITY), 1)
