@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
 from specdecode.batch import (
@@ -39,9 +39,18 @@ from specdecode.batch import (
     seed_each,
     shown,
 )
+from specdecode.integrations.generation_config import (
+    Processors,
+    check_config,
+    merged_config,
+    merged_sampling,
+)
 from specdecode.sampler import Method
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
+
+POSITIONS_BY_DISTANCE = {"bloom", "mpt"}
+"""Model types that take no position_ids and need none: only distances between columns matter (ALiBi)."""
 
 CACHED_BY_COLUMN = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types, as model configs name them, that keep keys and values per token."""
@@ -64,7 +73,7 @@ class Step(NamedTuple):
     """What one step emitted for one request: the argument of `on_step`."""
 
     request: int
-    """Row of `input_ids`."""
+    """Row of `sequences`: the row of `input_ids`, times `num_return_sequences`, plus which of these."""
 
     token_ids: list[int]
     """New tokens, a stop token included: accepted drafts, then at most one other."""
@@ -81,8 +90,8 @@ class GenerationOutput:
     """What `generate` returns, with tensors on the device of `input_ids`."""
 
     sequences: Tensor
-    """[batch, prompt + most new tokens] int64: the prompts as given, new tokens, then padding: the target's pad token, else
-    the first stop token, else 0."""
+    """[batch, prompt + most new tokens] int64: the prompts as given, new tokens, then padding: the config's pad token, else
+    the first stop token, else 0. With `num_return_sequences`, each prompt has as many consecutive rows, here and below."""
 
     num_generated: Tensor
     """[batch] int64: new tokens, a stop token included."""
@@ -167,19 +176,26 @@ def generate(
     num_draft_tokens: int = 4,
     max_new_tokens: int | None = None,
     max_length: int | None = None,
-    temperature: float | Tensor = 1.0,
+    temperature: float | Tensor | None = None,
     top_k: int | Tensor | None = None,
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     seeds: int | Tensor | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     on_step: Callable[[Step], object] | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: Sequence[Callable[[Tensor, Tensor], Tensor]] | None = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
     A request's tokens depend on its prompt, temperature, top_k, top_p, min_p and seed, up to rounding in the models: not on
     the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those
-    of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are truncated as those of the target are.
+    of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are processed and truncated as those of
+    the target are.
+
+    The generation config decides what no argument says. Its logits processors (such as those of `repetition_penalty`,
+    `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
+    are applied to each row with the tokens before that row, drafts included. What cannot be honoured is refused by name.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
@@ -191,24 +207,32 @@ def generate(
         attention_mask: [batch, prompt] bool, int32 or int64, 0 = padding; None = no padding.
         method: a verification method, or a sampler, such as a synthetic one with its schedule.
         num_draft_tokens: K, the most drafts per step and request, at least 1. Near the end there are fewer.
-        max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`.
+        max_new_tokens: the most new tokens per request, at least 1. Give this or `max_length`; without either, the config's
+            `max_new_tokens` or else its `max_length` holds.
         max_length: the most columns of `sequences`, prompt and padding included, as in transformers.
-        temperature: float or [batch]; 0 = greedy.
-        top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__]: int or [batch] integers; None or 0 = all
-            tokens.
-        top_p: likewise: float or [batch]; None or 1 = all tokens.
-        min_p: likewise: float or [batch]; None or 0 = all tokens.
+        temperature: float or [batch]; 0 = greedy. None = 0 if the config says `do_sample=False`, else the config's
+            temperature, else 1.
+        top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__]: int or [batch] integers; 0 = all tokens,
+            None = as the config says, else all tokens.
+        top_p: likewise: float or [batch]; 1 = all tokens, None as for `top_k`.
+        min_p: likewise: float or [batch]; 0 = all tokens, None as for `top_k`.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
-        eos_token_id: stop token or tokens; None = those of the target's generation config, [] = none.
+        eos_token_id: stop token or tokens; None = those of the config, [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
+        generation_config: what to do where no argument says it. The target's own `generation_config` fills in the fields
+            that this one leaves out (None), and is used alone by default.
+        logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after those of the
+            config. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
+            of the same shape. They must decide by these alone, row by row: which rows come together is not defined.
 
     Returns:
         The sequences, what kind of token each new token is, and acceptance statistics.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument is out of range or does not fit the others, a model is in training mode or has state that
-            cannot be rolled back, or all logits of the target in a row are NaN or -inf.
+        ValueError: an argument is out of range or does not fit the others, the config asks for what is not supported, a
+            model is in training mode or has state that cannot be rolled back, or all logits of the target in a row are NaN
+            or -inf.
 
     Example:
         >>> import torch
@@ -229,76 +253,46 @@ def generate(
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
     target_model = _CachedModel("target", target)
-    draft_model = None if draft is None or isinstance(draft, PromptLookup) else _CachedModel("draft", draft)
-    mask = _check_prompts(input_ids, attention_mask, target_model.vocab_size)
-    prompt_lengths = mask.sum(1).tolist()
-    max_new_tokens = _check_max_new_tokens(max_new_tokens, max_length, input_ids.shape[1])
-    target_model.check_length(max(prompt_lengths) + max_new_tokens)
-    if draft_model is not None:
-        draft_model.check_length(max(prompt_lengths) + max_new_tokens)
-        draft_model.check_vocab_size(target_model.vocab_size)
+    config = merged_config(target, generation_config)
+    device, vocab_size = target.device, target_model.vocab_size
+    drafter = draft if draft is None or isinstance(draft, PromptLookup) else _CachedModel("draft", draft)
+    models = [target_model, *([drafter] if isinstance(drafter, _CachedModel) else [])]
 
-    device, batch = target.device, len(prompt_lengths)
-    tokens = input_ids.masked_fill(~mask, 0)[:, -max(prompt_lengths) :].to(device)
+    prompts = _check_prompts(input_ids, attention_mask, vocab_size)
+    prompt_lengths = prompts.sum(1).tolist()
+    batch = len(prompt_lengths)
+    max_new_tokens = _check_max_new_tokens(max_new_tokens, max_length, config, input_ids.shape[1])
+    for model in models:
+        model.check_lengths(min(prompt_lengths), max(prompt_lengths) + max_new_tokens)
+        model.check_vocab_size(vocab_size)
+
+    sampling = merged_sampling(config, Sampling(temperature, top_k, top_p, min_p))  # type: ignore[arg-type]
+    check_config(config, sampling)
+    sampling = _check_sampling(sampling, batch, vocab_size, device)
+    stop_ids = _stop_ids(config, eos_token_id, vocab_size)
+    run = _Run(
+        target=target_model,
+        drafter=drafter,
+        sampler=sampler,
+        num_draft_tokens=num_draft_tokens,
+        stop_ids=stop_ids,
+        processors=Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, device),
+        stats=None if draft is None else AcceptanceStats(num_draft_tokens, device=device),
+        on_step=on_step,
+    )
+    tokens = input_ids.masked_fill(~prompts, 0).to(device)
     seeds = seed_each(check_seeds(_on(device, seeds), batch, device), batch, device)
-    sampling = _check_sampling(Sampling(temperature, top_k, top_p, min_p), batch, target_model.vocab_size, device)
-    stop_ids = _stop_ids(target, eos_token_id, target_model.vocab_size)
     requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
-    stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
+    run.decode(requests, tokens, sampling, seeds)
 
-    live = requests
-    while live:
-        before = [request.length for request in live]
-        lengths = torch.tensor(before, device=device)
-        # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What a
-        # request emits must not depend on the limits of the others.
-        allowed = [min(num_draft_tokens, request.limit - request.length - 1) for request in live]
-        if draft_model is not None:
-            vocab_size = target_model.vocab_size
-            drafts = _draft(draft_model, vocab_size, sampler, tokens, lengths, max(allowed), sampling, seeds)
-        else:
-            drafts = _look_up(draft, tokens, lengths, max(allowed))
-        draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=device), stop_ids)
-        num_drafts = draft_ids.shape[1]
-
-        candidates = torch.cat([tokens, drafts.token_ids.clamp(min=0)], dim=1)
-        output = sampler(
-            target_model.logits(candidates, lengths + num_drafts, keep=num_drafts + 1),
-            draft_ids,
-            drafts.logits,
-            **sampling._asdict(),
-            seeds=seeds,
-            positions=lengths,
-            draft_logsumexp=drafts.logsumexp,
-            draft_cutoff=drafts.cutoff,
-        )
-        if stats is not None:
-            stats.update(output)
-
-        for step in _advance(live, output, draft_ids, stop_ids):
-            if on_step is not None:
-                on_step(step)
-
-        rows = [i for i, request in enumerate(live) if not request.finished]
-        if not rows:
-            break
-        live = [live[i] for i in rows]
-        alignment = _Alignment(rows, before, [request.length for request in live], tokens.shape[1], device)
-        tokens = alignment(torch.cat([tokens, output.token_ids], dim=1), alignment.width, dim=1)
-        seeds = alignment.select(seeds)
-        sampling = Sampling._make(alignment.select(value) if isinstance(value, Tensor) else value for value in sampling)
-        target_model.realign(alignment)
-        if draft_model is not None:
-            draft_model.realign(alignment)
-
-    generated = _padded([request.token_ids for request in requests], _pad_id(target, stop_ids), torch.int64)
+    generated = _padded([request.token_ids for request in requests], _pad_id(config, stop_ids), torch.int64)
     return GenerationOutput(
         sequences=torch.cat([input_ids, generated.to(input_ids.device)], dim=1),
         num_generated=torch.tensor([len(request.token_ids) for request in requests], device=input_ids.device),
         token_kinds=_padded([request.kinds for request in requests], -1, torch.int8).to(input_ids.device),
-        stats=stats,
+        stats=run.stats,
         target_calls=target_model.calls,
-        draft_calls=0 if draft_model is None else draft_model.calls,
+        draft_calls=sum(model.calls for model in models[1:]),
     )
 
 
@@ -309,35 +303,6 @@ class _Drafts(NamedTuple):
     cutoff: Tensor | None = None  # [requests, drafts] int64; None = rows that are not truncated
 
 
-def _draft(
-    draft_model: _CachedModel,
-    vocab_size: int,
-    sampler: RejectionSampler,
-    tokens: Tensor,
-    lengths: Tensor,
-    num_draft_tokens: int,
-    sampling: Sampling,
-    seeds: Tensor,
-) -> _Drafts:
-    """Draft with the draft model, token by token."""
-    width, logits, drawn = tokens.shape[1], [], []
-    for i in range(num_draft_tokens):
-        row = draft_model.logits(tokens, lengths + i, keep=1)[:, 0]
-        # Padded or cut to the target's vocabulary, then truncated: verification truncates the same row. A token that the
-        # draft model lacks has logit -inf: it is never drafted.
-        missing = vocab_size - row.shape[-1]
-        row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, :vocab_size]
-        drawn.append(sampler.draft(row, **sampling._asdict(), seeds=seeds, positions=lengths + i, offset=i))
-        tokens = torch.cat([tokens, drawn[-1].token_ids[:, None]], dim=1)
-        logits.append(row)
-    if not logits or sampler.method == "strict":  # which does not use them
-        return _Drafts(tokens[:, width:])
-    logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
-    cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
-    cutoff = torch.stack(cutoffs, dim=1) if cutoffs else None
-    return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), logsumexp, cutoff)
-
-
 def _look_up(lookup: PromptLookup | None, tokens: Tensor, lengths: Tensor, num_draft_tokens: int) -> _Drafts:
     """Draft by prompt lookup; without it, or where nothing is found for any request, return no drafts."""
     if lookup is None:
@@ -346,13 +311,119 @@ def _look_up(lookup: PromptLookup | None, tokens: Tensor, lengths: Tensor, num_d
     return _Drafts(found if (found >= 0).any() else tokens[:, :0])
 
 
+@dataclass
+class _Run:
+    """What stays the same from step to step, for all requests."""
+
+    target: _CachedModel
+    drafter: _CachedModel | PromptLookup | None
+    sampler: RejectionSampler
+    num_draft_tokens: int
+    stop_ids: list[int]
+    processors: Processors
+    stats: AcceptanceStats | None
+    on_step: Callable[[Step], object] | None
+
+    def decode(self, requests: list[_Request], tokens: Tensor, sampling: Sampling, seeds: Tensor) -> None:
+        """Generate the tokens of all requests."""
+        live, tokens = requests, tokens[:, -max(request.length for request in requests) :]
+        while live:
+            before = [request.length for request in live]
+            lengths = torch.tensor(before, device=tokens.device)
+            # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What
+            # a request emits must not depend on the limits of the others.
+            allowed = [min(self.num_draft_tokens, request.limit - request.length - 1) for request in live]
+            drafts = self.draft(live, tokens, lengths, max(allowed), sampling, seeds)
+            draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=tokens.device), self.stop_ids)
+            output = self.verify(live, tokens, lengths, drafts, draft_ids, sampling, seeds)
+            for step in _advance(live, output, draft_ids, self.stop_ids):
+                if self.on_step is not None:
+                    self.on_step(step)
+
+            rows = [i for i, request in enumerate(live) if not request.finished]
+            if not rows:
+                break
+            live = [live[i] for i in rows]
+            alignment = _Alignment(rows, before, [request.length for request in live], tokens.shape[1], tokens.device)
+            tokens = alignment(torch.cat([tokens, output.token_ids], dim=1), alignment.width, dim=1)
+            seeds, sampling = alignment.select(seeds), _select(sampling, alignment)
+            self.target.realign(alignment)
+            if isinstance(self.drafter, _CachedModel):
+                self.drafter.realign(alignment)
+
+    def verify(
+        self,
+        live: list[_Request],
+        tokens: Tensor,
+        lengths: Tensor,
+        drafts: _Drafts,
+        draft_ids: Tensor,
+        sampling: Sampling,
+        seeds: Tensor,
+    ) -> SamplerOutput:
+        """Score all drafts with the target, and let the sampler decide."""
+        num_drafts = draft_ids.shape[1]
+        candidates = torch.cat([tokens, drafts.token_ids.clamp(min=0)], dim=1)
+        logits = self.target.logits(candidates, lengths + num_drafts, keep=num_drafts + 1)
+        output = self.sampler(
+            self.process(logits, live, candidates),
+            draft_ids,
+            drafts.logits,
+            **sampling._asdict(),
+            seeds=seeds,
+            positions=lengths,
+            draft_logsumexp=drafts.logsumexp,
+            draft_cutoff=drafts.cutoff,
+        )
+        if self.stats is not None:
+            self.stats.update(output)
+        return output
+
+    def draft(
+        self,
+        live: list[_Request],
+        tokens: Tensor,
+        lengths: Tensor,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        seeds: Tensor,
+    ) -> _Drafts:
+        """Draft with the draft model, token by token, or by prompt lookup; without either, return no drafts."""
+        if not isinstance(self.drafter, _CachedModel):
+            return _look_up(self.drafter, tokens, lengths, num_draft_tokens)
+        width, logits, drawn = tokens.shape[1], [], []
+        for i in range(num_draft_tokens):
+            row = self.drafter.logits(tokens, lengths + i, keep=1)[:, 0]
+            # Padded or cut to the target's vocabulary, then processed and truncated, as verification will do with the same
+            # row. A token that the draft model lacks has logit -inf: it is never drafted.
+            missing = self.target.vocab_size - row.shape[-1]
+            row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.target.vocab_size]
+            row = self.process(row[:, None], live, tokens, num_drafts=i)[:, 0]
+            drawn.append(self.sampler.draft(row, **sampling._asdict(), seeds=seeds, positions=lengths + i, offset=i))
+            tokens = torch.cat([tokens, drawn[-1].token_ids[:, None]], dim=1)
+            logits.append(row)
+        if not logits or self.sampler.method == "strict":  # which does not use them
+            return _Drafts(tokens[:, width:])
+        logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
+        cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
+        cutoff = torch.stack(cutoffs, dim=1) if cutoffs else None
+        return _Drafts(tokens[:, width:], torch.stack(logits, dim=1), logsumexp, cutoff)
+
+    def process(self, logits: Tensor, live: list[_Request], tokens: Tensor, num_drafts: int = 0) -> Tensor:
+        """Apply the logits processors to rows, the first of which follows `num_drafts` drafts of each request."""
+        prompt_lengths = [request.prompt_length for request in live]
+        return self.processors(logits, tokens, prompt_lengths, [request.length + num_drafts for request in live])
+
+
 def _advance(requests: list[_Request], output: SamplerOutput, draft_ids: Tensor, stop_ids: list[int]) -> Iterator[Step]:
     """Append what a step emitted to each request, and yield each request's step. This waits for the device."""
     num_drafts = draft_ids.shape[1]
     columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
     for request, (invalid, *ids) in zip(requests, columns.tolist()):
         if invalid:
-            raise ValueError(f"target: expected finite logits, got only NaN or -inf for request {request.row}")
+            raise ValueError(
+                f"target: expected finite logits, got only NaN or -inf for request {request.row}, logits processors included"
+            )
         yield request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
 
 
@@ -373,6 +444,10 @@ class _Request:
     token_ids: list[int] = field(default_factory=list)
     kinds: list[TokenKind] = field(default_factory=list)
     finished: bool = False
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self.length
 
     def advance(self, token_ids: list[int], draft_ids: list[int], stop_ids: list[int]) -> Step:
         """Append what a step emitted, up to a stop token."""
@@ -420,6 +495,10 @@ class _Alignment:
         shape = [1] * values.ndim
         shape[0], shape[dim] = columns.shape
         return values.take_along_dim(columns.view(shape), dim)
+
+
+def _select(sampling: Sampling, alignment: _Alignment) -> Sampling:
+    return Sampling._make(alignment.select(value) if isinstance(value, Tensor) else value for value in sampling)
 
 
 class _CachedModel:
@@ -493,11 +572,12 @@ class _CachedModel:
             layer.keys = alignment(layer.keys, num_columns, dim=-2)
             layer.values = alignment(layer.values, num_columns, dim=-2)
 
-    def check_length(self, length: int) -> None:
-        if self.max_positions is not None and length > self.max_positions:
+    def check_lengths(self, shortest_prompt: int, longest: int) -> None:
+        """Refuse requests that are too long, given the shortest prompt and the most tokens of any request."""
+        if self.max_positions is not None and longest > self.max_positions:
             raise ValueError(
                 f"max_new_tokens: the {self.name} model has {self.max_positions} positions, but the longest request could "
-                f"have {length} tokens"
+                f"have {longest} tokens"
             )
 
     def check_vocab_size(self, target_vocab_size: int) -> None:
@@ -511,7 +591,13 @@ class _CachedModel:
         return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
 
 
-def _check_max_new_tokens(max_new_tokens: int | None, max_length: int | None, prompt_width: int) -> int:
+def _check_max_new_tokens(
+    max_new_tokens: int | None, max_length: int | None, config: GenerationConfig, prompt_width: int
+) -> int:
+    """Return the most new tokens: what an argument says, else the config, whose max_new_tokens comes first."""
+    if max_new_tokens is None and max_length is None:
+        max_new_tokens = config.max_new_tokens
+        max_length = config.max_length if max_new_tokens is None else None
     if max_new_tokens is not None and max_length is None:
         return check_count("max_new_tokens", max_new_tokens)
     if max_length is None or max_new_tokens is not None:
@@ -557,9 +643,9 @@ def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+def _stop_ids(config: GenerationConfig, eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
     if eos_token_id is None:
-        own = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+        own = config.eos_token_id
         return [] if own is None else [own] if isinstance(own, int) else list(own)
     stop_ids: Any = [eos_token_id] if isinstance(eos_token_id, Integral) else eos_token_id
     if not isinstance(stop_ids, Sequence) or any(not isinstance(token, Integral) for token in stop_ids):
@@ -570,8 +656,8 @@ def _stop_ids(target: Any, eos_token_id: int | Sequence[int] | None, vocab_size:
     return [int(token) for token in stop_ids]
 
 
-def _pad_id(target: Any, stop_ids: list[int]) -> int:
-    pad_id = getattr(getattr(target, "generation_config", None), "pad_token_id", None)
+def _pad_id(config: GenerationConfig, stop_ids: list[int]) -> int:
+    pad_id = config.pad_token_id
     return int(pad_id) if pad_id is not None else stop_ids[0] if stop_ids else 0
 
 
