@@ -80,6 +80,58 @@ def mistral():
     return build(transformers.MistralForCausalLM, config)
 
 
+def bert(model_class, is_decoder):
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        is_decoder=is_decoder,
+        pad_token_id=None,
+    )
+    return build(model_class, config)
+
+
+def decoder(model_class, **options):
+    """The decoder of an encoder-decoder, which takes no position_ids."""
+    config = model_class.config_class(
+        vocab_size=VOCAB,
+        d_model=16,
+        decoder_layers=2,
+        decoder_ffn_dim=16,
+        decoder_attention_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=1,
+        forced_eos_token_id=None,
+        **options,
+    )
+    return build(model_class, config)
+
+
+def phi3(switch):
+    """Rotary factors that differ by a factor of 9 beyond `switch` tokens."""
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    config = transformers.Phi3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=switch,
+        rope_parameters=rotary,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return build(transformers.Phi3ForCausalLM, config)
+
+
 def noisy(model, scale, seed=1):
     """A drafter that correlates with the target: its weights plus noise."""
     model = copy.deepcopy(model)
@@ -531,6 +583,20 @@ class TestLimits:
         assert max(map(len, expected)) == positions
         assert texts(ragged(target, noisy(target, 0.03), method="strict", num_draft_tokens=9)) == expected
 
+    def test_rotary_factors_that_change_with_the_length(self):
+        target = phi3(switch=16)
+        for prompts, new in [(PROMPTS, 10), ([[*range(8), *range(8), 5], [3, 1] * 9], 8)]:  # all within, or all beyond
+            options = {"max_new_tokens": new, "temperature": 1.0, "seeds": 100, "method": "strict"}
+            expected = [one_by_one(target, prompt, new, 1.0, 100 + i) for i, prompt in enumerate(prompts)]
+            for draft in (None, noisy(target, 0.03), PromptLookup()):
+                output = generate(target, draft, *padded(prompts), num_draft_tokens=9, **options)
+                assert texts(output, prompts) == expected
+        for who, models in {"target": (target, TARGETS["llama"]), "draft": (TARGETS["llama"], target)}.items():
+            with pytest.raises(
+                ValueError, match=rf"^max_new_tokens: the rotary factors of the {who} model .* 16 tokens"
+            ):
+                ragged(*models, max_new_tokens=11)
+
     @pytest.mark.parametrize("who", ["target", "draft"])
     def test_positions_beyond_the_last_are_refused(self, who):
         short, long = llama(positions=7 + NEW - 1), TARGETS["llama"]
@@ -790,6 +856,48 @@ class TestModels:
         target.config.layer_types = ["full_attention", "linear_attention"]
         with pytest.raises(ValueError, match="LlamaForCausalLM with layers of type linear_attention"):
             ragged(target, None)
+
+    @pytest.mark.parametrize("model_class", [transformers.BartForCausalLM, transformers.TrOCRForCausalLM])
+    def test_models_without_position_ids_do_not_count_padding(self, model_class):
+        target = decoder(model_class)
+        expected = [one_by_one(target, prompt, NEW, TEMPERATURE[i], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        for draft in (None, noisy(target, 0.03), PromptLookup()):
+            assert texts(ragged(target, draft, method="strict")) == expected
+        # A drafter of that kind beside a target that takes position_ids: its drafts are those without padding.
+        steps, prompts = [], dict(enumerate(PROMPTS))
+        ragged(TARGETS["llama"], target, method="strict", on_step=steps.append, max_new_tokens=5)
+        for row, token_ids, _, draft_ids in steps:
+            drafted = one_by_one(target, prompts[row], len(draft_ids), TEMPERATURE[row], 100 + row)
+            assert drafted == prompts[row] + draft_ids
+            prompts[row] = prompts[row] + token_ids
+
+    def test_positions_that_depend_on_the_padding_token_are_refused(self):
+        target = decoder(transformers.TrOCRForCausalLM, use_learned_position_embeddings=False)
+        with pytest.raises(
+            ValueError, match=r"^target: .* got TrOCRForCausalLM with use_learned_position_embeddings=False"
+        ):
+            ragged(target, None)
+
+    @pytest.mark.parametrize("model_class", [transformers.BertLMHeadModel, transformers.BertForMaskedLM])
+    def test_models_that_attend_in_both_directions_are_refused(self, model_class):
+        with pytest.raises(
+            ValueError, match=r"^target: expected a causal model, got Bert.* attends in both directions"
+        ):
+            ragged(bert(model_class, is_decoder=False), None)
+        with pytest.raises(ValueError, match=r"^draft: expected a causal model, got Bert.* attends in both directions"):
+            ragged(TARGETS["llama"], bert(model_class, is_decoder=False))
+
+    def test_other_attention_in_both_directions_is_refused(self):
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        config = transformers.GemmaConfig(**sizes, **heads, use_bidirectional_attention=True)
+        with pytest.raises(ValueError, match=r"^target: expected a causal model, got GemmaForCausalLM"):
+            ragged(transformers.GemmaForCausalLM(config).eval(), None)
+
+    def test_bert_as_a_decoder_is_accepted(self):
+        target = bert(transformers.BertLMHeadModel, is_decoder=True)
+        expected = texts(ragged(target, None))
+        assert texts(ragged(target, noisy(target, 0.03), method="strict")) == expected
 
     def test_encoder_decoders_are_refused(self):
         sizes = {"vocab_size": VOCAB, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from itertools import takewhile
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -283,7 +284,11 @@ def generate(
     tokens = input_ids.masked_fill(~prompts, 0).to(device)
     seeds = seed_each(check_seeds(_on(device, seeds), batch, device), batch, device)
     requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
-    run.decode(requests, tokens, sampling, seeds)
+    alone = batch > 1 and any(model.counts_padding for model in models)
+    for rows in [[row] for row in range(batch)] if alone else [list(range(batch))]:
+        index = torch.tensor(rows, device=device)
+        select = partial(torch.index_select, dim=0, index=index)
+        run.decode([requests[row] for row in rows], select(tokens), _map_tensors(select, sampling), select(seeds))
 
     generated = _padded([request.token_ids for request in requests], _pad_id(config, stop_ids), torch.int64)
     return GenerationOutput(
@@ -325,7 +330,10 @@ class _Run:
     on_step: Callable[[Step], object] | None
 
     def decode(self, requests: list[_Request], tokens: Tensor, sampling: Sampling, seeds: Tensor) -> None:
-        """Generate the tokens of all requests."""
+        """Generate the tokens of these requests, with empty caches at first."""
+        self.target.clear()
+        if isinstance(self.drafter, _CachedModel):
+            self.drafter.clear()
         live, tokens = requests, tokens[:, -max(request.length for request in requests) :]
         while live:
             before = [request.length for request in live]
@@ -346,7 +354,7 @@ class _Run:
             live = [live[i] for i in rows]
             alignment = _Alignment(rows, before, [request.length for request in live], tokens.shape[1], tokens.device)
             tokens = alignment(torch.cat([tokens, output.token_ids], dim=1), alignment.width, dim=1)
-            seeds, sampling = alignment.select(seeds), _select(sampling, alignment)
+            seeds, sampling = alignment.select(seeds), _map_tensors(alignment.select, sampling)
             self.target.realign(alignment)
             if isinstance(self.drafter, _CachedModel):
                 self.drafter.realign(alignment)
@@ -497,8 +505,8 @@ class _Alignment:
         return values.take_along_dim(columns.view(shape), dim)
 
 
-def _select(sampling: Sampling, alignment: _Alignment) -> Sampling:
-    return Sampling._make(alignment.select(value) if isinstance(value, Tensor) else value for value in sampling)
+def _map_tensors(function: Callable[[Tensor], Tensor], sampling: Sampling) -> Sampling:
+    return Sampling._make(function(value) if isinstance(value, Tensor) else value for value in sampling)
 
 
 class _CachedModel:
@@ -516,19 +524,34 @@ class _CachedModel:
                 f"{name}: expected a decoder that caches only keys and values, so that rejected drafts can be removed, "
                 f"got {type(model).__name__}{layers}"
             )
+        if _attends_ahead(model, text_config):
+            raise ValueError(
+                f"{name}: expected a causal model, got {type(model).__name__} that attends in both directions: set "
+                "is_decoder=True in its config if it was trained as a decoder"
+            )
         if getattr(model, "training", False):
             raise ValueError(
                 f"{name}: expected a model in evaluation mode, got {type(model).__name__} in training mode, where dropout "
                 "changes its distribution: call .eval() on it"
             )
+        if getattr(text_config, "use_learned_position_embeddings", True) is False:
+            raise ValueError(
+                f"{name}: expected a model whose positions are those of its columns, got {type(model).__name__} with "
+                "use_learned_position_embeddings=False, where they depend on which tokens equal the padding token"
+            )
         self.name = name
         self.model = model
         self.vocab_size: int = text_config.vocab_size
         self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        self.rotary_switch = _rotary_switch(text_config)
+        self.last_position = 0  # that a token can have: check_lengths sets it
         self.calls = 0
-        # Made without the config: sliding-window layers then keep all columns, so that rejected ones can be removed.
-        self.cache = DynamicCache()
+        self.clear()
         self.parameters = inspect.signature(model.forward).parameters
+        # Without position_ids a model counts columns from the left, padding included.
+        self.counts_padding = {"input_ids", "position_ids"} & set(self.parameters) == {
+            "input_ids"
+        } and text_config.model_type not in POSITIONS_BY_DISTANCE
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
 
     def logits(self, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
@@ -544,8 +567,8 @@ class _CachedModel:
         """
         width, cached, device = tokens.shape[1], self.cache.get_seq_length(), self.model.device
         positions = torch.arange(width, device=tokens.device) - (width - lengths)[:, None]
-        # Columns past a request's own drafts can lie beyond the model's last position; their logits are not used.
-        position_ids = positions[:, cached:].clamp(0, self.max_positions and self.max_positions - 1)
+        # Columns past a request's own drafts can lie beyond its last position; their logits are not used.
+        position_ids = positions[:, cached:].clamp(0, self.last_position)
         options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
         output = self.model(
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
@@ -572,12 +595,25 @@ class _CachedModel:
             layer.keys = alignment(layer.keys, num_columns, dim=-2)
             layer.values = alignment(layer.values, num_columns, dim=-2)
 
+    def clear(self) -> None:
+        """Forget all columns."""
+        # Made without the config: sliding-window layers then keep all columns, so that rejected ones can be removed.
+        self.cache = DynamicCache()
+
     def check_lengths(self, shortest_prompt: int, longest: int) -> None:
         """Refuse requests that are too long, given the shortest prompt and the most tokens of any request."""
         if self.max_positions is not None and longest > self.max_positions:
             raise ValueError(
                 f"max_new_tokens: the {self.name} model has {self.max_positions} positions, but the longest request could "
                 f"have {longest} tokens"
+            )
+        self.last_position = max(0, longest - 2)  # the last token is not given to the model
+        if self.rotary_switch is not None and shortest_prompt <= self.rotary_switch <= self.last_position:
+            raise ValueError(
+                f"max_new_tokens: the rotary factors of the {self.name} model (longrope) change beyond "
+                f"{self.rotary_switch} tokens, cached keys too: expected all requests to stay within, at most "
+                f"{self.rotary_switch + 1} tokens with the last new one, or all prompts to be longer, got a prompt of "
+                f"{shortest_prompt} tokens and a request of up to {longest}"
             )
 
     def check_vocab_size(self, target_vocab_size: int) -> None:
@@ -589,6 +625,28 @@ class _CachedModel:
 
     def _layers(self) -> list[Any]:
         return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
+
+
+def _attends_ahead(model: Any, text_config: Any) -> bool:
+    """Return whether tokens attend to later ones, as in BERT without is_decoder."""
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        return True
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    encodes = any(getattr(module, "is_decoder", None) is False for module in modules)
+    return encodes and not any(getattr(module, "is_causal", False) is True for module in modules)
+
+
+def _rotary_switch(text_config: Any) -> int | None:
+    """Return the number of tokens beyond which rotary factors change, None if they do not."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    own = getattr(text_config, "original_max_position_embeddings", None)
+    switches = [
+        rope.get("original_max_position_embeddings") or own
+        for rope in [parameters, *per_layer_type]
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min((switch for switch in switches if switch is not None), default=None)
 
 
 def _check_max_new_tokens(
