@@ -728,24 +728,99 @@ class TestSteps:
         assert output.stats.acceptance_rate == rate
         assert output.num_generated.tolist() == [NEW] * len(PROMPTS)
 
+    @pytest.mark.parametrize("drafter", ["close", "lookup"])
+    def test_a_synthetic_sampler_need_not_accept_stop_tokens(self, drafter):
+        target, stop, steps = TARGETS["llama"], 5, []
+        sampler = RejectionSampler("synthetic", schedule=AcceptanceSchedule.from_mean_rate(1.0, num_draft_tokens=3))
+        options = {"method": sampler, "num_draft_tokens": 3, "eos_token_id": stop, "on_step": steps.append}
+        draft = DRAFTERS[drafter](target)
+        ragged(target, draft, **options)
+        assert any(TokenKind.ACCEPTED in step.kinds and step.token_ids[-1] == stop for step in steps)
+        assert any(stop in step.draft_token_ids for step in steps)
+        steps.clear()
+        output = ragged(target, draft, accept_stop_tokens=False, **options)
+        assert output.stats.acceptance_rate == 1
+        assert not any(stop in step.draft_token_ids for step in steps)
+        config = transformers.GenerationConfig(min_new_tokens=NEW)  # so that the target does not emit one either
+        output = ragged(target, draft, accept_stop_tokens=False, generation_config=config, **options)
+        assert output.num_generated.tolist() == [NEW] * len(PROMPTS)
+        with pytest.raises(
+            ValueError, match=r"^accept_stop_tokens: False is only for method 'synthetic', got .* 'strict'"
+        ):
+            ragged(target, draft, method="strict", accept_stop_tokens=False)
+
+
+class TestStreamer:
+    class Recorder(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.calls = []
+
+        def put(self, value):
+            self.calls.append(value.tolist())
+
+        def end(self):
+            self.calls.append("end")
+
+    @pytest.mark.parametrize("drafter", [None, "itself", "lookup"])
+    def test_it_gets_what_transformers_gives_it(self, drafter):
+        target, prompt = TARGETS["llama"], torch.tensor(PROMPTS[:1])
+        expected, got, steps = self.Recorder(), self.Recorder(), []
+        target.generate(prompt, do_sample=False, max_new_tokens=NEW, pad_token_id=0, streamer=expected)
+        options = {"temperature": 0, "max_new_tokens": NEW, "streamer": got, "on_step": steps.append}
+        generate(target, drafter and DRAFTERS[drafter](target), prompt, **options)
+        assert got.calls == expected.calls
+        assert sum(len(step.token_ids) for step in steps) == NEW
+
+    def test_it_is_for_one_request(self):
+        with pytest.raises(ValueError, match=r"^streamer: expected one request, got 5: use on_step"):
+            ragged(TARGETS["llama"], None, streamer=self.Recorder())
+        with pytest.raises(TypeError, match=r"^streamer: expected one with the methods put and end, got int"):
+            ragged(TARGETS["llama"], None, streamer=3)
+
+
+class TestReturnSequences:
+    @pytest.mark.parametrize("drafter", [None, "close", "lookup"])
+    def test_each_prompt_is_continued_several_times(self, drafter):
+        target = TARGETS["llama"]
+        draft = drafter and DRAFTERS[drafter](target)
+        ids, mask = padded(PROMPTS)
+        options = {"method": "strict", "max_new_tokens": 5, "seeds": 100}
+        output = generate(target, draft, ids, mask, num_return_sequences=3, temperature=HOT + 0.5, **options)
+        thrice = {"temperature": (HOT + 0.5).repeat_interleave(3)}
+        expected = generate(
+            target, None, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0), **thrice, **options
+        )
+        assert torch.equal(output.sequences, expected.sequences)
+        assert len(set(map(tuple, output.sequences[:3].tolist()))) > 1  # each has its own noise
+        config = transformers.GenerationConfig(do_sample=True, num_return_sequences=3)
+        assert len(ragged(target, draft, generation_config=config, max_new_tokens=1).sequences) == 15
+
+    def test_copies_of_greedy_text_are_refused(self):
+        for options in ({"temperature": 0}, {"generation_config": transformers.GenerationConfig(do_sample=False)}):
+            options = {"temperature": None} | options
+            with pytest.raises(ValueError, match=r"^num_return_sequences: expected 1 with greedy decoding.* got 2"):
+                ragged(TARGETS["llama"], None, num_return_sequences=2, **options)
+        with pytest.raises(ValueError, match=r"^num_return_sequences: expected a positive int, got 0"):
+            ragged(TARGETS["llama"], None, num_return_sequences=0)
+
 
 class TestPromptLookup:
     @settings(max_examples=200, deadline=None)
     @given(
         st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3),
-        st.integers(1, 4),
+        st.integers(1, 4).flatmap(lambda most: st.tuples(st.just(most), st.integers(1, most))),
         st.integers(0, 6),
     )
-    def test_it_copies_what_followed_the_latest_longest_match(self, rows, max_ngram, num_draft_tokens):
+    def test_it_copies_what_followed_the_latest_longest_match(self, rows, ngrams, num_draft_tokens):
         width = max(map(len, rows))
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])  # padding that looks like a token
         lengths = torch.tensor([len(row) for row in rows])
-        drafts = PromptLookup(max_ngram).propose(tokens, lengths, num_draft_tokens)
-        assert drafts.tolist() == [self.look_up(row, max_ngram, num_draft_tokens) for row in rows]
+        drafts = PromptLookup(*ngrams).propose(tokens, lengths, num_draft_tokens)
+        assert drafts.tolist() == [self.look_up(row, *ngrams, num_draft_tokens) for row in rows]
 
     @staticmethod
-    def look_up(row, max_ngram, num_draft_tokens):
-        for size in range(min(max_ngram, len(row) - 1), 0, -1):
+    def look_up(row, max_ngram, min_ngram, num_draft_tokens):
+        for size in range(min(max_ngram, len(row) - 1), min_ngram - 1, -1):
             for start in range(len(row) - size - 1, -1, -1):
                 if row[start : start + size] == row[-size:]:
                     copied = list(row)
@@ -1145,6 +1220,10 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):
             generate(TARGETS["llama"], None, ids, num_draft_tokens=2.0, max_new_tokens=4)
 
-    def test_max_ngram(self):
+    def test_ngrams(self):
         with pytest.raises(ValueError, match="max_ngram: expected a positive int, got 0"):
             PromptLookup(0)
+        with pytest.raises(ValueError, match="min_ngram: expected a positive int, got 0"):
+            PromptLookup(min_ngram=0)
+        with pytest.raises(ValueError, match="min_ngram: expected at most max_ngram = 3, got 4"):
+            PromptLookup(min_ngram=4)

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
 from specdecode.batch import (
@@ -43,6 +44,7 @@ from specdecode.batch import (
 from specdecode.integrations.generation_config import (
     Processors,
     check_config,
+    is_greedy,
     merged_config,
     merged_sampling,
 )
@@ -116,14 +118,18 @@ class GenerationOutput:
 class PromptLookup:
     """Draft what followed the last tokens when they occurred before: a drafter without a model.
 
-    Of all suffixes of at most `max_ngram` tokens that occurred before, the longest is used, and its latest occurrence. A
-    continuation that reaches the end of the sequence goes on with its own first tokens, so loops are drafted at full length.
+    Of all suffixes of `min_ngram` to `max_ngram` tokens that occurred before, the longest is used, and its latest
+    occurrence. A continuation that reaches the end of the sequence goes on with its own first tokens, so loops are drafted
+    at full length.
 
     Args:
         max_ngram: the longest suffix to look for, at least 1.
+        min_ngram: the shortest suffix to look for, from 1 to `max_ngram`. With 1 a single repeated token is enough to draft.
+            From 2 on fewer steps have drafts, and more of these are accepted.
 
     Raises:
-        ValueError: `max_ngram` is not a positive int.
+        TypeError: an argument is not an int.
+        ValueError: `max_ngram` or `min_ngram` is less than 1, or `min_ngram` is more than `max_ngram`.
 
     Example:
         >>> import torch
@@ -132,14 +138,19 @@ class PromptLookup:
         >>> PromptLookup().propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)
         tensor([[ 7,  8,  5,  6,  7],
                 [-1, -1, -1, -1, -1]])
+        >>> PromptLookup(min_ngram=3).propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)[0]
+        tensor([-1, -1, -1, -1, -1])
 
     Source: Saxena, prompt lookup decoding (2023).
     """
 
     max_ngram: int = 3
+    min_ngram: int = 1
 
     def __post_init__(self) -> None:
         check_count("max_ngram", self.max_ngram)
+        if check_count("min_ngram", self.min_ngram) > self.max_ngram:
+            raise ValueError(f"min_ngram: expected at most max_ngram = {self.max_ngram}, got {self.min_ngram}")
 
     def propose(self, token_ids: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
         """Return the drafts of each row.
@@ -155,7 +166,7 @@ class PromptLookup:
         width = token_ids.shape[1]
         columns = torch.arange(width, device=token_ids.device)
         source = torch.full_like(lengths, -1)  # the column after the best occurrence
-        for size in range(1, min(self.max_ngram, width - 1) + 1):  # a longer match replaces a shorter one
+        for size in range(self.min_ngram, min(self.max_ngram, width - 1) + 1):  # a longer match replaces a shorter one
             windows = token_ids[:, :-1].unfold(1, size, 1)  # [batch, width - size, size]
             starts = columns[: width - size]
             matches = (windows == token_ids[:, None, -size:]).all(-1) & (starts >= (width - lengths)[:, None])
@@ -186,6 +197,9 @@ def generate(
     on_step: Callable[[Step], object] | None = None,
     generation_config: GenerationConfig | None = None,
     logits_processor: Sequence[Callable[[Tensor, Tensor], Tensor]] | None = None,
+    num_return_sequences: int | None = None,
+    streamer: BaseStreamer | None = None,
+    accept_stop_tokens: bool = True,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
@@ -225,6 +239,14 @@ def generate(
         logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after those of the
             config. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
             of the same shape. They must decide by these alone, row by row: which rows come together is not defined.
+        num_return_sequences: how often each prompt is continued, each time with a seed of its own: `seeds` is then
+            [batch * num_return_sequences] or an int, and a [batch] tensor for another argument holds for all continuations
+            of a prompt. None = as the config says, else 1.
+        streamer: such as a `TextStreamer`, for one request: given the prompt, then each new token, as by transformers. See
+            `on_step` for several.
+        accept_stop_tokens: False = end a request's drafts before a drafted stop token. Only for a synthetic sampler, which
+            would accept it at the scheduled rate, so that texts end earlier than the target's. A text then ends where the
+            target itself emits a stop token.
 
     Returns:
         The sequences, what kind of token each new token is, and acceptance statistics.
@@ -253,6 +275,8 @@ def generate(
     check_count("num_draft_tokens", num_draft_tokens)
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
+    if not accept_stop_tokens and sampler.method != "synthetic":
+        raise ValueError(f"accept_stop_tokens: False is only for method 'synthetic', got method {sampler.method!r}")
     target_model = _CachedModel("target", target)
     config = merged_config(target, generation_config)
     device, vocab_size = target.device, target_model.vocab_size
@@ -260,16 +284,19 @@ def generate(
     models = [target_model, *([drafter] if isinstance(drafter, _CachedModel) else [])]
 
     prompts = _check_prompts(input_ids, attention_mask, vocab_size)
-    prompt_lengths = prompts.sum(1).tolist()
-    batch = len(prompt_lengths)
     max_new_tokens = _check_max_new_tokens(max_new_tokens, max_length, config, input_ids.shape[1])
+    lengths = prompts.sum(1).tolist()
     for model in models:
-        model.check_lengths(min(prompt_lengths), max(prompt_lengths) + max_new_tokens)
+        model.check_lengths(min(lengths), max(lengths) + max_new_tokens)
         model.check_vocab_size(vocab_size)
 
     sampling = merged_sampling(config, Sampling(temperature, top_k, top_p, min_p))  # type: ignore[arg-type]
     check_config(config, sampling)
-    sampling = _check_sampling(sampling, batch, vocab_size, device)
+    copies = _check_num_return_sequences(num_return_sequences, config, sampling)
+    repeat = partial(torch.repeat_interleave, repeats=copies, dim=0)
+    sampling = _map_tensors(repeat, _check_sampling(sampling, len(input_ids), vocab_size, device))
+    input_ids, prompts = repeat(input_ids), repeat(prompts)
+    seeds = seed_each(check_seeds(_on(device, seeds), len(input_ids), device), len(input_ids), device)
     stop_ids = _stop_ids(config, eos_token_id, vocab_size)
     run = _Run(
         target=target_model,
@@ -277,28 +304,16 @@ def generate(
         sampler=sampler,
         num_draft_tokens=num_draft_tokens,
         stop_ids=stop_ids,
+        accept_stop_tokens=accept_stop_tokens,
         processors=Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, device),
         stats=None if draft is None else AcceptanceStats(num_draft_tokens, device=device),
-        on_step=on_step,
+        on_step=_streaming(streamer, input_ids, on_step),
     )
-    tokens = input_ids.masked_fill(~prompts, 0).to(device)
-    seeds = seed_each(check_seeds(_on(device, seeds), batch, device), batch, device)
-    requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompt_lengths)]
-    alone = batch > 1 and any(model.counts_padding for model in models)
-    for rows in [[row] for row in range(batch)] if alone else [list(range(batch))]:
-        index = torch.tensor(rows, device=device)
-        select = partial(torch.index_select, dim=0, index=index)
-        run.decode([requests[row] for row in rows], select(tokens), _map_tensors(select, sampling), select(seeds))
-
-    generated = _padded([request.token_ids for request in requests], _pad_id(config, stop_ids), torch.int64)
-    return GenerationOutput(
-        sequences=torch.cat([input_ids, generated.to(input_ids.device)], dim=1),
-        num_generated=torch.tensor([len(request.token_ids) for request in requests], device=input_ids.device),
-        token_kinds=_padded([request.kinds for request in requests], -1, torch.int8).to(input_ids.device),
-        stats=run.stats,
-        target_calls=target_model.calls,
-        draft_calls=sum(model.calls for model in models[1:]),
-    )
+    requests = [_Request(row, length, length + max_new_tokens) for row, length in enumerate(prompts.sum(1).tolist())]
+    run.decode_all(requests, input_ids.masked_fill(~prompts, 0).to(device), sampling, seeds)
+    if streamer is not None:
+        streamer.end()  # type: ignore[no-untyped-call]
+    return run.output(input_ids, requests, _pad_id(config, stop_ids))
 
 
 class _Drafts(NamedTuple):
@@ -325,9 +340,32 @@ class _Run:
     sampler: RejectionSampler
     num_draft_tokens: int
     stop_ids: list[int]
+    accept_stop_tokens: bool
     processors: Processors
     stats: AcceptanceStats | None
     on_step: Callable[[Step], object] | None
+
+    def decode_all(self, requests: list[_Request], tokens: Tensor, sampling: Sampling, seeds: Tensor) -> None:
+        """Generate the tokens of all requests: at once, or one by one if a model would count padding."""
+        rows = range(len(requests))
+        counts_padding = any(getattr(model, "counts_padding", False) for model in (self.target, self.drafter))
+        for group in [[row] for row in rows] if counts_padding else [list(rows)]:
+            select = partial(torch.index_select, dim=0, index=torch.tensor(group, device=tokens.device))
+            members = [requests[row] for row in group]
+            self.decode(members, select(tokens), _map_tensors(select, sampling), select(seeds))
+
+    def output(self, input_ids: Tensor, requests: list[_Request], pad_id: int) -> GenerationOutput:
+        """Return what was generated."""
+        device = input_ids.device
+        generated = _padded([request.token_ids for request in requests], pad_id, torch.int64)
+        return GenerationOutput(
+            sequences=torch.cat([input_ids, generated.to(device)], dim=1),
+            num_generated=torch.tensor([len(request.token_ids) for request in requests], device=device),
+            token_kinds=_padded([request.kinds for request in requests], -1, torch.int8).to(device),
+            stats=self.stats,
+            target_calls=self.target.calls,
+            draft_calls=self.drafter.calls if isinstance(self.drafter, _CachedModel) else 0,
+        )
 
     def decode(self, requests: list[_Request], tokens: Tensor, sampling: Sampling, seeds: Tensor) -> None:
         """Generate the tokens of these requests, with empty caches at first."""
@@ -340,9 +378,10 @@ class _Run:
             lengths = torch.tensor(before, device=tokens.device)
             # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What
             # a request emits must not depend on the limits of the others.
-            allowed = [min(self.num_draft_tokens, request.limit - request.length - 1) for request in live]
-            drafts = self.draft(live, tokens, lengths, max(allowed), sampling, seeds)
-            draft_ids = _cut(drafts.token_ids, torch.tensor(allowed, device=tokens.device), self.stop_ids)
+            most = [min(self.num_draft_tokens, request.limit - request.length - 1) for request in live]
+            drafts = self.draft(live, tokens, lengths, max(most), sampling, seeds)
+            allowed = torch.tensor(most, device=tokens.device)
+            draft_ids = _cut(drafts.token_ids, allowed, self.stop_ids, self.accept_stop_tokens)
             output = self.verify(live, tokens, lengths, drafts, draft_ids, sampling, seeds)
             for step in _advance(live, output, draft_ids, self.stop_ids):
                 if self.on_step is not None:
@@ -435,11 +474,12 @@ def _advance(requests: list[_Request], output: SamplerOutput, draft_ids: Tensor,
         yield request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)
 
 
-def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int]) -> Tensor:
-    """End each request's drafts (with -1) at the number allowed, and after a stop token."""
+def _cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int], with_stop: bool) -> Tensor:
+    """End each request's drafts (with -1) at the number allowed, and after a stop token or before it."""
     columns = torch.arange(draft_ids.shape[1], device=draft_ids.device)
     stops = torch.isin(draft_ids, torch.tensor(stop_ids, dtype=torch.int64, device=draft_ids.device))
-    return draft_ids.masked_fill((stops.cumsum(1) > stops) | (columns >= allowed[:, None]), -1)
+    stopped = stops.cumsum(1) > (stops if with_stop else 0)
+    return draft_ids.masked_fill(stopped | (columns >= allowed[:, None]), -1)
 
 
 @dataclass
@@ -665,6 +705,39 @@ def _check_max_new_tokens(
     if check_count("max_length", max_length) <= prompt_width:
         raise ValueError(f"max_length: expected more than the {prompt_width} columns of input_ids, got {max_length}")
     return max_length - prompt_width
+
+
+def _check_num_return_sequences(given: int | None, config: GenerationConfig, sampling: Sampling) -> int:
+    copies = given if given is not None else config.num_return_sequences
+    copies = 1 if copies is None else check_count("num_return_sequences", copies)
+    if copies > 1 and is_greedy(sampling):
+        raise ValueError(
+            f"num_return_sequences: expected 1 with greedy decoding, where all would be the same, got {copies}: pass a "
+            "temperature, or do_sample=True in generation_config"
+        )
+    return copies
+
+
+def _streaming(
+    streamer: BaseStreamer | None, input_ids: Tensor, on_step: Callable[[Step], object] | None
+) -> Callable[[Step], object] | None:
+    """Give the prompt to the streamer, and return an `on_step` that gives it the new tokens too."""
+    if streamer is None:
+        return on_step
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer: expected one with the methods put and end, got {type(streamer).__name__}")
+    if len(input_ids) > 1:
+        raise ValueError(f"streamer: expected one request, got {len(input_ids)}: use on_step")
+    put: Any = streamer.put
+    put(input_ids.cpu())
+
+    def stream(step: Step) -> None:
+        for token in step.token_ids:
+            put(torch.tensor([token]))
+        if on_step is not None:
+            on_step(step)
+
+    return stream
 
 
 def _check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
