@@ -874,7 +874,23 @@ class TestModels:
             def forward(self, *args, **kwargs):
                 return self.model(*args, **kwargs)
 
-        assert texts(ragged(Wrapper(TARGETS["gpt2"]).eval(), PromptLookup(), method="strict")) == plain["gpt2"]
+        class Adapter(Wrapper):
+            """As in PEFT: some arguments by name, the others handed on."""
+
+            def get_base_model(self):
+                return self.model
+
+            def forward(self, input_ids=None, attention_mask=None, **kwargs):
+                return self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+        for wrapper in (Wrapper, Adapter):
+            target = wrapper(TARGETS["gpt2"]).eval()
+            output = ragged(target, PromptLookup(), method="strict")
+            assert texts(output) == plain["gpt2"]
+            assert output.target_calls <= NEW  # all requests at once
+            config = transformers.GenerationConfig(repetition_penalty=1.5)
+            expected = texts(ragged(TARGETS["gpt2"], None, generation_config=config))
+            assert texts(ragged(target, PromptLookup(), method="strict", generation_config=config)) == expected
 
     def test_models_in_training_mode_are_refused(self):
         target, draft = copy.deepcopy(TARGETS["gpt2"]).train(), noisy(TARGETS["llama"], 0.03).train()
@@ -1122,6 +1138,14 @@ class TestGenerationConfig:
     def test_what_cannot_be_honoured_is_refused_by_name(self, fields, message):
         with pytest.raises(ValueError, match=f"^generation_config: {message}"):
             ragged(with_config(TARGETS["llama"], **fields), None)
+
+    def test_fields_in_the_config_of_the_model_are_refused_as_by_transformers(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        target.config.repetition_penalty = 1.5
+        with pytest.raises(
+            ValueError, match=r"^target.config: .*repetition_penalty.* set it in target.generation_config"
+        ):
+            ragged(target, None)
 
     def test_what_changes_nothing_is_not_refused(self):
         neutral = {

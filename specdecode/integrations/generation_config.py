@@ -68,9 +68,14 @@ def merged_config(target: Any, given: GenerationConfig | None) -> GenerationConf
 
     Raises:
         TypeError: `given` is not a GenerationConfig.
+        ValueError: nothing was given and the model's config holds fields that belong into a generation config.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise TypeError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
+    find_misplaced = getattr(target.config, "_get_generation_parameters", None)
+    misplaced = find_misplaced() if given is None and find_misplaced is not None else None
+    if misplaced:
+        raise ValueError(f"target.config: {misplaced} would have no effect: set it in target.generation_config")
     merged = copy.deepcopy(given) if given is not None else GenerationConfig()  # type: ignore[no-untyped-call]
     own = getattr(target, "generation_config", None)
     for name, value in vars(own).items() if own is not None else ():

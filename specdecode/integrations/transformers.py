@@ -587,7 +587,8 @@ class _CachedModel:
         self.last_position = 0  # that a token can have: check_lengths sets it
         self.calls = 0
         self.clear()
-        self.parameters = inspect.signature(model.forward).parameters
+        adapted = model.get_base_model() if hasattr(model, "get_base_model") else model  # by a PEFT adapter
+        self.parameters = inspect.signature(adapted.forward).parameters
         # Without position_ids a model counts columns from the left, padding included.
         self.counts_padding = {"input_ids", "position_ids"} & set(self.parameters) == {
             "input_ids"
