@@ -78,16 +78,20 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--num-draft-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)"
     )
     command.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default %(default)s)")
-    command.add_argument("--top-k", type=int, help="keep the TOP_K most likely tokens (default: all)")
+    command.add_argument(
+        "--top-k",
+        type=int,
+        help="keep the TOP_K most likely tokens (default: the target's generation config, else all)",
+    )
     command.add_argument(
         "--top-p",
         type=float,
-        help="keep the most likely tokens until their probability reaches TOP_P (default: all)",
+        help="keep the most likely tokens until their probability reaches TOP_P (default: likewise)",
     )
     command.add_argument(
         "--min-p",
         type=float,
-        help="keep tokens at least MIN_P times as likely as the most likely one (default: all)",
+        help="keep tokens at least MIN_P times as likely as the most likely one (default: likewise)",
     )
     command.add_argument("--seed", type=int, default=0, help="of the noise (default %(default)s)")
     command.add_argument("--device", default="cpu", help="where the models run, such as cuda (default %(default)s)")

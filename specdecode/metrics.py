@@ -51,6 +51,8 @@ class AcceptanceStats:
         (2, 3, 2)
         >>> stats.per_position
         [1.0, 0.0]
+        >>> stats.draft_tokens_per_position
+        [2, 1]
         >>> print(stats)
         -------- Speculative decoding --------
         Acceptance rate (%):             66.67
@@ -142,6 +144,15 @@ class AcceptanceStats:
         """
         accepted, drafted = self._read()
         return [_ratio(count, drafted[0]) for count in accepted]
+
+    @property
+    def draft_tokens_per_position(self) -> list[int]:
+        """Draft tokens verified at each position i: the drafts that had more than i tokens. Synchronises.
+
+        `num_draft_tokens` ints, non-increasing; they add up to `draft_tokens`, and the first is `drafts`. Where later ones
+        are smaller, some drafts were shorter, and `per_position` counts those as not accepted.
+        """
+        return self._read()[1]
 
     @property
     def drafts(self) -> int:

@@ -67,6 +67,7 @@ def test_rates_by_hand() -> None:
     assert stats.acceptance_rate == 5 / 11
     assert stats.acceptance_length == 1 + 5 / 4
     assert stats.per_position == [3 / 4, 1 / 4, 1 / 4]
+    assert stats.draft_tokens_per_position == [4, 4, 3]
 
 
 def test_requests_without_drafts_do_not_count() -> None:

@@ -1,0 +1,238 @@
+"""What a generation config of transformers asks for: honoured as its own `generate` would, or refused by name.
+
+Temperature, top-k, top-p and min-p go to the sampler. Everything else that changes logits is a logits processor, built by
+transformers itself. A processor decides by the tokens before a position, so each row of a step is processed with its own
+prefix: the tokens so far and the drafts before that row. Rows of the draft model are processed alike. So the output has the
+distribution of the processed target.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+
+from specdecode import Sampling
+
+REFUSED: dict[str, tuple[object, str]] = {
+    "num_beams": (1, "beam search has no speculative form here"),
+    "num_beam_groups": (1, "beam search has no speculative form here"),
+    "diversity_penalty": (0, "beam search has no speculative form here"),
+    "constraints": (None, "beam search has no speculative form here"),
+    "force_words_ids": (None, "beam search has no speculative form here"),
+    "penalty_alpha": (0, "contrastive search has no speculative form here"),
+    "dola_layers": (None, "DoLa has no speculative form here"),
+    "guidance_scale": (1, "classifier-free guidance keeps a second cache"),
+    "watermarking_config": (None, "a watermark is applied after truncation"),
+    "token_healing": (False, "it changes the prompt: heal the prompt first"),
+    "encoder_repetition_penalty": (1, "use repetition_penalty"),
+    "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
+    "assistant_ensemble_weight": (None, "it changes the distribution of the output"),
+    "max_time": (None, "raise an exception from on_step to stop early"),
+    "stop_strings": (None, "use eos_token_id, or look for them in on_step"),
+    "output_scores": (False, "the output holds no scores"),
+    "output_logits": (False, "the output holds no logits"),
+    "output_attentions": (False, "the output holds no attentions"),
+    "output_hidden_states": (False, "the output holds no hidden states"),
+}
+"""Fields that are not supported: the value besides None that asks for nothing, and a reason or a way out."""
+
+REFUSED_IN_SAMPLING: dict[str, tuple[object, str]] = {
+    "typical_p": (1, "use top_k, top_p or min_p"),
+    "top_h": (None, "use top_k, top_p or min_p"),
+    "epsilon_cutoff": (0, "use top_k, top_p or min_p"),
+    "eta_cutoff": (0, "use top_k, top_p or min_p"),
+}
+"""Likewise, but greedy decoding does not use them."""
+
+REFUSED_PROCESSORS = {
+    "AlternatingCodebooksLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+}
+"""Processors with state, or with an argument per row of a batch that does not change."""
+
+
+def merged_config(target: Any, given: GenerationConfig | None) -> GenerationConfig:
+    """Return a copy of the config that was given; the target's own config fills in what it leaves out (None).
+
+    Raises:
+        TypeError: `given` is not a GenerationConfig.
+        ValueError: nothing was given and the model's config holds fields that belong into a generation config.
+    """
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise TypeError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
+    find_misplaced = getattr(target.config, "_get_generation_parameters", None)
+    misplaced = find_misplaced() if given is None and find_misplaced is not None else None
+    if misplaced:
+        raise ValueError(f"target.config: {misplaced} would have no effect: set it in target.generation_config")
+    merged = copy.deepcopy(given) if given is not None else GenerationConfig()  # type: ignore[no-untyped-call]
+    own = getattr(target, "generation_config", None)
+    for name, value in vars(own).items() if own is not None else ():
+        if not name.startswith("_") and getattr(merged, name, None) is None:
+            setattr(merged, name, copy.deepcopy(value))
+    return merged
+
+
+def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
+    """Return how tokens are drawn: arguments win over the config, whose numbers are converted to Python's.
+
+    A config that says `do_sample=False` is greedy. One that does not say is sampled from: see the documentation.
+
+    Raises:
+        ValueError: `min_p` and `top_p` come together and the config has one of them: transformers has another order.
+    """
+    temperature, *truncation = given
+    if temperature is None:
+        temperature = 0.0 if config.do_sample is False else 1.0 if config.temperature is None else config.temperature
+    names = ("top_k", "top_p", "min_p")
+    values: Any = [getattr(config, name) if value is None else value for name, value in zip(names, truncation)]
+    sampling = Sampling(temperature, *values)
+    cuts = [_is_active(sampling.top_p, 1), _is_active(sampling.min_p, 0)]
+    if all(cuts) and None in truncation[1:] and not is_greedy(sampling):
+        raise ValueError(
+            f"generation_config: min_p = {sampling.min_p} and top_p = {sampling.top_p} together are not supported, because "
+            "transformers applies min_p after top_p, and the sampler before it: pass both as arguments for the sampler's "
+            "order, or switch one off with min_p=0.0 or top_p=1.0"
+        )
+    return sampling
+
+
+def is_greedy(sampling: Sampling) -> bool:
+    """Return whether no request can be sampled."""
+    return not isinstance(sampling.temperature, Tensor) and sampling.temperature == 0
+
+
+def check_config(config: GenerationConfig, sampling: Sampling) -> None:
+    """Refuse what cannot be honoured.
+
+    Raises:
+        ValueError: a field asks for something that is not supported.
+    """
+    refused = REFUSED if is_greedy(sampling) else REFUSED | REFUSED_IN_SAMPLING
+    for name, (neutral, hint) in refused.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"generation_config: {name} = {value!r} is not supported: {hint}. Set it to {neutral!r} in "
+                f"{'target.generation_config' if neutral is None else 'generation_config'} to generate without it"
+            )
+
+
+class Processors:
+    """The logits processors of a call, those of the config and those that were given.
+
+    A request's processors see its own tokens, without padding. Lengths in the config that count the columns of a padded
+    batch (`min_length`) count them here too.
+
+    Args:
+        target: the target model, whose method builds the processors of the config.
+        config: the merged config.
+        given: processors to apply after them; one of the same class replaces that of the config.
+        prompts: [batch, prompt] bool: which columns of the prompts are tokens.
+        max_new_tokens: the most new tokens per request.
+        stop_ids: the stop tokens.
+        device: where rows are processed.
+
+    Raises:
+        TypeError: `given` is not a list of functions.
+        ValueError: a processor is not supported, or the config's is given a wrong value.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        config: GenerationConfig,
+        given: Sequence[Any] | None,
+        prompts: Tensor,
+        max_new_tokens: int,
+        stop_ids: list[int],
+        device: torch.device,
+    ) -> None:
+        custom = _check_processors(given)
+        if config.exponential_decay_length_penalty is not None and not stop_ids:
+            value = config.exponential_decay_length_penalty
+            raise ValueError(
+                f"generation_config: exponential_decay_length_penalty = {value} needs a stop token: pass eos_token_id"
+            )
+        base = copy.copy(config)
+        base.do_sample = False  # the sampler does what transformers' warpers do
+        base._eos_token_tensor = torch.tensor(stop_ids, device=device) if stop_ids else None
+        builder: Any = target if hasattr(target, "_get_logits_processor") else _Builder(target.config)
+        self.lists: dict[int, LogitsProcessorList] = {}
+        for length in set(prompts.sum(1).tolist()):
+            own = copy.copy(base)
+            own.max_length = length + max_new_tokens
+            own.min_length = 0 if own.min_new_tokens else max(0, (own.min_length or 0) - prompts.shape[1] + length)
+            self.lists[length] = builder._get_logits_processor(
+                generation_config=own, input_ids_seq_length=length, logits_processor=custom, device=device
+            )
+
+    def __call__(self, logits: Tensor, tokens: Tensor, prompt_lengths: list[int], lengths: list[int]) -> Tensor:
+        """Return the processed rows.
+
+        Args:
+            logits: [requests, rows, vocab] any float: row j follows all columns of `tokens` but the last rows - 1 - j.
+            tokens: [requests, width] int64, right-aligned; every token is in the vocabulary.
+            prompt_lengths: the tokens of each request's prompt.
+            lengths: the tokens of each request before row 0.
+
+        Returns:
+            [requests, rows, vocab], in float32 if `logits` is of a shorter type; `logits` itself without processors.
+        """
+        if not any(self.lists.values()):
+            return logits
+        num_rows, device = logits.shape[1], logits.device
+        alike = defaultdict(list)  # rows that are processed in one call
+        for i, (prompt_length, length) in enumerate(zip(prompt_lengths, lengths)):
+            for j in range(num_rows):
+                alike[prompt_length, length + j].append((i, j))
+        processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        for (prompt_length, length), places in alike.items():
+            rows, offsets = torch.tensor(places, device=device).T
+            starts = tokens.shape[1] - num_rows + 1 + offsets - length
+            prefixes = tokens[rows[:, None], starts[:, None] + torch.arange(length, device=device)]
+            processors: Any = self.lists[prompt_length]
+            scores = processors(prefixes, processed[rows, offsets])
+            if scores.shape != (len(places), logits.shape[2]):
+                got = list(scores.shape)
+                raise ValueError(
+                    f"logits_processor: expected scores of shape {[len(places), logits.shape[2]]}, got {got}"
+                )
+            processed[rows, offsets] = scores.to(processed.dtype)
+        return processed
+
+
+class _Builder(GenerationMixin):
+    """Builds the processors for a target that is not a model of transformers, such as a wrapper."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def _check_processors(given: Sequence[Any] | None) -> list[Any]:
+    processors = [] if given is None else given
+    if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
+        got = type(given).__name__
+        raise TypeError(f"logits_processor: expected a list of functions of (input_ids, scores) or None, got {got}")
+    for processor in processors:
+        if REFUSED_PROCESSORS & {base.__name__ for base in type(processor).__mro__}:
+            raise ValueError(
+                f"logits_processor: {type(processor).__name__} is not supported: expected processors that decide by their "
+                "two arguments alone, row by row, because rejected drafts are undone and requests leave the batch"
+            )
+    return list(processors)
+
+
+def _is_active(value: float | Tensor | None, neutral: float) -> bool:
+    return isinstance(value, Tensor) or (value is not None and value != neutral)
