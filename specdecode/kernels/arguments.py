@@ -100,7 +100,7 @@ class Workspace(NamedTuple):
     cutoffs_ptr: (
         Pointer  # [rows, 2] float32: logit and (int32) token of the last token kept; None: rows are not truncated
     )
-    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation`, or None
+    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `candidates`, or None
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise

@@ -28,11 +28,12 @@ from specdecode.kernels.arguments import (
     Workspace,
 )
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
+from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.state import FIELDS
-from specdecode.kernels.truncation import CANDIDATES, LISTS, truncate_kernel
+from specdecode.kernels.truncation import truncate_kernel
 from specdecode.noise import BLOCK_SIZE
 
 

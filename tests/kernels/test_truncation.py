@@ -93,7 +93,7 @@ def test_draft_rows_need_not_be_read_again(method, options):
         tensors = batch.target_logits, ids, batch.draft_logits, given[0], *numbers.values(), batch.positions
         checked = VerificationBatch.check(*tensors, draft_cutoff=given[1], **options)
         outputs.append(kernels.verify(method, checked))
-    assert 0 < int(outputs[0].num_accepted.sum()) < 6 * drafts
+    assert 0 < int(outputs[0].num_accepted.sum()) < len(ids) * drafts
     assert_same(*outputs)
 
 
