@@ -11,16 +11,19 @@ Of the tokens with the cutoff's own logit those with the lowest ids are kept, as
 import triton
 import triton.language as tl
 
+from specdecode.kernels.arguments import TruncatedRow
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     base_2_scale,
     key_of,
+    load_blocks,
     load_logits,
     load_raw,
     logit_of,
+    part_of_blocks,
     scaled,
-    sum_blocks,
+    store_statistics,
     sum_in_order,
 )
 
@@ -56,14 +59,7 @@ def number_of(logit, SHIFT: tl.constexpr):
 @triton.jit
 def tokens_of_tile(first):
     """Return the tokens of `BLOCKS` blocks."""
-    return (tl.arange(0, BLOCKS) + first)[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-
-
-@triton.jit
-def load_tile(row, blocks):
-    """Return the tokens of some blocks and their logits, [BLOCKS, BLOCK_SIZE] each."""
-    token_ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    return token_ids, load_logits(row, token_ids, True)
+    return part_of_blocks(tl.arange(0, BLOCKS) + first, 0, BLOCK_SIZE, BLOCK_SIZE)
 
 
 @triton.jit
@@ -102,7 +98,8 @@ def amounts_from(first, second, third, row, row_max, by_count, scale, sizes):
 @triton.jit
 def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT: tl.constexpr):
     """Return two numbers between which a logit with the amount `goal` probably is, by a few blocks of the row."""
-    _, logits = load_tile(row, tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE)
+    blocks = tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE
+    logits = load_logits(row, part_of_blocks(blocks, 0, BLOCK_SIZE, BLOCK_SIZE), True)
     each = amounts(logits, row_max, by_count, scale)
     share = SAMPLE / sizes.num_blocks
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
@@ -195,7 +192,7 @@ def least_logit(lowest, row, sizes):
     """Return the least logit of a row from `lowest` on."""
     least = tl.full([BLOCKS, BLOCK_SIZE], INFINITY, tl.float32)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        _, logits = load_tile(row, block + tl.arange(0, BLOCKS))
+        logits = load_logits(row, tokens_of_tile(block), True)
         least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
     return tl.min(tl.min(least, 1), 0)
 
@@ -206,7 +203,8 @@ def token_of_tie(logit, number, row, sizes):
     seen, token = 0.0, tl.full([], -1, tl.int32)
     for block in range(0, sizes.num_blocks, BLOCKS):
         if seen < number:
-            token_ids, logits = load_tile(row, block + tl.arange(0, BLOCKS))
+            token_ids = tokens_of_tile(block)
+            logits = load_logits(row, token_ids, True)
             is_tie = logits == logit
             ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
             if ties > 0:
@@ -248,13 +246,7 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
 @triton.jit
 def store_kept(statistics_ptr, logit, token, row, temperature, sizes):
     """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
-    scale = base_2_scale(temperature)
+    kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
     for first in range(0, sizes.num_blocks, BLOCKS):
-        blocks = first + tl.arange(0, BLOCKS)
-        token_ids, logits = load_tile(row, blocks)
-        kept = (logits > logit) | ((logits == logit) & (token_ids <= token))
-        maxima = tl.max(tl.where(kept, logits, -INFINITY), 1)
-        finite = tl.where(maxima > -INFINITY, maxima, 0.0)[:, None]
-        sums = sum_blocks((tl.where(kept, tl.exp2((logits - finite) * scale), 0.0),))
-        tl.store(statistics_ptr + blocks * 2, maxima, mask=blocks < sizes.num_blocks)
-        tl.store(statistics_ptr + blocks * 2 + 1, sums, mask=blocks < sizes.num_blocks)
+        logits = load_blocks(kept, first + tl.arange(0, BLOCKS), True, False, BLOCK_SIZE)
+        store_statistics(statistics_ptr, logits, first, temperature, sizes, BLOCKS, False)
