@@ -12,6 +12,7 @@ compares residual masses.
 | `read`, `emit` | the two kernels of every step |
 | `rows`, `distribution` | where rows lie, block statistics; from these to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
+| `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
