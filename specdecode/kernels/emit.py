@@ -25,6 +25,7 @@ from specdecode.kernels.state import (
     draft_at,
     first_row,
     hand_in,
+    is_surely_accepted,
     is_to_finish,
     load_draft_ids,
     load_empty,
@@ -71,9 +72,11 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
+    matters = offset <= last
     if tuning.POSTED:
         last = tl.minimum(last, load_stop(workspace.state_ptr, request, sizes))
-    if offset <= last:
+        matters = (offset <= last) & (is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0)
+    if matters:
         accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, row_max == -INFINITY
         if tuning.POSTED:

@@ -20,10 +20,11 @@ import triton.language as tl
 
 TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
+SURELY_ACCEPTED = tl.constexpr(-1)
 LISTED = STOP
 """A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
-finished each row; and, where rows are truncated after some stops were posted, each request's stop bits. In block
-verification only one number is kept, at the start: how many residuals are listed."""
+finished each row, or that its draft is surely accepted; and, where rows are truncated after some stops were posted, each
+request's stop bits. In block verification only one number is kept, at the start: how many residuals are listed."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -79,6 +80,18 @@ def is_last(count_ptr, programs):
 def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
     return state_ptr + sizes.batch * FIELDS + request * (sizes.num_draft_tokens + 1) + offset
+
+
+@triton.jit
+def post_acceptance(state_ptr, place, sizes):
+    """Note that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
+    tl.store(row_finished_ptr(state_ptr, place.request, place.offset, sizes), SURELY_ACCEPTED)
+
+
+@triton.jit
+def is_surely_accepted(state_ptr, request, offset, sizes):
+    """Return whether that was noted of a row."""
+    return tl.load(row_finished_ptr(state_ptr, request, offset, sizes)) == SURELY_ACCEPTED
 
 
 @triton.jit

@@ -36,6 +36,7 @@ from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
+    draft_statistics,
     load_logit,
     load_statistics,
     load_temperature,
@@ -44,7 +45,7 @@ from specdecode.kernels.rows import (
     scaled,
     target_statistics,
 )
-from specdecode.kernels.state import count_drafts, load_stop
+from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
@@ -68,34 +69,85 @@ def load_limits(limits, request, sizes):
 
 
 @triton.jit
+def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
+    """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
+
+    The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
+    """
+    top_k, top_p, min_p = limits
+    least = 1.0
+    if (top_k < sizes.vocab_size) | (min_p > 0):
+        weights = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+        weights = tl.where(weights >= min_p, weights, 0.0)
+        floor = tl.full([], -LARGEST, tl.float32)
+        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k)
+        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
+    return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
+
+
+@triton.jit
+def is_surely_kept(log_share, log_sum, limits, sizes):
+    """Return whether a token is kept, given its log-probability before truncation: if not, it still may be.
+
+    Fewer than 1 / p(x) tokens are more likely than x, and all others together weigh 1 - p(x).
+    """
+    top_k, top_p, min_p = limits
+    share = tl.exp(log_share) * (1 - ERROR)
+    in_top_k = (top_k == sizes.vocab_size) | (share * top_k.to(tl.float32) >= 1)
+    return in_top_k & (share > 1 - top_p + ERROR) & (share * tl.exp(log_sum) >= min_p)
+
+
+@triton.jit
+def may_be_kept(log_share, block_max, p, temperature, limits):
+    """Return whether a token may be kept: not if the largest tokens of other blocks alone leave it out."""
+    top_k, top_p, min_p = limits
+    shares = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, p.row_max, temperature)) / p.sumexp, 0.0)
+    share = tl.exp(log_share)
+    is_above = (shares > share * (1 + ERROR)) & (shares * p.sumexp >= min_p)
+    above, mass_above = tl.reduce((is_above.to(tl.int32), tl.where(is_above, shares, 0.0)), 0, add_both)
+    is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
+    return is_kept & (share * p.sumexp >= min_p * (1 - ERROR))
+
+
+@triton.jit
 def may_accept(place, noise, inputs, workspace, sizes):
     """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
 
-    After top_p, p(x) is at most p(x) / top_p. The k largest tokens weigh k / n of the largest ones of n blocks at least. And
-    a draft is left out if enough blocks have a more likely token.
+    If it surely is, that is noted: then its rows need not be truncated. The mass that is kept of either row is known within
+    bounds, and p'(x) / q'(x) with it.
     """
     terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted = place.token >= 0
+    accepted, is_sure = place.token >= 0, place.token >= 0
+    temperature = place.temperature
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    elif terms.p.one_hot >= 0:
+        is_sure = accepted
+    elif (terms.p.one_hot >= 0) | (accepted == 0):
         accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+        is_sure = accepted & (temperature == 0)
     else:
-        top_k, top_p, min_p = load_limits(inputs.limits, place.request, sizes)
+        limits = load_limits(inputs.limits, place.request, sizes)
         block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-        shares = tl.exp(scaled(block_max, terms.p.row_max, place.temperature))
-        shares = tl.where((shares >= min_p) & (block_max > -INFINITY), shares / terms.p.sumexp, 0.0)
-        share = tl.exp(terms.log_p)
-        is_above = (shares > share * (1 + ERROR)).to(tl.int32)
-        above, mass_above = tl.reduce((is_above, tl.where(is_above == 1, shares, 0.0)), 0, add_both)
-        blocks, mass = tl.reduce(((shares > 0).to(tl.int32), shares), 0, add_both)
-        least = mass * tl.minimum(top_k.to(tl.float32) / tl.maximum(blocks, 1).to(tl.float32), 1.0)
-        least = tl.where((top_k < sizes.vocab_size) | (min_p > 0), tl.minimum(least, 1.0), 1.0)
-        log_kept = tl.log(tl.minimum(top_p, 1.0) * least)
-        is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
-        is_kept &= share * terms.p.sumexp >= min_p * (1 - ERROR)
-        is_likely = tl.log(noise.uniform) <= terms.log_p - terms.log_q - log_kept + ERROR
-        accepted = accepted & is_possible(terms) & is_kept & is_likely
+        log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
+        log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
+        accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
+        accepted &= may_be_kept(terms.log_p, block_max, terms.p, temperature, limits)
+        is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
+        log_draft_kept = 0.0
+        if inputs.draft.ptr is not None:
+            limits = load_limits(inputs.draft_limits, place.request, sizes)
+            is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
+            if inputs.drafts.logsumexp_ptr is None:
+                if is_sure:
+                    statistics_ptr = draft_statistics(workspace, place.request, place.offset, sizes)
+                    block_max, _ = load_statistics(statistics_ptr, True, sizes)
+                    q_max, q_sumexp = terms.q.row_max, tl.exp(terms.q.log_sum)
+                    log_draft_kept = log_least_kept(block_max, q_max, q_sumexp, temperature, limits, sizes)
+            else:  # it tells the mass of what is kept, but not what that is
+                is_sure &= tl.full([], False, tl.int1)
+        is_sure &= log_ratio + log_draft_kept >= ERROR
+    if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
+        post_acceptance(workspace.state_ptr, place, sizes)
     return accepted, terms.p.row_max, place.token
 
 
@@ -132,8 +184,8 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
         attempt += 1
     if resolved == 0:
-        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes)
-        store_kept(statistics_ptr, logit, token, row, temperature, sizes)
+        logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
+        token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes)
     return logit, token
 
 
@@ -198,6 +250,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     if tuning.POSTED:
         is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
+        is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
     is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
