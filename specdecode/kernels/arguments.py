@@ -136,6 +136,7 @@ class Truncating(NamedTuple):
 
     ALIKE: Constant  # draft rows have the target rows' dtype, and lie as they do
     POSTED: Constant  # rows behind a stop that was posted while reading were not read
+    WARPS: Constant  # of a program
     OVERLAPS: Constant
 
 

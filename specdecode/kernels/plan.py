@@ -291,9 +291,9 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
         rows += sizes.batch * sizes.num_draft_tokens
         kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
         is_alike = kinds[0] == kinds[1]
-    tuning = Truncating(is_alike, posted, can_overlap(plan.device))
-    bundles = inputs, workspace, sizes, tuning
-    plan.add(truncate_kernel, (rows,), bundles, num_warps=4 if large else 8, max_registers=TRUNCATION_REGISTERS)
+    num_warps = 4 if large else 8
+    bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
+    plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

@@ -152,7 +152,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
 
 
 @triton.jit
-def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes):
+def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     top_k, top_p, min_p = limits
     block_max, row_max, total = statistics[0], p.row_max, p.sumexp
@@ -184,8 +184,8 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
         attempt += 1
     if resolved == 0:
-        logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
-        token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes)
+        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
+        store_kept(statistics_ptr, logit, token, row, temperature, sizes, WARPS)
     return logit, token
 
 
@@ -204,7 +204,7 @@ def place_of(index, inputs, sizes):
 
 
 @triton.jit
-def truncate_row(row, index, temperature, limits, workspace, sizes):
+def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row, and leave the statistics of what is kept."""
     statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
     statistics = load_statistics(statistics_ptr, True, sizes)
@@ -213,7 +213,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
     logit, token = p.row_max, p.one_hot
     if token < 0:
         list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
-        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes)
+        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS)
     return logit, token
 
 
@@ -261,15 +261,15 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             is_truncated = is_known == 0
     if is_truncated:
         if inputs.draft.ptr is None:
-            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
         else:
             draft_row = row_at(inputs.draft, request, offset, sizes)
             if tuning.ALIKE:  # so the code is there once, which is faster
                 row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, sizes.vocab_size)
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             elif of_draft:
-                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
+                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             else:
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
     tl.store(workspace.cutoffs_ptr + index * 2, logit)
     tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))

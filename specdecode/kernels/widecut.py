@@ -17,6 +17,7 @@ from specdecode.kernels.rows import (
     INFINITY,
     base_2_scale,
     key_of,
+    load_blocks,
     load_logits,
     load_raw,
     logit_of,
@@ -24,14 +25,10 @@ from specdecode.kernels.rows import (
     scaled,
     store_statistics,
     sum_in_order,
-    up_to_cutoff,
 )
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
-
-BLOCKS = tl.constexpr(4)
-"""Blocks that are read at once."""
 
 SAMPLE = tl.constexpr(4)
 """Blocks that suggest where to begin."""
@@ -57,7 +54,7 @@ def number_of(logit, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_tile(first):
+def tokens_of_tile(first, BLOCKS: tl.constexpr):
     """Return the tokens of `BLOCKS` blocks."""
     return part_of_blocks(tl.arange(0, BLOCKS) + first, 0, BLOCK_SIZE, BLOCK_SIZE)
 
@@ -79,14 +76,14 @@ def sum_neighbours(values):
 
 
 @triton.jit
-def amounts_from(first, second, third, row, row_max, scale, sizes):
+def amounts_from(first, second, third, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
     from_first = tl.zeros([BLOCKS * BLOCK_SIZE // NEIGHBOURS], tl.float32)
     from_second, from_third = from_first, from_first
-    raw = load_raw(row, tokens_of_tile(0), True)
+    raw = load_raw(row, tokens_of_tile(0, BLOCKS), True)
     for block in range(0, sizes.num_blocks, BLOCKS):
         logits = raw.to(tl.float32)
-        raw = load_raw(row, tokens_of_tile(block + BLOCKS), True)  # in flight meanwhile
+        raw = load_raw(row, tokens_of_tile(block + BLOCKS, BLOCKS), True)  # in flight meanwhile
         each = amounts(logits, row_max, scale)
         # No comparison holds of NaN, nor of -inf.
         from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
@@ -132,7 +129,7 @@ def narrow(bracket, number, amount, goal):
 
 
 @triton.jit
-def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr):
+def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond."""
     high = tl.maximum(number_of(row_max, SHIFT), low)
     scale = tl.where(by_count, 0.0, scale)
@@ -149,6 +146,7 @@ def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.con
             row_max,
             scale,
             sizes,
+            BLOCKS,
         )
         bracket = narrow(bracket, first, from_first, goal)
         bracket = narrow(bracket, second, from_second, goal)
@@ -183,26 +181,47 @@ def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr):
+def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the mass from a number on, of whose own tokens so many are kept."""
     this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
-    with_ties, without, _ = amounts_from(this, following, following, row, row_max, scale, sizes)
+    with_ties, without, _ = amounts_from(this, following, following, row, row_max, scale, sizes, BLOCKS)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
 
 
 @triton.jit
-def least_logit(lowest, row, sizes):
+def least_logit(lowest, row, sizes, BLOCKS: tl.constexpr):
     """Return the least logit of a row from `lowest` on."""
     least = tl.full([BLOCKS, BLOCK_SIZE], INFINITY, tl.float32)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        logits = load_logits(row, tokens_of_tile(block), True)
+        logits = load_logits(row, tokens_of_tile(block, BLOCKS), True)
         least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
     return tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit
-def wide_cutoff(row, row_max, total, temperature, limits, sizes):
-    """Return the logit of the cutoff of a row with a finite maximum, where T > 0; and how many of its tokens are kept."""
+def token_of_tie(logit, number, row, sizes, BLOCKS: tl.constexpr):
+    """Return the token with a logit that has `number - 1` tokens of the same logit before it, or the last of these."""
+    seen, token = 0.0, tl.full([], -1, tl.int32)
+    for block in range(0, sizes.num_blocks, BLOCKS):
+        if seen < number:
+            token_ids = tokens_of_tile(block, BLOCKS)
+            is_tie = load_logits(row, token_ids, True) == logit
+            ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
+            if seen + ties >= number:
+                counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [BLOCKS * BLOCK_SIZE]), 0).to(tl.float32)
+                is_tie &= tl.reshape(counted, [BLOCKS, BLOCK_SIZE]) <= number
+            if ties > 0:
+                token = tl.max(tl.max(tl.where(is_tie, token_ids, -1), 1), 0)
+            seen += ties
+    return token
+
+
+@triton.jit
+def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.constexpr):
+    """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0.
+
+    `BLOCKS` are read at once: one by each warp is best.
+    """
     dtype: tl.constexpr = row.ptr.dtype.element_ty
     # By so many bits keys can be shifted: those of different logits remain different.
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
@@ -214,43 +233,27 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
-                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT)
+                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT, BLOCKS)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = number
-            number, from_number, beyond = search(before, by_count, goal, row, row_max, total, scale, sizes, SHIFT)
+            number, from_number, beyond = search(
+                before, by_count, goal, row, row_max, total, scale, sizes, SHIFT, BLOCKS
+            )
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_number >= goal, needed, EVERY_TIE)
             ties = tl.where(number > before, needed, tl.minimum(needed, ties))
     logit = logit_at(number, SHIFT)
     if ties == EVERY_TIE:
-        logit = least_logit(logit, row, sizes)
-    return logit, ties
+        logit = least_logit(logit, row, sizes, BLOCKS)
+    return logit, token_of_tie(logit, ties, row, sizes, BLOCKS)
 
 
 @triton.jit
-def last_tie(is_tie, token_ids, seen, ties):
-    """Return the last of the tokens of a tile that tie with the cutoff and are kept, -1 if there is none."""
-    is_tie, token_ids = tl.reshape(is_tie, [BLOCKS * BLOCK_SIZE]), tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE])
-    counted = seen + tl.cumsum(is_tie.to(tl.int32), 0).to(tl.float32)
-    return tl.max(tl.where(is_tie & (counted <= ties), token_ids, -1), 0)
-
-
-@triton.jit
-def store_kept(statistics_ptr, logit, ties, row, temperature, sizes):
-    """Replace the statistics of a row's blocks by those of what is kept: to a logit, with so many ties; return the last."""
-    seen, token = 0.0, tl.full([], -1, tl.int32)
-    raw = load_raw(row, tokens_of_tile(0), True)
+def store_kept(statistics_ptr, logit, token, row, temperature, sizes, BLOCKS: tl.constexpr):
+    """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
+    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
+    kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
     for first in range(0, sizes.num_blocks, BLOCKS):
-        token_ids = tokens_of_tile(first)
-        logits = raw.to(tl.float32)
-        raw = load_raw(row, tokens_of_tile(first + BLOCKS), True)  # in flight meanwhile
-        if seen < ties:
-            is_tie = logits == logit
-            found = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
-            if found > 0:
-                token = tl.maximum(token, last_tie(is_tie, token_ids, seen, ties))
-            seen += found
-        kept = up_to_cutoff(logits, token_ids, TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token))
-        store_statistics(statistics_ptr, (kept,), first, temperature, sizes, BLOCKS, False)
-    return token
+        logits = load_blocks(kept, first + tl.arange(0, BLOCKS), True, False, LANES)
+        store_statistics(statistics_ptr, logits, first, temperature, sizes, BLOCKS, True)
