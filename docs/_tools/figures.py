@@ -244,9 +244,9 @@ def packed_figure() -> str:
         parts,
         top + 184,
         "A packed call",
-        "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, request "
-        "2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their state is in slots "
-        "3, 0 and 4; slots 1 and 2 are not used.",
+        "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, "
+        "request 2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their "
+        "state is in slots 3, 0 and 4; slots 1 and 2 are not used.",
     )
 
 

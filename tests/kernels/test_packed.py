@@ -1,7 +1,7 @@
 """Packed calls of the kernels: rows in place, state in slots; nothing is read outside a tensor, whatever the places are."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -153,11 +153,15 @@ def test_places_that_cannot_be_are_never_read(kind, truncated, way):
         assert output.invalid.tolist() == [not is_sound(starts, slots, request) for request in range(7)]
 
 
-@pytest.mark.parametrize("requests", [0, 3])
-def test_there_may_be_no_rows_and_no_requests(requests):
-    nothing = torch.empty(0, 40, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
-    starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
-    tensors = dict(zip(("target_logits", "draft_token_ids"), nothing))
-    output = call("strict", check_packed, tensors, {"temperature": 1.0}, (starts, 2, None))
-    assert output.token_ids.tolist() == [[0, -1, -1]] * requests
-    assert output.invalid.all()
+@pytest.mark.parametrize(
+    ("kind", "truncated", "way"), [("strict", False, {}), ("probabilistic", True, {}), ("block", False, LARGE)]
+)
+def test_there_may_be_no_rows_and_no_requests(kind, truncated, way):
+    tensors, numbers = eight_rows(truncated)
+    nothing = {name: tensors[name][:0].clone() for name in ("target_logits", "draft_token_ids")}
+    for requests in (0, 2):
+        starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
+        with nullcontext() if ON_GPU else reads_and_writes_inside():
+            output = call(kind, check_packed, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
+        assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
+        assert output.invalid.all()
