@@ -58,12 +58,21 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
 
 LOW, HIGH = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 HOSTILE_STARTS = [
-    [-1, 1, 4, 3, 6, 8, 8, 99],  # from before the first, sound, decreasing, sound, sound, none, beyond the last
-    [0, 5, HIGH, LOW, 7, 8, -2, 2],  # five rows of four at most, ...
+    [
+        HIGH,
+        LOW,
+        1,
+        4,
+        3,
+        8,
+        8,
+        10,
+    ],  # decreasing, from far before the first, sound, decreasing, five rows, none, too far
+    [0, 1, 2, 3, 5, 6, 7, 8],
 ]
 """Of seven requests of three drafts at most, where there are eight rows and five slots."""
 
-HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, 3, -1, 4, HIGH, LOW]]
+HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 4, 2**31]]
 
 
 def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:

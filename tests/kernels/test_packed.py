@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -68,7 +69,11 @@ def test_limits_are_by_slot(kind, way):
     batch = case(2, 1, 1030, torch.bfloat16, greedy=0, seed=12).to(DEVICE)
     limits = {"top_p": torch.tensor([0.9, 0.4], device=DEVICE), "top_k": torch.tensor([3, 50], device=DEVICE)}
     if kind.endswith("given logsumexp"):
-        limits["draft_cutoff"] = batch.draft_logits.argmin(2)
+        # Only the cutoff itself is kept, which the draft is not: so it is rejected, by the cutoff alone.
+        draft_token_ids = batch.target_logits[:, :1].argmax(2)
+        limits["draft_cutoff"] = (draft_token_ids + 1) % 1030
+        draft_logits = batch.draft_logits.scatter(2, limits["draft_cutoff"][..., None], 20.0)
+        batch = replace(batch, draft_token_ids=draft_token_ids, draft_logits=draft_logits)
     packed, usual = both(kind, batch, [1, 1], torch.tensor([2, 1], device=DEVICE), 4, limits, **way)
     assert_same(packed, usual)
 
