@@ -72,7 +72,7 @@ HOSTILE_STARTS = [
 ]
 """Of seven requests of three drafts at most, where there are eight rows and five slots."""
 
-HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 4, 2**31]]
+HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 2**31, 4]]
 
 
 def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:
