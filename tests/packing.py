@@ -25,15 +25,16 @@ def with_counts(batch: Case, counts: Sequence[int]) -> Case:
 def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.int64) -> dict[str, Any]:
     """The rows and draft tokens of a batch as a packed call takes them, [num_rows, ...], and where they start.
 
-    What nobody looks at is NaN or no token: rows of no request, the id of a request's last row, those after a -1.
+    What nobody looks at is NaN or no token: rows of no request, ids after a -1. The id of a last row is a likely token.
     """
     device = batch.target_logits.device
     none = [batch.target_logits.new_full((NOBODYS, batch.target_logits.shape[2]), NAN)]
     rows = [logits[: count + 1] for logits, count in zip(batch.target_logits, counts)]
     ids = [torch.tensor([-9, -9])]
-    for token_ids, count in zip(batch.draft_token_ids.cpu(), counts):
+    for request, (token_ids, count) in enumerate(zip(batch.draft_token_ids.cpu(), counts)):
         ended = (token_ids[:count] == -1).cumsum(0) > 1
-        ids += [token_ids[:count].masked_fill(ended, 2**30), torch.tensor([2**31 - 1])]
+        likely = batch.target_logits[request, count].argmax().cpu()
+        ids += [token_ids[:count].masked_fill(ended, 2**30), likely[None]]
     starts = [NOBODYS]
     for count in counts:
         starts.append(starts[-1] + count + 1)

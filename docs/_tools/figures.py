@@ -232,7 +232,7 @@ def packed_figure() -> str:
         parts.append(text(middle - 2, top + 54, f"request {request}", "small"))
         slot_x = left + 85 * slots[request] + 40
         parts.append(path([(middle - 2, top + 60), (slot_x, top + 126)], "arrow"))
-    parts.append(text(left, top + 118, f"slots = {slots}", "label", "start"))
+    parts.append(text(left + 172, top + 118, f"slots = {slots}", "label"))
     for slot in range(num_slots):
         x, unused = left + 85 * slot, "" if slot in slots else " unread"
         parts.append(rect(x, top + 126, 80, height, f"box read{unused}"))
