@@ -2,10 +2,13 @@
 
 import math
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+Logprobs = Literal["processed", "raw"]
+"""Of what emitted tokens' log-probabilities are: the distribution sampled from, or softmax(logits)."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -26,6 +29,12 @@ class SamplerOutput(NamedTuple):
 
     invalid: Tensor
     """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0."""
+
+    logprobs: Tensor | None = None
+    """[batch, num_draft_tokens + 1] float32: the log-probability of each emitted token, NaN where `token_ids` is -1.
+
+    None if it was not asked for.
+    """
 
     @property
     def num_tokens(self) -> Tensor:
@@ -137,6 +146,7 @@ class VerificationBatch(NamedTuple):
     draft_temperature: Tensor | float | None = None  # like temperature; None: the same
     draft_truncation: Truncation | None = None
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
+    logprobs: Logprobs | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -159,6 +169,7 @@ class VerificationBatch(NamedTuple):
         min_p: Tensor | float | None = None,
         draft_sampling: Sampling | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -195,6 +206,8 @@ class VerificationBatch(NamedTuple):
             draft_temperature = check_temperature(draft_sampling.temperature, batch, device, of="draft_sampling.")
             draft_truncation = Truncation.check(draft_sampling, batch, vocab, device, of="draft_sampling.")
         check_draft_cutoff(draft_cutoff, drafts, device, draft_logsumexp, draft_truncation)
+        if logprobs is not None:
+            check_choice("logprobs", logprobs, get_args(Logprobs))
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
@@ -207,6 +220,7 @@ class VerificationBatch(NamedTuple):
             draft_temperature,
             draft_truncation,
             None if draft_cutoff is None else plain(draft_cutoff),
+            logprobs,
         )
 
 

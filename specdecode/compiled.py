@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import INT64, RowBatch, SamplerOutput, Sampling, check_logits
+from specdecode.batch import INT64, Logprobs, RowBatch, SamplerOutput, Sampling, check_logits
 from specdecode.synthetic import AcceptanceSchedule
 
 
@@ -36,26 +36,27 @@ def verify(
     min_p: float | Tensor | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
+    logprobs: Logprobs | None,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler."""
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
     with torch.no_grad():
-        return SamplerOutput(
-            *_verify(
-                method,
-                backend,
-                joint_rates,
-                target_logits,
-                draft_token_ids,
-                draft_logits,
-                draft_logsumexp,
-                *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
-                *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(_seeds_for(target_logits, seeds)),
-                positions,
-                draft_cutoff,
-            )
+        *output, of_tokens = _verify(
+            method,
+            backend,
+            joint_rates,
+            target_logits,
+            draft_token_ids,
+            draft_logits,
+            draft_logsumexp,
+            *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
+            *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
+            *_tensor_or_number(_seeds_for(target_logits, seeds)),
+            positions,
+            draft_cutoff,
+            logprobs,
         )
+        return SamplerOutput(*output, None if logprobs is None else of_tokens)
 
 
 def sample(
@@ -128,12 +129,14 @@ def _verify(
     first_seed: int,
     positions: Tensor | None,
     draft_cutoff: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
     sampling: Any = _sampling_of(sampling_tensors, sampling_numbers)._asdict()
-    return RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)(
+    sampler = RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)
+    *output, of_tokens = sampler(
         target_logits,
         draft_token_ids,
         draft_logits,
@@ -145,17 +148,21 @@ def _verify(
         positions=positions,
         draft_logsumexp=draft_logsumexp,
         draft_cutoff=draft_cutoff,
+        logprobs=cast("Any", logprobs),
     )
+    # An operator returns tensors alone: one of no elements where log-probabilities are not asked for.
+    return *output, target_logits.new_empty(0, dtype=torch.float32) if of_tokens is None else of_tokens
 
 
 @_verify.register_fake
-def _(method: str, backend: str, joint_rates: Sequence[float], target_logits: Tensor, *_: object) -> SamplerOutput:
+def _(method: str, backend: str, joint_rates: Sequence[float], target_logits: Tensor, *others: object) -> SamplerOutput:
     batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
     return SamplerOutput(
         target_logits.new_empty((batch, rows), dtype=torch.int64),
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.bool),
+        target_logits.new_empty(0 if others[-1] is None else (batch, rows), dtype=torch.float32),
     )
 
 

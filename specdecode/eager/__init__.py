@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
+from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
@@ -28,7 +29,12 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
-    return METHODS[method](Steps(batch, schedule))
+    steps = Steps(batch, schedule)
+    output = METHODS[method](steps)
+    if batch.logprobs is not None:
+        of_tokens = emitted_logprobs(steps, output.token_ids, output.num_accepted, batch.logprobs)
+        output = output._replace(logprobs=of_tokens)
+    return output
 
 
 @torch.no_grad()
