@@ -15,6 +15,7 @@ compares residual masses.
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
+| `logprobs` | log-probabilities of emitted tokens |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
@@ -109,6 +110,8 @@ def verify(
         "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
         "invalid": torch.empty(requests, dtype=torch.bool, device=device),
     }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_draft_tokens + 1, dtype=torch.float32, device=device)
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
@@ -177,7 +180,8 @@ def run(
     inputs = {name: tensors.get(name) for name in names}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    samples, logprobs = "logsumexp" in outputs, batch.logprobs if "logprobs" in outputs else None
+    plan = plan_step(rule, large, many, target.device, shape, layouts, samples, logprobs)
     plan.run({**outputs, **inputs}, numbers)
 
 

@@ -25,6 +25,7 @@ from specdecode.kernels.candidates import (
 )
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import (
     acceptance_terms,
     accepts,
@@ -96,7 +97,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
         is_kept &= share * terms.p.sumexp >= min_p * (1 - ERROR)
         is_likely = tl.log(noise.uniform) <= terms.log_p - terms.log_q - log_kept + ERROR
         accepted = accepted & is_possible(terms) & is_kept & is_likely
-    return accepted, terms.p.row_max, place.token
+    return accepted, normalizer_of(terms.p), place.token
 
 
 @triton.jit
