@@ -129,7 +129,7 @@ def test_a_request_does_not_depend_on_the_batch(kind, vocab):
     order = torch.randperm(len(batch.seeds), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for part in (order, order[:3], order[:1]) if ON_GPU else (order[:2],):
         chosen = replace(batch, **{name: value[part] for name, value in vars(batch).items()})
-        for field, got, want in zip(whole._fields, verify(kind, chosen), whole):
+        for field, got, want in zip(whole._fields, verify(kind, chosen), whole[:4]):
             assert torch.equal(got, want[part]), field
     # Nor on padding: more offsets, none of them a draft.
     wider = replace(
