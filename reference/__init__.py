@@ -15,9 +15,10 @@ Read the modules in this order: [`philox`][reference.philox] (noise; on a first 
 `uniform` and `gumbel` return), [`selection`][reference.selection] (how a token is drawn),
 [`truncation`][reference.truncation] (top-k, top-p and min-p; it can wait, because without them it changes no row),
 [`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
-[`block`][reference.block], [`synthetic`][reference.synthetic]. Each of these five has a function `verify`. The last module
-is [`logprobs`][reference.logprobs]: log-probabilities of the tokens that `verify` returns. The tests require that the package returns the same tokens as `verify` for the same logits, seed and position, except where two
-scores are so close that rounding decides.
+[`block`][reference.block], [`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests
+require that the package returns the same tokens as `verify` for the same logits, seed and position, except where two
+scores are so close that rounding decides. Beside them, [`logprobs`][reference.logprobs] has the log-probabilities of the
+tokens that `verify` returns.
 
 The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
 `block`.

@@ -1,9 +1,9 @@
 """Log-probabilities of the emitted tokens, in one of two senses.
 
-*Processed*: log p'(y) of a token y, where p' is what the target samples from at that row: softmax(logits / T), truncated and
-normalised again. Every exact method emits y with this very probability, whether y was accepted, recovered or a bonus token:
-see [`probabilistic`][reference.probabilistic]. So the residual, from which a recovered token is drawn after a rejection, does
-not appear. It is the probability of y given the draft that was rejected; log p'(y) does not depend on drafts.
+*Processed*: log p'(y) of a token y, where p' is what the target samples from at that row: softmax(logits / T), truncated
+and normalised again. Every exact method emits y with this very probability, whether y was accepted, recovered or a bonus
+token: see [`probabilistic`][reference.probabilistic]. So the residual, from which a recovered token is drawn after a
+rejection, does not appear. It is the distribution of y given the draft that was rejected; p' does not depend on drafts.
 
 *Raw*: log p(y) of softmax(logits), at temperature 1 and with all tokens kept: what the model says, however it is sampled.
 
@@ -35,7 +35,7 @@ def processed_logprobs(target_logits, token_ids, sampling: Sampling):
     [0.3]
     >>> np.exp(processed_logprobs([row], [1], Sampling(top_k=2))).round(6).tolist()  # 0.3 / (0.5 + 0.3)
     [0.375]
-    >>> np.exp(processed_logprobs([row], [1], Sampling(temperature=0.5))).round(6).tolist()  # 0.3^2 / (0.5^2 + 0.3^2 + 0.2^2)
+    >>> np.exp(processed_logprobs([row], [1], Sampling(temperature=0.5))).round(6).tolist()  # 0.09 / (0.25 + 0.09 + 0.04)
     [0.236842]
     >>> processed_logprobs([row], [0], Sampling(temperature=0)).tolist()
     [0.0]

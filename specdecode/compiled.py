@@ -41,22 +41,24 @@ def verify(
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler."""
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
     with torch.no_grad():
-        *output, of_tokens = _verify(
-            method,
-            backend,
-            joint_rates,
-            target_logits,
-            draft_token_ids,
-            draft_logits,
-            draft_logsumexp,
-            *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
-            *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-            *_tensor_or_number(_seeds_for(target_logits, seeds)),
-            positions,
-            draft_cutoff,
-            logprobs,
+        output = SamplerOutput(
+            *_verify(
+                method,
+                backend,
+                joint_rates,
+                target_logits,
+                draft_token_ids,
+                draft_logits,
+                draft_logsumexp,
+                *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
+                *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
+                *_tensor_or_number(_seeds_for(target_logits, seeds)),
+                positions,
+                draft_cutoff,
+                logprobs,
+            )
         )
-        return SamplerOutput(*output, None if logprobs is None else of_tokens)
+        return output._replace(logprobs=None) if logprobs is None else output
 
 
 def sample(
@@ -136,7 +138,7 @@ def _verify(
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
     sampling: Any = _sampling_of(sampling_tensors, sampling_numbers)._asdict()
     sampler = RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)
-    *output, of_tokens = sampler(
+    output = sampler(
         target_logits,
         draft_token_ids,
         draft_logits,
@@ -151,7 +153,8 @@ def _verify(
         logprobs=cast("Any", logprobs),
     )
     # An operator returns tensors alone: one of no elements where log-probabilities are not asked for.
-    return *output, target_logits.new_empty(0, dtype=torch.float32) if of_tokens is None else of_tokens
+    of_tokens = target_logits.new_empty(0, dtype=torch.float32) if output.logprobs is None else output.logprobs
+    return *output[:4], of_tokens
 
 
 @_verify.register_fake

@@ -166,9 +166,7 @@ def test_outputs_of_compiled_calls_need_no_gradients(place):
     call["draft_logits"].requires_grad_()
     sampler = make("block", place)
     drafted = partial(sampler.draft, seeds=0)
-    step = compiled(
-        lambda call: (*sampler(**call, seeds=0, logprobs="raw"), *drafted(call["draft_logits"][:, 0])[:2])
-    )
+    step = compiled(lambda call: (*sampler(**call, seeds=0, logprobs="raw"), *drafted(call["draft_logits"][:, 0])[:2]))
     assert not any(value.requires_grad for value in step(call))
 
 

@@ -24,8 +24,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 FLOAT32_TOLERANCE = 2e-5
 """Of a log-probability that is computed in float32, in nats: of logits below 20, at temperatures from 0.3 on, the largest
-numbers that are subtracted from each other are about 70, and a rounding of those is 4e-6. What is computed in float64 has only
-been rounded once, to the float32 that is returned."""
+numbers that are subtracted from each other are about 70, and a rounding of those is 4e-6. What is computed in float64 has
+only been rounded once, to the float32 that is returned."""
 
 
 def tolerance(dtype: torch.dtype, backend: str) -> dict[str, float]:
@@ -103,7 +103,9 @@ def test_the_reference_returns_logarithms_of_what_is_kept():
 
 
 MUTANTS = [
-    Mutant("not truncated", logprobs.processed_logprobs, "in zip(rows", "in zip(target_logits", check_against_fractions),
+    Mutant(
+        "not truncated", logprobs.processed_logprobs, "in zip(rows", "in zip(target_logits", check_against_fractions
+    ),
     Mutant(
         "temperature 1",
         logprobs.processed_logprobs,

@@ -180,7 +180,7 @@ def run(
     inputs = {name: tensors.get(name) for name in names}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    samples, logprobs = "logsumexp" in outputs, batch.logprobs if "logprobs" in outputs else None
+    samples, logprobs = "logsumexp" in outputs, batch.logprobs if isinstance(batch, VerificationBatch) else None
     plan = plan_step(rule, large, many, target.device, shape, layouts, samples, logprobs)
     plan.run({**outputs, **inputs}, numbers)
 

@@ -124,9 +124,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
                     admit_next_launch(tuning.OVERLAPS)
             summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if workspace.raw_statistics_ptr is not None:
-                store_raw_statistics(
-                    raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
-                )
+                store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if READS_DRAFT:
                 if reads_draft:
                     store_statistics(

@@ -14,7 +14,7 @@ from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, sm
 from tests.test_logprobs import assert_right, hostile
 from tests.test_truncation import TRUNCATIONS, on
 
-FEW_KINDS = ["strict", "probabilistic", "block", "synthetic strict", "deterministic"]
+FEW_KINDS = ["strict", "probabilistic", "block", "synthetic strict"]
 SIZES = (60, 3, 5003) if ON_GPU else (5, 1, 1040)
 
 
@@ -47,8 +47,10 @@ def test_logprobs_of_the_emitted_tokens_are_the_references(kind, of, large, dtyp
 @pytest.mark.parametrize(
     ("kind", "of", "large", "options"),
     small(
-        ("deterministic", "processed", True, {"top_k": 3}),
-        *pairs(["strict", "probabilistic", "block"], ["processed", "raw"], [False, True], list(TRUNCATIONS.values())[:5]),
+        ("synthetic strict", "processed", True, {"top_k": 3}),  # which accepts drafts that are not kept
+        *pairs(
+            ["strict", "probabilistic", "block"], ["processed", "raw"], [False, True], list(TRUNCATIONS.values())[:5]
+        ),
     ),
 )
 def test_processed_logprobs_are_of_what_is_kept_and_raw_ones_of_all(kind, of, large, options):
