@@ -146,6 +146,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 *SEEDED,
                 ("draft_logsumexp", None),
                 ("draft_cutoff", None),
+                ("logprobs", None),
             ],
         ),
         (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
