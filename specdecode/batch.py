@@ -2,10 +2,13 @@
 
 import math
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+Logprobs = Literal["processed", "raw"]
+"""Of what emitted tokens' log-probabilities are: the distribution sampled from, or softmax(logits)."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -28,6 +31,12 @@ class SamplerOutput(NamedTuple):
     """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0.
 
     In a packed call also: the request had no rows, or its rows or its slot are none.
+    """
+
+    logprobs: Tensor | None = None
+    """[batch, num_draft_tokens + 1] float32: the log-probability of each emitted token, NaN where `token_ids` is -1.
+
+    None if it was not asked for.
     """
 
     @property
@@ -172,6 +181,7 @@ class VerificationBatch(NamedTuple):
     draft_temperature: Tensor | float | None = None  # like temperature; None: the same
     draft_truncation: Truncation | None = None
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
+    logprobs: Logprobs | None = None
     packing: Packing | None = None
 
     @property
@@ -200,6 +210,7 @@ class VerificationBatch(NamedTuple):
         min_p: Tensor | float | None = None,
         draft_sampling: Sampling | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
         packing: Packing | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
@@ -233,6 +244,8 @@ class VerificationBatch(NamedTuple):
             draft_temperature = check_temperature(draft_sampling.temperature, num_slots, device, of, used_slots)
             draft_truncation = Truncation.check(draft_sampling, *sizes, of, used_slots)
         check_draft_cutoff(draft_cutoff, drafts, device, draft_logsumexp, draft_truncation)
+        if logprobs is not None:
+            check_choice("logprobs", logprobs, get_args(Logprobs))
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
@@ -245,6 +258,7 @@ class VerificationBatch(NamedTuple):
             draft_temperature,
             draft_truncation,
             None if draft_cutoff is None else plain(draft_cutoff),
+            logprobs,
             packing,
         )
 

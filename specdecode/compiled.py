@@ -16,7 +16,16 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import INT64, Packing, RowBatch, SamplerOutput, Sampling, VerificationBatch, check_logits
+from specdecode.batch import (
+    INT64,
+    Logprobs,
+    Packing,
+    RowBatch,
+    SamplerOutput,
+    Sampling,
+    VerificationBatch,
+    check_logits,
+)
 from specdecode.packing import check_packed
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -37,6 +46,7 @@ def verify(
     min_p: float | Tensor | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
+    logprobs: Logprobs | None = None,
     row_starts: Tensor | None = None,
     num_draft_tokens: int = 0,
     slots: Tensor | None = None,
@@ -48,7 +58,7 @@ def verify(
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
     batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
-        return SamplerOutput(
+        output = SamplerOutput(
             *_verify(
                 method,
                 backend,
@@ -62,12 +72,14 @@ def verify(
                 *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
                 positions,
                 draft_cutoff,
+                logprobs,
                 row_starts,
                 num_draft_tokens,
                 slots,
                 seeds is None,
             )
         )
+        return output._replace(logprobs=None) if logprobs is None else output
 
 
 def sample(
@@ -140,11 +152,12 @@ def _verify(
     first_seed: int,
     positions: Tensor | None,
     draft_cutoff: Tensor | None,
+    logprobs: str | None,
     row_starts: Tensor | None,
     num_draft_tokens: int,
     slots: Tensor | None,
     seeds_are_drawn: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
@@ -153,16 +166,22 @@ def _verify(
     drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    others: Any = positions, *truncation, drafts, draft_cutoff
+    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs
     if row_starts is None:
-        return sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others))
+        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
     where: Any = row_starts, num_draft_tokens, slots
     if not seeds_are_drawn:
-        return sampler._verify(check_packed(*tensors, temperature, seed, *others, *where))
+        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
     batch = check_packed(*tensors, temperature, 0, *others, *where)
     packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
-    return sampler._verify(batch._replace(seeds=seed, packing=packing))
+    return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
+
+
+def _tensors_of(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return an output as an operator can, as tensors alone: one of no elements for log-probabilities not asked for."""
+    of_tokens = output.token_ids.new_empty(0, dtype=torch.float32) if output.logprobs is None else output.logprobs
+    return *output[:4], of_tokens
 
 
 @_verify.register_fake
@@ -173,7 +192,7 @@ def _(
     target_logits: Tensor,
     *others: Any,
 ) -> SamplerOutput:
-    *_, row_starts, num_draft_tokens, _slots, _seeds_are_drawn = others
+    *_, logprobs, row_starts, num_draft_tokens, _slots, _seeds_are_drawn = others
     if row_starts is None:
         batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
     else:
@@ -184,6 +203,7 @@ def _(
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.bool),
+        target_logits.new_empty(0 if logprobs is None else (batch, rows), dtype=torch.float32),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdecode.batch import (
     INTEGERS,
     MOST_DRAFT_TOKENS,
+    Logprobs,
     Packing,
     Sampling,
     VerificationBatch,
@@ -37,6 +38,7 @@ def check_packed(
     min_p: Tensor | float | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
+    logprobs: Logprobs | None,
     row_starts: Tensor,
     num_draft_tokens: int | None,
     slots: Tensor | None,
@@ -53,7 +55,9 @@ def check_packed(
     num_slots, slots = check_slots(slots, row_starts, by_slot)
     packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request=seeds is None)
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    return VerificationBatch.check(*tensors, temperature, seeds, positions, *truncation, draft_cutoff, packing)
+    return VerificationBatch.check(
+        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing
+    )
 
 
 BY_SLOT = (

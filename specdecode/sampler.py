@@ -9,6 +9,7 @@ from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
 from specdecode.batch import (
     MOST_DRAFT_TOKENS,
+    Logprobs,
     RowBatch,
     SamplerOutput,
     Sampling,
@@ -130,6 +131,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
@@ -167,6 +169,11 @@ class RejectionSampler:
                 reading the draft rows again, except in the eager backend on a GPU.
             draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]: needed beside
                 draft_logsumexp if the drafts were drawn from truncated rows.
+            logprobs: of what the emitted tokens' log-probabilities are returned. `"processed"`: of the distribution sampled
+                from, that is the target's row with temperature and truncation applied, for accepted, recovered and bonus
+                tokens alike. It is 0 for greedy requests, which sample from a point mass; and -inf for drafts that the
+                target never emits, which `"synthetic"` alone accepts. `"raw"`: of softmax(logits), at temperature 1 and
+                untruncated, for greedy requests too. None returns none.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -177,9 +184,25 @@ class RejectionSampler:
                 CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
                 or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, a top_p of 0 or less keeps
                 one token, a min_p above 1 is 1.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> target_logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(2, 2, 3)  # 2 requests, 1 draft each
+            >>> drafts, sampler = torch.tensor([[0], [2]]), RejectionSampler("probabilistic")
+            >>> output = sampler(target_logits, drafts, seeds=2, top_k=2, logprobs="processed")
+            >>> output.token_ids  # draft 2 is not among the two tokens kept
+            tensor([[ 0,  0],
+                    [ 1, -1]])
+            >>> output.logprobs.exp()  # 0.5 / 0.8 and 0.3 / 0.8
+            tensor([[0.6250, 0.6250],
+                    [0.3750,    nan]])
+            >>> sampler(target_logits, drafts, seeds=2, top_k=2, logprobs="raw").logprobs.exp()
+            tensor([[0.5000, 0.5000],
+                    [0.3000,    nan]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation)
         return self._verify(VerificationBatch.check(*arguments, *truncation))
@@ -202,6 +225,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
 
@@ -229,6 +253,7 @@ class RejectionSampler:
             positions: [batch] int64, by request: the absolute position of its first draft token; None means 0.
             draft_logsumexp: [num_slots, num_draft_tokens] float32, by slot.
             draft_cutoff: [num_slots, num_draft_tokens] int64, by slot.
+            logprobs: as for a call.
 
         Returns:
             As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
@@ -255,7 +280,7 @@ class RejectionSampler:
                     [ 3, -1, -1]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         where = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation, *where)
@@ -276,6 +301,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
@@ -302,6 +328,7 @@ class RejectionSampler:
             positions: as for a call.
             draft_logsumexp: as for a call.
             draft_cutoff: as for a call.
+            logprobs: as for a call.
             row_starts: if given, the kernels of [`packed`][specdecode.RejectionSampler.packed] calls are compiled, and all
                 arguments are as for those.
             num_draft_tokens: as for a packed call.
@@ -318,7 +345,7 @@ class RejectionSampler:
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         if row_starts is None:
             if slots is not None or num_draft_tokens is not None:
                 raise ValueError(

@@ -85,7 +85,7 @@ class Calls:
         self.count += 1
         return self.sampler(method).draft(logits, *scalars).logsumexp
 
-    def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool) -> None:
+    def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool | str) -> None:
         """Verify a batch on the device, by the kernels' own entry; `options` are its."""
         if not self.is_due():
             return
@@ -94,7 +94,9 @@ class Calls:
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
         tensors = batch.target_logits, batch.draft_token_ids, draft, logsumexp
-        checked = VerificationBatch.check(*tensors, *scalars, **truncation)
+        checked = VerificationBatch.check(*tensors, *scalars, **truncation)._replace(
+            logprobs=options.pop("logprobs", None)
+        )
         kernels = backends.choose("triton", batch.target_logits)
         kernels.verify(method, checked, self.sampler(method).schedule, **options)
 
@@ -118,6 +120,9 @@ class Calls:
                 self.verify(method, batch, draft_logsumexp=logsumexp, **options)
                 self.verify(method, batch, with_draft=False, **options)
                 self.verify(method, batch, top_k=5, top_p=0.9, **options)
+                for logprobs in ("processed", "raw"):
+                    self.verify(method, batch, logprobs=logprobs, **options)
+                    self.verify(method, batch, with_draft=False, top_k=5, logprobs=logprobs, **options)
                 cutoffs = {"draft_cutoff": batch.draft_token_ids.long()}
                 self.verify(method, batch, top_k=300, draft_logsumexp=logsumexp, **cutoffs, **options)
                 self.verify(method, batch, min_p=torch.full((BATCH,), 0.1, device=self.device), **options)
@@ -145,6 +150,7 @@ class Calls:
                 self.verify(method, columns, large=large)
                 self.verify(method, batch, temperature=0.0, large=large)
                 self.verify(method, no_drafts, large=large)
+                self.verify(method, no_drafts, large=large, logprobs="raw")
                 self.verify(method, wide, large=large)
 
     def many_requests(self) -> None:

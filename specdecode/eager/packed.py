@@ -81,6 +81,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         each(batch.draft_temperature),
         each_limit(batch.draft_truncation),
         each(batch.draft_cutoff),
+        batch.logprobs,
     )
     return unpacked, num_drafts >= 0
 
@@ -88,4 +89,6 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
 def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
     """Have requests without rows emit token 0, and mark them."""
     output.token_ids[:, 0].mul_(has_rows)
+    if output.logprobs is not None:  # the only token that such a request can emit
+        output.logprobs[:, 0].masked_fill_(~has_rows, 0)
     return output._replace(invalid=output.invalid | ~has_rows)

@@ -16,6 +16,7 @@ compares residual masses.
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
+| `logprobs` | log-probabilities of emitted tokens |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
@@ -105,6 +106,8 @@ def verify(
         "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
         "invalid": torch.empty(requests, dtype=torch.bool, device=device),
     }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_draft_tokens + 1, dtype=torch.float32, device=device)
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
@@ -180,13 +183,15 @@ def run(
     layouts = [None if tensor is None else layout(tensor) for tensor in inputs.values()]
     shape: tuple[int, ...] = target.shape
     seeds_by_request = False
+    samples, logprobs = "logsumexp" in outputs, batch.logprobs if isinstance(batch, VerificationBatch) else None
     packing = batch.packing if isinstance(batch, VerificationBatch) else None
     if packing is not None:
         numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
         for place in BY_ROW:
             layouts[place] = row_layout(layouts[place])
         shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
-    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), "logsumexp" in outputs, seeds_by_request)
+    how = samples, seeds_by_request, logprobs
+    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), *how)
     plan.run({**outputs, **inputs}, numbers)
 
 

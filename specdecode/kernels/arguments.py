@@ -103,6 +103,7 @@ class Outputs(NamedTuple):
     invalid_ptr: Pointer  # [batch] bool
     logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature)
     cutoff_ptr: Pointer  # [batch] int64 the last token kept, -1 for all; None: rows are not truncated
+    logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN behind the last token; None: not asked for
 
 
 class Workspace(NamedTuple):
@@ -117,6 +118,8 @@ class Workspace(NamedTuple):
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
+    raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
+    logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
 
 
 class Sizes(NamedTuple):

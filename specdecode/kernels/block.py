@@ -19,6 +19,7 @@ import triton.language as tl
 from specdecode.kernels.arguments import Place, Residual
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.logprobs import leave_logprob, normalizer_of
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
@@ -167,6 +168,8 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
         store_terms(
             numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
         )
+        if workspace.logprobs_ptr is not None:
+            leave_logprob(place, normalizer_of(terms.p), inputs, workspace, sizes)
 
 
 @triton.jit
@@ -293,7 +296,7 @@ def settle(request, num_drafts, inputs, workspace, sizes):
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return that the draft at a place is not accepted, the row's maximum, and what is drawn from: max(0, p - q / c)."""
+    """Return that the draft at a place is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
@@ -301,4 +304,4 @@ def decide(place, noise, inputs, workspace, sizes):
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
         residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     p = combine(statistics, row, place.temperature, sizes)
-    return False, p.row_max, (p, residual)
+    return False, normalizer_of(p), (p, residual)

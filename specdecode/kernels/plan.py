@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Drafts,
     Inputs,
@@ -170,14 +171,14 @@ def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits
     return Limits(*itertools.chain.from_iterable(zip(pointers, map(Argument, names))))
 
 
-def outputs_of(samples: bool, truncates: bool) -> Outputs:
+def outputs_of(samples: bool, truncates: bool, logprobs: Argument | None) -> Outputs:
     """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)
     if samples:
         cutoff = Argument("cutoff", torch.int64) if truncates else None
-        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff)
+        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff, None)
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
-    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None)
+    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None, logprobs)
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -190,6 +191,7 @@ def plan_step(
     layouts: tuple[Layout | None, ...],
     samples: bool,
     seeds_by_request: bool = False,
+    logprobs: Logprobs | None = None,
 ) -> Plan:
     """Plan a step.
 
@@ -202,6 +204,7 @@ def plan_step(
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
         seeds_by_request: whether a packed call has a seed for each request, not for each slot.
+        logprobs: of what the emitted tokens' log-probabilities are.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
@@ -225,12 +228,15 @@ def plan_step(
         "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
+        "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
-    workspace = Workspace(*[plan.part(name) for name in parts])
+    logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
+    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
     bundles = inputs, workspace, sizes
-    add_reading(plan, inputs, workspace._replace(cutoffs_ptr=None), sizes, while_reading if decides else None)
+    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
+    add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
     if settles:
@@ -242,7 +248,7 @@ def plan_step(
     plan.add(
         emit_kernel,
         (requests * (num_draft_tokens + 1) if per_row else requests,),
-        (inputs, outputs_of(samples, truncates), workspace, sizes, tuning),
+        (inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning),
         num_warps=8 if has_draft_rows else rule.num_warps,
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Normalizer, Residual, Terms
 from specdecode.kernels.distribution import combine, combine_both, logprob
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -290,9 +291,10 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, the row's maximum, and what is drawn from if it is not."""
+    """Return whether the draft at a place is accepted, the row's normalizer, and what is drawn from if it is not."""
     terms = acceptance_terms(place, inputs, workspace, sizes)
-    return accepts(terms, place, noise.uniform, inputs.drafts), terms.p.row_max, (terms.p, terms.residual)
+    accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+    return accepted, normalizer_of(terms.p), (terms.p, terms.residual)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Place
 from specdecode.kernels.launch import admit_next_launch
+from specdecode.kernels.logprobs import leave_logprob
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
@@ -22,6 +23,8 @@ from specdecode.kernels.rows import (
     draft_statistics,
     load_blocks,
     load_temperature,
+    raw_statistics,
+    store_raw_statistics,
     store_statistics,
     target_statistics,
     whole_draft_row_at,
@@ -68,9 +71,12 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     if token >= 0:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         noise = noise_at(place, inputs.requests, sizes)
-        accepted, row_max, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        if row_max == -INFINITY:
+        accepted, p, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        if p.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
+        if workspace.logprobs_ptr is not None:
+            if accepted:
+                leave_logprob(place, p, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)
 
@@ -106,6 +112,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
     if matters:
         row = whole_target_row_at(request, offset, inputs)
         statistics = target_statistics(workspace, request, offset, sizes)
+        if workspace.raw_statistics_ptr is not None:
+            raw = raw_statistics(workspace, request, offset, sizes)
         if inputs.draft.ptr is not None:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             its_statistics = draft_statistics(workspace, request, offset, sizes)
@@ -119,7 +127,9 @@ def read_kernel(inputs, workspace, sizes, tuning):
             if tuning.ADMITS_LATE:
                 if tile == tuning.tiles - 1:
                     admit_next_launch(tuning.OVERLAPS)
-            store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            if workspace.raw_statistics_ptr is not None:
+                store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if READS_DRAFT:
                 if reads_draft:
                     store_statistics(

@@ -261,6 +261,13 @@ def target_statistics(workspace, request, offset, sizes):
 
 
 @triton.jit
+def raw_statistics(workspace, request, offset, sizes):
+    """Return where the statistics at temperature 1 of a target row are, if they are kept."""
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
+    return workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
+
+
+@triton.jit
 def draft_statistics(workspace, request, offset, sizes):
     """Return where the statistics of a draft row are: behind those of all target rows."""
     target_rows = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1)
@@ -270,8 +277,26 @@ def draft_statistics(workspace, request, offset, sizes):
 
 @triton.jit
 def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts."""
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; return them."""
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+    return block_max, sumexp
+
+
+@triton.jit
+def store_raw_statistics(
+    pointer, statistics, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
+):
+    """Store statistics at temperature 1, given those at the request's temperature."""
+    block_max, sumexp = statistics
+    if temperature != 1:
+        _, sumexp = block_statistics(parts, tl.full([], 1.0, tl.float32), INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+
+
+@triton.jit
+def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
+    """Store the maxima and the sums of consecutive blocks."""
     # Each warp has a block, and its first lane stores. As a [BLOCKS] vector the numbers would first move between warps, for
     # which all of them would have to wait for each other.
     blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]

@@ -12,7 +12,8 @@ number. A token that the decision has drawn is written before, and the last prog
 token is drawn afterwards. By then the bits of all rows are usually complete, and the program at whose row the request stops
 writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
 early, sets the EARLY bit and exits, and those that complete the bits write the rest. (Always early: 2 to 8 % slower for 1 to
-32 requests of `probabilistic`.)
+32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added, and
+published with them, because those behind the stop are then replaced by NaN.
 """
 
 import triton
@@ -110,16 +111,16 @@ def bits_at(state_ptr, request):
 
 
 @triton.jit
-def add_stop_bits(state_ptr, place, stops, is_empty, IS_DRAWN: tl.constexpr):
+def add_stop_bits(state_ptr, place, stops, is_empty, PUBLISHES: tl.constexpr):
     """Add what is known of one row: whether the request can stop there, and whether it has no finite logit.
 
-    Return all bits. If the row's token is drawn already, it is published with them.
+    Return all bits. What is written of the row already, its token or log-probability, is published with them.
     """
     stop_bit, empty_bit = stops.to(tl.int64) << STOP_BITS, is_empty.to(tl.int64) << EMPTY_BITS
     bits = 1 + ((stop_bit + empty_bit) << place.offset)
-    if IS_DRAWN:
-        tl.debug_barrier()  # all threads have written, before one of them publishes the token
-    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if IS_DRAWN else "relaxed")
+    if PUBLISHES:
+        tl.debug_barrier()  # all threads have written, before one of them publishes that
+    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
 
 
 @triton.jit
@@ -137,15 +138,16 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
 
 
 @triton.jit
-def hand_in(outputs, state_ptr, place, token, sizes):
+def hand_in(outputs, state_ptr, place, token, logprob, sizes):
     """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
 
     Before all bits are there that is not known: the token is written early, and the EARLY bit set.
     """
-    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="relaxed")
+    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
+    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire" if REPLACES else "relaxed")
     complete = are_complete(bits, sizes)
     if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
-        store_token(outputs, place, token, sizes)
+        store_token(outputs, place, token, logprob, sizes)
     if complete == 0:
         tl.debug_barrier()  # all threads have written, before one of them publishes the token
         bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
@@ -201,9 +203,18 @@ def draft_at(counted, drafts, request, offset, sizes):
 
 
 @triton.jit
-def store_token(outputs, place, token, sizes):
+def store_token(outputs, place, token, logprob, sizes):
     """Write the token at a place."""
     tl.store(outputs.token_ids_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, token)
+    store_logprob(outputs, place, logprob, sizes)
+
+
+@triton.jit
+def store_logprob(outputs, place, logprob, sizes):
+    """Write the log-probability of the token at a place, if it is asked for."""
+    if outputs.logprobs_ptr is not None:
+        index = place.request.index * (sizes.num_draft_tokens + 1) + place.offset
+        tl.store(outputs.logprobs_ptr + index, logprob)
 
 
 @triton.jit
@@ -217,6 +228,9 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
         tl.store(outputs.token_ids_ptr + request.index * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
+        if outputs.logprobs_ptr is not None:
+            logprobs_ptr = outputs.logprobs_ptr + request.index * (sizes.num_draft_tokens + 1)
+            tl.store(logprobs_ptr + offsets, tl.full([TILE], float("nan"), tl.float32), mask=others & (offsets > stop))
     tl.store(outputs.num_accepted_ptr + request.index, stop)
     tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
     tl.store(outputs.invalid_ptr + request.index, invalid)

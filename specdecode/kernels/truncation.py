@@ -25,6 +25,7 @@ from specdecode.kernels.candidates import (
 )
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.packed import locate
 from specdecode.kernels.probabilistic import (
     acceptance_terms,
@@ -150,7 +151,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
         is_sure &= log_ratio + log_draft_kept >= ERROR
     if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
         post_acceptance(workspace.state_ptr, place, sizes)
-    return accepted, terms.p.row_max, place.token
+    return accepted, normalizer_of(terms.p), place.token
 
 
 @triton.jit
@@ -252,7 +253,8 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     if tuning.POSTED:
         is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
-        is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
+        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
+            is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
     is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)

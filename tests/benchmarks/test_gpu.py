@@ -62,10 +62,10 @@ class Verifier(NamedTuple):
     packed: bool = False
 
     def __call__(
-        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **numbers: Tensor
+        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
     ) -> Callable[[], SamplerOutput]:
         draft = inputs.drafts(self.method, seed, **(truncation or {}))
-        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **numbers}
+        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **others}
         if self.with_logsumexp:
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         sampler = RejectionSampler(self.method, backend=self.backend)
@@ -260,7 +260,7 @@ def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
     temperature = torch.full(requests.shape, inputs.temperature, device="cuda")
     verifier = PROVIDERS[provider]
     call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
-    assert all(map(torch.equal, call(), verifier(inputs)()))  # they are the same numbers
+    assert all(map(torch.equal, call()[:4], verifier(inputs)()[:4]))  # they are the same numbers
     measure(benchmark, Recording(call))
 
 
@@ -326,6 +326,36 @@ def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, w
     verifier, options = Verifier(method, with_logsumexp=with_logsumexp), TRUNCATIONS[truncation]
     call = verifier(inputs, truncation=options)
     check(inputs, verifier, call(), options)
+    measure(benchmark, Recording(call))
+
+
+def logprobs_cases():
+    """Yield shapes, methods and what truncates their rows; each is timed without log-probabilities, and with either kind."""
+    for batch, drafts in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
+        for temperature in (0.7, 1.0):  # at 1, raw sums are the processed ones
+            for method in ("probabilistic", "strict", "block"):
+                yield Shape(batch, drafts, "bfloat16", temperature), method, "plain"
+        yield Shape(batch, drafts, "bfloat16", 0.0), "strict", "plain"
+    for batch in (1, 32, 256):
+        yield Shape(batch, 3, "bfloat16", 0.7), "probabilistic", "top-p .95"
+
+
+@pytest.mark.parametrize(("inputs", "method", "truncation"), list(logprobs_cases()), indirect=["inputs"], ids=str)
+@pytest.mark.parametrize("of", [None, "processed", "raw"])
+def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of, environment):
+    """Time calls that return log-probabilities, beside the same call without them."""
+    benchmark.group = f"log-probabilities, {request.node.callspec.params['inputs']}"
+    name = method if truncation == "plain" else f"{method}, {truncation}"
+    benchmark.extra_info |= {"provider": f"{name}, {of or 'none'}", "environment": environment}
+    verifier, options = Verifier(method), TRUNCATIONS[truncation]
+    call, output = (
+        Verifier(method, backend)(inputs, truncation=options, logprobs=of) for backend in ("triton", "eager")
+    )
+    got, want = call(), output()
+    check(inputs, verifier, got, options)
+    if of is not None:
+        same = (got.token_ids == want.token_ids).all(dim=1)
+        torch.testing.assert_close(got.logprobs[same], want.logprobs[same], rtol=1e-6, atol=1e-4, equal_nan=True)
     measure(benchmark, Recording(call))
 
 

@@ -25,6 +25,7 @@ from specdecode.kernels.state import (
     peek_stop,
     post_empty,
     post_stop,
+    store_logprob,
     store_output,
     store_token,
 )
@@ -37,7 +38,8 @@ def outputs_of(num_draft_tokens: int) -> Outputs:
     """The outputs of one request, with numbers in them that nobody writes."""
     token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
     counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
-    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None, None)
+    logprobs = torch.full(token_ids.shape, -7.0, device=DEVICE)
+    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None, None, logprobs)
 
 
 def drafts_of(ids: torch.Tensor) -> Drafts:
@@ -158,6 +160,8 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     wanted = list(range(100, 100 + had))
     assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
     assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
+    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # those of tokens are written elsewhere
+    assert outputs.logprobs_ptr[stop + 1 :].isnan().all()
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, had]
     assert outputs.invalid_ptr.item() is (stop > 1)
 
@@ -183,19 +187,24 @@ class Rows(NamedTuple):
 
 @triton.jit
 def take_step(rows, offset, step):
-    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added."""
+    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added.
+
+    The log-probability of an accepted draft is written before its row's bits are added.
+    """
     request = the_request(0, rows.sizes)
     place = Place(request, offset, -1, (0, 0), 1.0)
     stops = tl.load(rows.stops_ptr + offset) == 1
     is_empty = tl.load(rows.empty_ptr + offset) == 1
     bits = tl.full([], 0, tl.int64)
     if (step == 0) == (rows.IS_DRAWN == 0):
-        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, rows.IS_DRAWN)
+        if stops == 0:
+            store_logprob(rows.outputs, place, -1.0 - offset, rows.sizes)
+        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, True)
     elif rows.IS_DRAWN:
         if stops:
-            store_token(rows.outputs, place, 100 + offset, rows.sizes)
+            store_token(rows.outputs, place, 100 + offset, -100.0 - offset, rows.sizes)
     else:
-        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, rows.sizes)
+        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, -100.0 - offset, rows.sizes)
     finishes = tl.full([], False, tl.int1)
     if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
         finishes = is_to_finish(rows.state_ptr, place, bits, rows.sizes, rows.IS_DRAWN)
@@ -233,6 +242,8 @@ def assert_output_is_right(steps: list[tuple[int, int]], stops: list[int], empty
     run_kernel(rows_kernel, 1, rows)
     stop = stops[0]
     assert outputs.token_ids_ptr.tolist() == [*[7, 8][:stop], 100 + stop, *[-1] * (ROWS - 1 - stop)], steps
+    logprobs = [*[-1.0, -2.0][:stop], -100.0 - stop, *[7.0] * (ROWS - 1 - stop)]
+    assert outputs.logprobs_ptr.nan_to_num(nan=7).tolist() == logprobs, steps
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, ROWS - 1], steps
     assert outputs.invalid_ptr.item() is (empty is not None and empty <= stop), steps
 
