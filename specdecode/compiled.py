@@ -16,7 +16,8 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import INT64, RowBatch, SamplerOutput, Sampling, check_logits
+from specdecode.batch import INT64, Packing, RowBatch, SamplerOutput, Sampling, VerificationBatch, check_logits
+from specdecode.packing import check_packed
 from specdecode.synthetic import AcceptanceSchedule
 
 
@@ -36,9 +37,16 @@ def verify(
     min_p: float | Tensor | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
+    row_starts: Tensor | None = None,
+    num_draft_tokens: int = 0,
+    slots: Tensor | None = None,
 ) -> SamplerOutput:
-    """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler."""
+    """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
+
+    With row_starts they are those of a packed call.
+    """
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
+    batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
         return SamplerOutput(
             *_verify(
@@ -51,9 +59,13 @@ def verify(
                 draft_logsumexp,
                 *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
                 *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(_seeds_for(target_logits, seeds)),
+                *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
                 positions,
                 draft_cutoff,
+                row_starts,
+                num_draft_tokens,
+                slots,
+                seeds is None,
             )
         )
 
@@ -78,7 +90,7 @@ def sample(
             int(domains[1]),
             logits,
             *_tensors_and_numbers(sampling),
-            *_tensor_or_number(_seeds_for(logits, seeds)),
+            *_tensor_or_number(_seeds_for(logits.shape[:1], logits.device, seeds)),
             positions,
         )
         return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
@@ -105,9 +117,9 @@ def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
     return (value, 0) if isinstance(value, Tensor) else (None, value)
 
 
-def _seeds_for(logits: Tensor, seeds: int | Tensor | None) -> int | Tensor:
+def _seeds_for(batch: tuple[int, ...], device: torch.device, seeds: int | Tensor | None) -> int | Tensor:
     if seeds is None:
-        return torch.randint(INT64.min, INT64.max, logits.shape[:1], dtype=torch.int64, device=logits.device)
+        return torch.randint(INT64.min, INT64.max, batch, dtype=torch.int64, device=device)
     return seeds
 
 
@@ -128,29 +140,45 @@ def _verify(
     first_seed: int,
     positions: Tensor | None,
     draft_cutoff: Tensor | None,
+    row_starts: Tensor | None,
+    num_draft_tokens: int,
+    slots: Tensor | None,
+    seeds_are_drawn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
-    sampling: Any = _sampling_of(sampling_tensors, sampling_numbers)._asdict()
-    return RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)(
-        target_logits,
-        draft_token_ids,
-        draft_logits,
-        **sampling,
-        draft_sampling=(
-            _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
-        ),
-        seeds=first_seed if seeds is None else seeds,
-        positions=positions,
-        draft_logsumexp=draft_logsumexp,
-        draft_cutoff=draft_cutoff,
-    )
+    sampler = RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)
+    temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
+    drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
+    seed = first_seed if seeds is None else seeds
+    tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
+    others: Any = positions, *truncation, drafts, draft_cutoff
+    if row_starts is None:
+        return sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others))
+    where = row_starts, num_draft_tokens, slots
+    if not seeds_are_drawn:
+        return sampler._verify(check_packed(*tensors, temperature, seed, *others, *where))
+    # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
+    batch = check_packed(*tensors, temperature, 0, *others, *where)
+    packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
+    return sampler._verify(batch._replace(seeds=seed, packing=packing))
 
 
 @_verify.register_fake
-def _(method: str, backend: str, joint_rates: Sequence[float], target_logits: Tensor, *_: object) -> SamplerOutput:
-    batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+def _(
+    method: str,
+    backend: str,
+    joint_rates: Sequence[float],
+    target_logits: Tensor,
+    *others: Any,
+) -> SamplerOutput:
+    *_, row_starts, num_draft_tokens, _slots, _seeds_are_drawn = others
+    if row_starts is None:
+        batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+    else:
+        check_logits("target_logits", target_logits, ("num_rows", "vocab"))
+        batch, rows = row_starts.shape[0] - 1, num_draft_tokens + 1
     return SamplerOutput(
         target_logits.new_empty((batch, rows), dtype=torch.int64),
         target_logits.new_empty(batch, dtype=torch.int32),

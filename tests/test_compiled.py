@@ -170,7 +170,10 @@ def test_operators_keep_the_rules_of_operators(place, draft_logits):
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
     numbers = [None] * 4, [0.7, 0.0, 1.0, 0.0]
     arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None)
-    torch.library.opcheck(torch.ops.specdecode.verify.default, arguments)
+    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments, None, 0, None, False))
+    packed = call["target_logits"].flatten(0, 1), seeds.new_zeros(BATCH * (DRAFTS + 1)), *arguments[5:]
+    where = torch.tensor([0, 3, 3, 7, 8], device=place[1]), DRAFTS, seeds.flip(0), True
+    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments[:3], *packed, *where))
     arguments = (place[0], 3, 4, call["target_logits"][:, 0], *numbers, None, 5, seeds)
     torch.library.opcheck(torch.ops.specdecode.sample.default, arguments)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
+from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
@@ -28,6 +29,9 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
+    if batch.packing is not None:
+        unpacked, has_rows = unpack(batch, batch.packing)
+        return mark_invalid(METHODS[method](Steps(unpacked, schedule)), has_rows)
     return METHODS[method](Steps(batch, schedule))
 
 

@@ -10,7 +10,8 @@ compares residual masses.
 | `arguments` | the bundles that kernels receive: the shape and type of every field |
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
-| `rows`, `distribution` | where rows lie, block statistics; from these to softmax, NaN and infinities included |
+| `packed` | where the rows and the state of a request are |
+| `rows`, `distribution` | how rows are read, block statistics; from these to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
@@ -35,6 +36,7 @@ from specdecode.kernels.plan import (
     OF_TRUNCATION,
     TENSORS,
     AcceptRule,
+    Layout,
     layout,
     plan_step,
 )
@@ -84,8 +86,6 @@ def verify(
     *,
     large: bool | None = None,
     many: bool | None = None,
-    target_index: Tensor | None = None,
-    draft_index: Tensor | None = None,
 ) -> SamplerOutput:
     """Run one verification step.
 
@@ -96,13 +96,9 @@ def verify(
         large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
-        target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
-            overlapping strides, this addresses the rows of a ragged, packed batch. Then all ids behind a request's last
-            draft are to be -1, for the row after any other may be read.
-        draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
     """
-    requests, num_draft_tokens = batch.draft_token_ids.shape
-    device = batch.target_logits.device
+    packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
+    requests = len(batch.draft_token_ids) if packing is None else len(packing.row_starts) - 1
     outputs = {
         "token_ids": torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
         "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
@@ -112,7 +108,10 @@ def verify(
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
-    tensors = {"target": batch.target_logits, "target_index": target_index}
+    tensors: dict[str, Tensor | None] = {"target": batch.target_logits}
+    if packing is not None:
+        tensors |= {"row_starts": packing.row_starts.contiguous()}
+        tensors |= {"slots": None if packing.slots is None else packing.slots.contiguous()}
     if num_draft_tokens == 0:
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
@@ -121,7 +120,7 @@ def verify(
         check_truncation(rule, batch)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
-        tensors |= {"draft": batch.draft_logits, "draft_index": draft_index}
+        tensors["draft"] = batch.draft_logits
         tensors |= {"draft_logsumexp": batch.draft_logsumexp, "draft_cutoff": batch.draft_cutoff}
         reads_both = batch.draft_logsumexp is None
     tensors |= {
@@ -129,7 +128,10 @@ def verify(
         "rates": None if schedule is None else conditional_rates(schedule, device),
     }
     if large is None:
-        large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
+        rows = requests * (num_draft_tokens + 1)
+        if packing is not None:
+            rows = min(rows, len(batch.target_logits))
+        large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
@@ -138,7 +140,7 @@ def verify(
 
 def check_truncation(rule: AcceptRule, batch: VerificationBatch) -> None:
     """Raise if rows are to be truncated in a way that the eager backend alone has."""
-    num_draft_tokens = batch.draft_token_ids.shape[1]
+    num_draft_tokens = batch.num_draft_tokens
     if rule is not BY_SAMPLE and batch.draft_temperature is not None:
         raise ValueError(
             "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
@@ -176,9 +178,22 @@ def run(
     assert target is not None
     inputs = {name: tensors.get(name) for name in names}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
-    shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    shape, seeds_by_request = target.shape, False
+    packing = batch.packing if isinstance(batch, VerificationBatch) else None
+    if packing is not None:
+        numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
+        layouts = tuple([row_layout(*pair) for pair in zip(names, layouts)])
+        shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
+    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs, seeds_by_request)
     plan.run({**outputs, **inputs}, numbers)
+
+
+def row_layout(name: str, of: Layout | None) -> Layout | None:
+    """Return how the tensor of a packed call lies: one that is by row as if it were by request too, a row being the step."""
+    if of is None or name not in ("target", "ids"):
+        return of
+    dtype, (step, *others), is_aligned = of
+    return dtype, (step, step, *others), is_aligned
 
 
 def add_limits(
@@ -198,6 +213,11 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
+    ways = (False, False), (False, True), (True, False)
+    if batch.packing is not None:  # the drafts of its requests may be fewer at any call
+        for large, many in ways:
+            verify(method, batch, schedule, large=large, many=many)
+        return
     most = batch.draft_token_ids.shape[1]
     for num_draft_tokens in {0, min(most, 1), most}:
         drafts = slice(num_draft_tokens)
@@ -208,5 +228,5 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
             draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
             draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
         )
-        for large, many in ((False, False), (False, True), (True, False)):
+        for large, many in ways:
             verify(method, fewer, schedule, large=large, many=many)

@@ -14,6 +14,7 @@ import triton.language as tl
 from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
@@ -42,20 +43,20 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
     token, row_max, sumexp = sample(place, noise, inputs, workspace, sizes)
-    tl.store(outputs.token_ids_ptr + request, token.to(tl.int64))
+    tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
     if outputs.logsumexp_ptr is not None:
         logsumexp = 0.0
         if temperature > 0:
             logsumexp = row_max / temperature + tl.log(sumexp)
-        tl.store(outputs.logsumexp_ptr + request, logsumexp)
+        tl.store(outputs.logsumexp_ptr + request.index, logsumexp)
     if outputs.cutoff_ptr is not None:
         cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
-        tl.store(outputs.cutoff_ptr + request, cutoff.to(tl.int64))
+        tl.store(outputs.cutoff_ptr + request.index, cutoff.to(tl.int64))
     if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request, 0)
-        tl.store(outputs.num_drafts_ptr + request, 0)
-        tl.store(outputs.invalid_ptr + request, row_max == -INFINITY)
+        tl.store(outputs.num_accepted_ptr + request.index, 0)
+        tl.store(outputs.num_drafts_ptr + request.index, 0)
+        tl.store(outputs.invalid_ptr + request.index, row_max == -INFINITY)
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request = (tl.program_id(0) // programs).to(tl.int64)
+    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:

@@ -18,6 +18,7 @@ from specdecode.kernels.arguments import (
     Inputs,
     Limits,
     Outputs,
+    Packing,
     Reading,
     Requests,
     Rows,
@@ -92,8 +93,8 @@ OPTIONAL = (
     "ids",
     "draft_logsumexp",
     "rates",
-    "target_index",
-    "draft_index",
+    "row_starts",
+    "slots",
     "temperatures",
     "seeds",
     "positions",
@@ -124,36 +125,42 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
 
 
-def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | None, vocab_size: int) -> Rows:
+def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
     """Return the bundle of [batch, rows, vocab] logits, or of [batch, vocab]."""
     if rows is None:
-        return Rows(None, None, 0, 0, 0, ALIGNED=True)
+        return Rows(None, 0, 0, 0, ALIGNED=True)
     _, (stride_request, *offsets, stride_token), is_aligned = rows
     stride_offset = offsets[0] if offsets else 0
     is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
-    return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
+    return Rows(ptr, stride_request, stride_offset, stride_token, is_aligned)
 
 
-def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
+def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_request: bool) -> Inputs:
     """Return the bundle of inputs, given how each of `TENSORS` lies, and of `OF_TRUNCATION` if rows are truncated."""
     names = TENSORS + OF_TRUNCATION
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions, *limits = (
-        pointers
-    )
+    target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, temperatures, seeds, positions, *limits = pointers
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
     of_ids, of_logsumexp, of_cutoff = [(per_request, per_offset) for per_request, per_offset in strides]
     cutoff = limits.pop() if limits else None
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
     return Inputs(
-        rows_of(target, target_ptr, target_index, vocab_size),
-        rows_of(draft, draft_ptr, draft_index, vocab_size),
+        packing_of(row_starts, slots),
+        rows_of(target, target_ptr, vocab_size),
+        rows_of(draft, draft_ptr, vocab_size),
         Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
-        Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
+        Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),
     )
+
+
+def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
+    """Return the bundle of where rows and slots are; without pointers the call is not packed."""
+    if row_starts is None:
+        return Packing(None, None, None, None)
+    return Packing(row_starts, Argument("num_rows"), slots, None if slots is None else Argument("num_slots"))
 
 
 def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits:
@@ -182,6 +189,7 @@ def plan_step(
     shape: tuple[int, ...],
     layouts: tuple[Layout | None, ...],
     samples: bool,
+    seeds_by_request: bool = False,
 ) -> Plan:
     """Plan a step.
 
@@ -193,10 +201,11 @@ def plan_step(
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
+        seeds_by_request: whether a packed call has a seed for each request, not for each slot.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
-    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size)
+    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size, seeds_by_request)
     truncates = len(layouts) > len(TENSORS)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None

@@ -67,7 +67,7 @@ def is_trusted(logsumexp):
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
     """Return the logsumexp that came with a draft."""
-    place = request * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
+    place = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
     return tl.load(drafts.logsumexp_ptr + place, mask=wanted, other=0.0)
 
 
@@ -190,7 +190,7 @@ def residual_sums(target, draft, residual, temperature):
 @triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
     """Return where the block sums of a draft's residual are, if they are kept."""
-    return workspace.residual_sums_ptr + (request * sizes.num_draft_tokens + offset) * sizes.num_blocks
+    return workspace.residual_sums_ptr + (request.index * sizes.num_draft_tokens + offset) * sizes.num_blocks
 
 
 @triton.jit

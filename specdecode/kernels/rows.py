@@ -34,7 +34,7 @@ def load_temperature(requests, request):
     """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
     temperature = requests.temperature
     if requests.temperature_ptr is not None:
-        given = tl.load(requests.temperature_ptr + request)
+        given = tl.load(requests.temperature_ptr + request.slot)
         # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
         clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
         temperature = tl.where(given > 0, clamped, 0.0)
@@ -55,21 +55,32 @@ def scaled(logits, row_max, temperature):
 
 
 @triton.jit
-def row_at(rows, request, offset, sizes):
-    """Return the row at an offset of a request."""
-    index = request
-    if rows.index_ptr is not None:
-        index = tl.load(rows.index_ptr + request).to(tl.int64)
-    start = index * rows.stride_request + offset * rows.stride_offset
-    return Row(rows.ptr + start, rows.stride_token, sizes.vocab_size)
+def row_at(rows, place, offset, vocab_size):
+    """Return the row at an offset of a request, given the place of its rows."""
+    start = place * rows.stride_request + offset * rows.stride_offset
+    return Row(rows.ptr + start, rows.stride_token, vocab_size)
+
+
+@triton.jit
+def whole_target_row_at(request, offset, inputs):
+    """Return the target row at an offset of a request."""
+    return row_at(inputs.target, request.row, offset, request.vocab_size)
+
+
+@triton.jit
+def whole_draft_row_at(request, offset, inputs, sizes):
+    """Return the draft row at an offset of a request."""
+    return row_at(inputs.draft, request.slot, offset, sizes.vocab_size)
 
 
 @triton.jit
 def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     """Return where the cutoff of a row is."""
-    index = request * (sizes.num_draft_tokens + 1) + offset
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
     if OF_DRAFT:
-        index = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request * sizes.num_draft_tokens + offset
+        index = (
+            sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request.index * sizes.num_draft_tokens + offset
+        )
     return workspace.cutoffs_ptr + index * 2
 
 
@@ -87,14 +98,14 @@ def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
 @triton.jit
 def target_row_at(request, offset, inputs, workspace, sizes):
     """Return the target row at an offset of a request, up to its cutoff."""
-    return with_cutoff(row_at(inputs.target, request, offset, sizes), workspace, request, offset, False, sizes)
+    return with_cutoff(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
 
 
 @triton.jit
 def draft_row_at(request, offset, inputs, workspace, sizes):
     """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
     inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
-    return with_cutoff(row_at(inputs.draft, request, offset, sizes), workspace, request, inside, True, sizes)
+    return with_cutoff(whole_draft_row_at(request, offset, inputs, sizes), workspace, request, inside, True, sizes)
 
 
 @triton.jit
@@ -245,7 +256,7 @@ def sum_in_order(weights):
 @triton.jit
 def target_statistics(workspace, request, offset, sizes):
     """Return where the statistics of a target row are."""
-    index = request * (sizes.num_draft_tokens + 1) + offset
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
     return workspace.statistics_ptr + index * sizes.num_blocks * 2
 
 
@@ -253,7 +264,7 @@ def target_statistics(workspace, request, offset, sizes):
 def draft_statistics(workspace, request, offset, sizes):
     """Return where the statistics of a draft row are: behind those of all target rows."""
     target_rows = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1)
-    index = target_rows + request * sizes.num_draft_tokens + offset
+    index = target_rows + request.index * sizes.num_draft_tokens + offset
     return workspace.statistics_ptr + index * sizes.num_blocks * 2
 
 

@@ -34,38 +34,38 @@ STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.
 @triton.jit
 def clear_state(state_ptr, request):
     """Set a request's state to zeros."""
-    tl.store(state_ptr + request * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
+    tl.store(state_ptr + request.index * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
 
 
 @triton.jit
 def post_stop(state_ptr, request, offset, sizes):
     """Note that a request stops at an offset, if not before."""
-    tl.atomic_max(state_ptr + request * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
+    tl.atomic_max(state_ptr + request.index * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
 
 
 @triton.jit
 def post_empty(state_ptr, request, offset, sizes):
     """Note that a request's target row has no finite logit."""
-    tl.atomic_max(state_ptr + request * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
+    tl.atomic_max(state_ptr + request.index * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
 
 
 @triton.jit
 def peek_stop(state_ptr, request, sizes):
     """Return the first stop posted so far, while other programs may be posting: never less than the final one."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
-    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request * FIELDS + STOP, 0, sem="relaxed")
+    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + STOP, 0, sem="relaxed")
 
 
 @triton.jit
 def load_stop(state_ptr, request, sizes):
     """Return the offset that a request stops at, when all stops are posted."""
-    return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP)
+    return sizes.num_draft_tokens - tl.load(state_ptr + request.index * FIELDS + STOP)
 
 
 @triton.jit
 def load_empty(state_ptr, request, sizes):
     """Return the offset of a request's first target row without a finite logit, likewise."""
-    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request * FIELDS + EMPTY)
+    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request.index * FIELDS + EMPTY)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def is_last(count_ptr, programs):
 @triton.jit
 def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
-    return state_ptr + sizes.batch * FIELDS + request * (sizes.num_draft_tokens + 1) + offset
+    return state_ptr + sizes.batch * FIELDS + request.index * (sizes.num_draft_tokens + 1) + offset
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
 @triton.jit
 def bits_at(state_ptr, request):
     """Return where a request's stop bits are."""
-    return (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+    return (state_ptr + request.index * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
@@ -158,8 +158,8 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
     """Return draft ids as int32, -1 for what is no token."""
-    inside = (offsets >= 0) & (offsets < sizes.num_draft_tokens)
-    pointers = drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset
+    inside = (offsets >= 0) & (offsets < request.num_drafts)
+    pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
     ids = tl.load(pointers, mask=inside, other=-1)
     return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
 
@@ -190,7 +190,7 @@ def draft_at(counted, drafts, request, offset, sizes):
 @triton.jit
 def store_token(outputs, place, token, sizes):
     """Write the token at a place."""
-    tl.store(outputs.token_ids_ptr + place.request * (sizes.num_draft_tokens + 1) + place.offset, token)
+    tl.store(outputs.token_ids_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, token)
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
-        tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
-    tl.store(outputs.num_accepted_ptr + request, stop)
-    tl.store(outputs.num_drafts_ptr + request, num_drafts)
-    tl.store(outputs.invalid_ptr + request, invalid)
+        tl.store(outputs.token_ids_ptr + request.index * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
+    tl.store(outputs.num_accepted_ptr + request.index, stop)
+    tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
+    tl.store(outputs.invalid_ptr + request.index, invalid)

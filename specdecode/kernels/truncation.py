@@ -25,6 +25,7 @@ from specdecode.kernels.candidates import (
 )
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.packed import locate
 from specdecode.kernels.probabilistic import (
     acceptance_terms,
     accepts,
@@ -40,9 +41,10 @@ from specdecode.kernels.rows import (
     load_statistics,
     load_temperature,
     logit_of,
-    row_at,
     scaled,
     target_statistics,
+    whole_draft_row_at,
+    whole_target_row_at,
 )
 from specdecode.kernels.state import count_drafts, load_stop
 from specdecode.kernels.synthetic import is_scheduled
@@ -57,11 +59,11 @@ def load_limits(limits, request, sizes):
     """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     if limits.top_k_ptr is not None:
-        top_k = tl.load(limits.top_k_ptr + request)
+        top_k = tl.load(limits.top_k_ptr + request.slot)
     if limits.top_p_ptr is not None:
-        top_p = tl.load(limits.top_p_ptr + request).to(tl.float32)
+        top_p = tl.load(limits.top_p_ptr + request.slot).to(tl.float32)
     if limits.min_p_ptr is not None:
-        min_p = tl.load(limits.min_p_ptr + request).to(tl.float32)
+        min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
     top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
     return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
@@ -148,7 +150,7 @@ def place_of(index, inputs, sizes):
         of_draft = draft >= 0
         request = tl.where(of_draft, draft // sizes.num_draft_tokens, request)
         offset = tl.where(of_draft, (draft % sizes.num_draft_tokens).to(tl.int32), offset)
-    return request, offset, of_draft
+    return locate(request, inputs.packing, sizes), offset, of_draft
 
 
 @triton.jit
@@ -169,7 +171,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
 def given_cutoff(row, request, offset, inputs, sizes):
     """Return the cutoff that came with a draft, and whether it can be used: its logsumexp, too."""
     drafts = inputs.drafts
-    place = request * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
+    place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + place)
     logsumexp = load_logsumexp(drafts, request, offset, True)
     leaves_out = (token >= 0) & (token < sizes.vocab_size)
@@ -188,7 +190,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     limits = load_limits(inputs.limits, request, sizes)
-    row = row_at(inputs.target, request, offset, sizes)
+    row = whole_target_row_at(request, offset, inputs)
     is_read = offset <= num_drafts
     if inputs.draft.ptr is not None:
         if of_draft:
@@ -203,16 +205,16 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
-            draft_row = row_at(inputs.draft, request, offset, sizes)
+            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token, is_known = given_cutoff(draft_row, request, offset, inputs, sizes)
             is_truncated = is_known == 0
     if is_truncated:
         if inputs.draft.ptr is None:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
         else:
-            draft_row = row_at(inputs.draft, request, offset, sizes)
+            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             if tuning.ALIKE:  # so the code is there once, which is faster
-                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, sizes.vocab_size)
+                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, request.vocab_size)
                 logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
             elif of_draft:
                 logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels import plan, state
-from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Sizes
+from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Request, Sizes
 from specdecode.kernels.state import (
     EMPTY_BITS,
     STOP_BITS,
@@ -60,17 +60,25 @@ class Posts(NamedTuple):
 
 
 @triton.jit
+def the_request(index, sizes):
+    """Return a request whose drafts and rows are at its own index."""
+    index = tl.full([], index, tl.int64)
+    return Request(index, index, index, sizes.num_draft_tokens, sizes.vocab_size)
+
+
+@triton.jit
 def post_kernel(posts):
-    clear_state(posts.state_ptr, 1)
+    request = the_request(1, posts.sizes)
+    clear_state(posts.state_ptr, request)
     for i in range(posts.count + 1):
         found_ptr = posts.found_ptr + 3 * i
-        tl.store(found_ptr, peek_stop(posts.state_ptr, 1, posts.sizes))
-        tl.store(found_ptr + 1, load_stop(posts.state_ptr, 1, posts.sizes))
-        tl.store(found_ptr + 2, load_empty(posts.state_ptr, 1, posts.sizes))
+        tl.store(found_ptr, peek_stop(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr + 1, load_stop(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr + 2, load_empty(posts.state_ptr, request, posts.sizes))
         if i < posts.count:
             offset = tl.load(posts.offsets_ptr + i)
-            post_stop(posts.state_ptr, 1, offset, posts.sizes)
-            post_empty(posts.state_ptr, 1, offset, posts.sizes)
+            post_stop(posts.state_ptr, request, offset, posts.sizes)
+            post_empty(posts.state_ptr, request, offset, posts.sizes)
 
 
 @pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
@@ -114,7 +122,7 @@ def test_one_program_is_the_last():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
+class Verified(NamedTuple):
     """A request whose drafts are counted, and looked at one by one, and whose output is written."""
 
     drafts: Drafts
@@ -126,12 +134,14 @@ class Request(NamedTuple):
 
 
 @triton.jit
-def output_kernel(request):
-    counted = count_drafts(request.drafts, 0, request.sizes)
-    tl.store(request.count_ptr, counted[0])
-    for offset in range(request.sizes.num_draft_tokens + 1):
-        tl.store(request.ids_ptr + offset, draft_at(counted, request.drafts, 0, offset, request.sizes))
-    store_output(request.outputs, request.drafts, counted, 0, request.stop, request.stop > 1, request.sizes)
+def output_kernel(verified):
+    request = the_request(0, verified.sizes)
+    counted = count_drafts(verified.drafts, request, verified.sizes)
+    tl.store(verified.count_ptr, counted[0])
+    for offset in range(verified.sizes.num_draft_tokens + 1):
+        tl.store(verified.ids_ptr + offset, draft_at(counted, verified.drafts, request, offset, verified.sizes))
+    stop = verified.stop
+    store_output(verified.outputs, verified.drafts, counted, request, stop, stop > 1, verified.sizes)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +153,8 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     ids[2 * had : 2 * had + 1] = [-1, VOCAB, 2**40][drafts % 3]
     outputs, found = outputs_of(drafts), torch.full((drafts + 2,), -7, dtype=torch.int32, device=DEVICE)
     sizes = plan.sizes_of(1, drafts, VOCAB)
-    request = Request(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
-    run_kernel(output_kernel, 1, request)
+    verified = Verified(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
+    run_kernel(output_kernel, 1, verified)
     wanted = list(range(100, 100 + had))
     assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
     assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
@@ -174,7 +184,8 @@ class Rows(NamedTuple):
 @triton.jit
 def take_step(rows, offset, step):
     """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added."""
-    place = Place(tl.full([], 0, tl.int64), offset, -1, (0, 0), 1.0)
+    request = the_request(0, rows.sizes)
+    place = Place(request, offset, -1, (0, 0), 1.0)
     stops = tl.load(rows.stops_ptr + offset) == 1
     is_empty = tl.load(rows.empty_ptr + offset) == 1
     bits = tl.full([], 0, tl.int64)
@@ -190,8 +201,9 @@ def take_step(rows, offset, step):
         finishes = is_to_finish(rows.state_ptr, place, bits, rows.sizes, rows.IS_DRAWN)
     if finishes:
         stop = first_row(bits, STOP_BITS)
-        counted = count_drafts(rows.drafts, 0, rows.sizes)
-        store_output(rows.outputs, rows.drafts, counted, 0, stop, first_row(bits, EMPTY_BITS) <= stop, rows.sizes)
+        counted = count_drafts(rows.drafts, request, rows.sizes)
+        is_invalid = first_row(bits, EMPTY_BITS) <= stop
+        store_output(rows.outputs, rows.drafts, counted, request, stop, is_invalid, rows.sizes)
 
 
 @triton.jit
