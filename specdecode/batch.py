@@ -144,7 +144,7 @@ class Packing(NamedTuple):
     seeds_by_request: bool  # seeds are not by slot, because they were drawn for this call
 
     def used(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return which slots are used, [num_slots] bool, and which requests have rows, [batch] bool; None if not on the CPU."""
+        """Return which slots are used, [num_slots] bool, and which requests have rows, [batch] bool; on the CPU alone."""
         if not on_host(self.row_starts):
             return None, None
         has_rows = self.row_starts.diff() > 0
@@ -157,8 +157,8 @@ class Packing(NamedTuple):
 class VerificationBatch(NamedTuple):
     """Checked arguments of a verification step: the one bundle of tensors that both backends receive.
 
-    In a packed call target logits and draft tokens are by row, and all else is by slot (`num_slots` in place of `batch`), but
-    for the positions.
+    In a packed call target logits and draft tokens are by row, positions by request, and all else by slot, which is
+    `num_slots` in place of `batch`.
     """
 
     target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float; packed: [num_rows, vocab]
@@ -418,7 +418,7 @@ def check_share(
     batch: int,
     device: torch.device,
     neutral: int,
-    used: Tensor | None,
+    used: Tensor | None = None,
 ) -> Tensor | float | None:
     """Return top_p or min_p as a float or a [batch] tensor, None if it keeps all tokens.
 

@@ -156,7 +156,7 @@ def _verify(
     others: Any = positions, *truncation, drafts, draft_cutoff
     if row_starts is None:
         return sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others))
-    where = row_starts, num_draft_tokens, slots
+    where: Any = row_starts, num_draft_tokens, slots
     if not seeds_are_drawn:
         return sampler._verify(check_packed(*tensors, temperature, seed, *others, *where))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.

@@ -46,13 +46,13 @@ def check_packed(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, device or value.
     """
-    numbers = temperature, seeds, positions, top_k, top_p, min_p, draft_sampling
-    by_slot = draft_logits, *numbers[:2], *numbers[3:], draft_logsumexp, draft_cutoff
     most = check_rows(target_logits, draft_token_ids, row_starts, num_draft_tokens)
+    truncation = top_k, top_p, min_p, draft_sampling
+    by_slot = draft_logits, temperature, seeds, *truncation, draft_logsumexp, draft_cutoff
     num_slots, slots = check_slots(slots, row_starts, by_slot)
     packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request=seeds is None)
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    return VerificationBatch.check(*tensors, *numbers, draft_cutoff, packing)
+    return VerificationBatch.check(*tensors, temperature, seeds, positions, *truncation, draft_cutoff, packing)
 
 
 BY_SLOT = (

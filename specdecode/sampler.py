@@ -1,6 +1,6 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -333,10 +333,10 @@ class RejectionSampler:
         backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
-            numbers = (*how, seeds, positions)
-            one = [number[:1] if isinstance(number, Tensor) else number for number in numbers]
-            heat, top_k, top_p, min_p, seeds, positions = one  # by request and by slot alike
-            self.draft(draft_logits[:1, 0], heat, seeds, positions, top_k=top_k, top_p=top_p, min_p=min_p)
+            numbers: Any = (how.temperature, seeds, positions, *how[1:])
+            # Of one row, because some of them may be by slot and others by request.
+            *scalars, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
+            self.draft(draft_logits[:1, 0], *scalars, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def _checked(self, batch: VerificationBatch) -> VerificationBatch:
         """Return the batch if the schedule has a rate for each of its drafts."""

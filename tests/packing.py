@@ -1,4 +1,4 @@
-"""Packed calls that say the same as calls that are not packed: rows without gaps, state in slots, what is unused poisoned."""
+"""Packed calls that say what a padded call says: rows without gaps, state in slots, all that is unused poisoned."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,16 +58,12 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
 
 LOW, HIGH = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 HOSTILE_STARTS = [
-    [2, 5, 3, 6, 8],  # decreasing
-    [-1, 1, 3, 6, 8],
-    [0, 2, 4, 7, 99],
-    [0, 5, 5, 6, 8],  # five rows of four at most; none
-    [LOW, 0, HIGH, 2, 3],
-    [HIGH, LOW, HIGH, 0, 4],
+    [-1, 1, 4, 3, 6, 8, 8, 99],  # from before the first, sound, decreasing, sound, sound, none, beyond the last
+    [0, 5, HIGH, LOW, 7, 8, -2, 2],  # five rows of four at most, ...
 ]
-"""Of four requests of three drafts at most, where there are eight rows and five slots."""
+"""Of seven requests of three drafts at most, where there are eight rows and five slots."""
 
-HOSTILE_SLOTS = [[4, 0, 1, 2], [0, -1, 5, 3], [LOW, 3, 3, HIGH]]
+HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, 3, -1, 4, HIGH, LOW]]
 
 
 def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:

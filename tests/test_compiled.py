@@ -76,6 +76,31 @@ def test_a_compiled_call_returns_what_a_call_returns(place, method, draft_logits
     assert_same(compiled(step)(**call, **arguments), expected)
 
 
+@pytest.mark.parametrize("method", ["strict", "block"])
+@pytest.mark.parametrize("seeds", ["by slot", "drawn"])
+def test_a_compiled_packed_call_returns_what_a_call_returns(place, method, seeds):
+    sampler, call = make(method, place), inputs(place, draft_logits=True)
+    rows = {"target_logits": call["target_logits"].flatten(0, 1)}
+    rows["draft_token_ids"] = rows["target_logits"].argmax(dim=1)
+    rows["row_starts"], slots = (
+        torch.tensor([0, 4, 5, 5, 8], device=place[1]),
+        torch.tensor([2, 2, 0, 1], device=place[1]),
+    )
+    by_slot = {"draft_logits": call["draft_logits"][:3], "temperature": torch.tensor([1.0, 2.0, 0.5], device=place[1])}
+    if seeds == "by slot":
+        by_slot["seeds"] = torch.tensor([7, 8, 9], device=place[1])
+
+    def step(**arguments: Tensor) -> SamplerOutput:
+        return sampler.packed(**arguments, num_draft_tokens=DRAFTS)
+
+    again = compiled(step)
+    torch.manual_seed(0)
+    expected = step(**rows, **by_slot, slots=slots)
+    torch.manual_seed(0)
+    assert_same(again(**rows, **by_slot, slots=slots), expected)
+    assert expected.invalid.tolist() == [False, False, True, False]
+
+
 @each_method
 @pytest.mark.parametrize("form", ["numbers", "tensors"])
 def test_compiled_drafts_and_samples_are_those_of_a_call(place, method, form):

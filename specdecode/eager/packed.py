@@ -59,7 +59,9 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     token_ids = ids[rows[:, :-1]].masked_fill(offsets[:-1] >= num_drafts[:, None], -1)
     draft_logits = None
     if batch.draft_logits is not None:
-        draft_logits = IndexedRows(batch.draft_logits, torch.broadcast_tensors(slots[:, None], offsets[:-1]))
+        draft_logits = IndexedRows(
+            batch.draft_logits, (slots[:, None].expand_as(token_ids), offsets[:-1].expand_as(token_ids))
+        )
 
     def each(value: Any) -> Any:
         return value[slots] if isinstance(value, Tensor) else value

@@ -182,7 +182,8 @@ def run(
     assert target is not None
     inputs = {name: tensors.get(name) for name in names}
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
-    shape, seeds_by_request = target.shape, False
+    shape: tuple[int, ...] = target.shape
+    seeds_by_request = False
     packing = batch.packing if isinstance(batch, VerificationBatch) else None
     if packing is not None:
         numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
