@@ -26,6 +26,7 @@ from tests.benchmarks.inputs import (
     Inputs,
     describe,
     flat_rows,
+    packed_verification,
     peaked_rows,
     served_rows,
     straightforward,
@@ -60,6 +61,7 @@ class Verifier(NamedTuple):
     method: str
     backend: str = "triton"
     with_logsumexp: bool = False
+    packed: bool = False
 
     def __call__(
         self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **numbers: Tensor
@@ -68,7 +70,8 @@ class Verifier(NamedTuple):
         options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **numbers}
         if self.with_logsumexp:
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
-        return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
+        sampler = RejectionSampler(self.method, backend=self.backend)
+        return (packed_verification if self.packed else verification)(inputs, sampler, draft, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
@@ -123,6 +126,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
     "triton greedy": Verifier("strict"),
+    "triton packed": Verifier("probabilistic", packed=True),
     "eager": Verifier("probabilistic", "eager"),
     "straightforward": plain,
     "straightforward compiled": compiled,
@@ -259,6 +263,28 @@ def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
     verifier = PROVIDERS[provider]
     call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
     assert all(map(torch.equal, call(), verifier(inputs)()))  # they are the same numbers
+    measure(benchmark, Recording(call))
+
+
+PACKED = [Shape(*sizes, "bfloat16", 0.7) for sizes in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7))]
+
+
+@pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", [*FAST, "triton, top-p .95"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_packed_rows(benchmark, request, inputs, provider, packed, environment):
+    """Time calls as engines make them, with state in slots in another order, and beside each the same call padded."""
+    benchmark.group = f"packed, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{provider}{', packed' * packed}", "environment": environment}
+    name, _, truncation = provider.partition(", ")
+    verifier, options = PROVIDERS[name]._replace(packed=packed), TRUNCATIONS[truncation or "plain"]
+    requests = torch.arange(len(inputs.target_logits), device="cuda")
+    numbers = {"temperature": torch.full(requests.shape, inputs.temperature, device="cuda"), "seeds": requests}
+    numbers |= {"positions": torch.zeros_like(requests)}
+    call, other = (
+        each(inputs, truncation=options, **numbers) for each in (verifier, verifier._replace(packed=not packed))
+    )
+    assert all(map(torch.equal, call(), other()))
     measure(benchmark, Recording(call))
 
 
@@ -522,7 +548,7 @@ def time_calls(benchmark, call: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
-@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict"])
+@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict", "triton packed"])
 def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
     """Time a call from Python.
 
