@@ -172,10 +172,10 @@ def arguments(method, batch, rejection_sampling=False, draft_probs=None):
     hook.verifier = Mock(method=method, side_effect=verifier)
     output = logits_output(logits)
     hook(never, chain(drafts, draft_probs), batch, output)
-    (target_logits, draft_token_ids), by_name = hook.verifier.call_args
-    assert target_logits.data_ptr() == output.next_token_logits.data_ptr()  # not copied
-    assert torch.equal(draft_token_ids, drafts)
-    return by_name
+    arguments = hook.verifier.call_args.kwargs
+    assert arguments["target_logits"].data_ptr() == output.next_token_logits.data_ptr()  # not copied
+    assert torch.equal(arguments["draft_token_ids"], drafts)
+    return arguments
 
 
 def test_the_draft_logits_are_exactly_the_given_probabilities():
@@ -199,16 +199,28 @@ def test_without_rejection_sampling_and_for_strict_no_draft_probability_is_read(
     assert "draft_logits" not in arguments("strict", batch_of(torch.ones(40)), rejection_sampling=True)
 
 
-def test_only_what_truncates_a_request_that_is_not_greedy_is_passed():
+def test_truncation_is_passed_if_a_request_that_is_not_greedy_truncates():
     mixed = torch.tensor([0.0, 0.8]).repeat(20)
     names = {"top_k", "top_p", "min_p"}
     assert not names & set(arguments("strict", batch_of(mixed)))  # though SGLang says top-k 1 for greedy requests
     assert not names & set(arguments("strict", batch_of(0 * mixed, top_p=0.9, min_p=0.1)))
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1}.items():
         got = arguments("strict", batch := batch_of(mixed, **{name: value}))
-        assert names & set(got) == {name}
-        assert got[name] is getattr(batch.sampling_info, f"{name}s")
+        assert all(got[each] is getattr(batch.sampling_info, f"{each}s") for each in names)
     assert not names & set(arguments("strict", batch_of(mixed, top_k=50)))  # the whole vocabulary
+
+
+def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
+    logits, drafts = drafted()
+    hook, batch = EagleSample("block", engine(rejection_sampling=True)), batch_of(torch.ones(40))
+    hook.verifier = Mock(wraps=(real := hook.verifier), method="block")
+    for _ in range(2):
+        hook(never, chain(drafts, torch.rand(40, 3, 50)), batch, logits_output(logits))
+    plain, truncated = [call.kwargs for call in hook.verifier.warmup.call_args_list]
+    assert set(truncated) - set(plain) == {"top_k", "top_p", "min_p", "draft_sampling"}
+    for call in (plain, truncated):
+        assert call["draft_logits"].shape == (1, 3, 50)
+        assert real(**call).token_ids.shape == (1, 4)
 
 
 def test_grammar_masks_are_applied_first_and_logits_are_checked_as_sglang_does():

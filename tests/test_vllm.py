@@ -83,6 +83,7 @@ def rejection_sampler(method, states, num_draft_tokens, **members):
     result.__dict__ |= {
         "sampler": sampler,
         "fallbacks": Fallbacks(logging.getLogger("vllm.specdecode")),
+        "warm": set(),
         "verifier": RejectionSampler(method),
         "num_speculative_steps": num_draft_tokens,
         "watermark_key": None,
@@ -179,7 +180,8 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
 
     # Steps without drafts are drawn by vLLM's sampler: the same tokens.
     plain = TokenSampling.__new__(TokenSampling)
-    plain.__dict__ |= rejection_sampler("strict", states, 4).sampler.__dict__ | {"verifier": RejectionSampler("strict")}
+    plain.__dict__ |= vars(rejection_sampler("strict", states, 4).sampler)
+    plain.verifier, plain.warm = Mock(wraps=RejectionSampler("strict"), method="strict"), set()
     first = case["cu_num_logits"][:-1].long()
     tokens, _ = plain.sample(
         case["logits"][first],
@@ -192,6 +194,7 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
         case["seq_lens_upper_bound_np"],
     )
     assert torch.equal(tokens, token_ids[:, 0])
+    assert plain.verifier.warmup.call_count == 2
 
 
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
@@ -226,9 +229,7 @@ def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4
     verifier = Mock(method=method)
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)
-    positional, by_name = verifier.packed.call_args
-    names = "target_logits", "draft_token_ids", "row_starts", "draft_logits"
-    return dict(zip(names, positional)) | by_name
+    return verifier.packed.call_args.kwargs
 
 
 def test_packed_gets_vllms_own_tensors_and_nothing_that_changes_nothing():
@@ -259,24 +260,43 @@ def test_forbidden_drafts_reach_the_sampler_as_none():
     assert (got["draft_token_ids"] == -1).all()
 
 
-def test_only_what_truncates_a_request_of_the_step_that_is_not_greedy_is_passed():
+def test_truncation_is_passed_if_a_request_of_the_step_that_is_not_greedy_truncates():
     case, _, _ = ragged_case()
     states, slot = sampling_states(64, 50, temperature=0.7), int(case["idx_mapping_np"][3])
     draft_logits = torch.randn(64, 4, 50)
     others = np.setdiff1d(np.arange(64), case["idx_mapping_np"])
     states.top_p.np[others] = 0.5
+    names = {"top_k", "top_p", "min_p"}
     for name, value in {"top_k": 5, "top_p": 0.9, "min_p": 0.1}.items():
         values = getattr(states, name)
         neutral, values.np[slot] = values.np[slot], value
         got = packed_arguments("probabilistic", states, case, draft_logits)
-        assert {"top_k", "top_p", "min_p", "draft_sampling"} & set(got) == {name, "draft_sampling"}
-        assert got[name] is values.gpu
+        assert all(got[each] is getattr(states, each).gpu for each in names)
         assert got["draft_sampling"] == Sampling(temperature=states.temperature.gpu)
         assert "draft_sampling" not in packed_arguments("probabilistic", states, case)  # no draft was drawn
         assert packed_arguments("strict", states, case, draft_logits)["draft_logits"] is None
         states.temperature.np[slot] = 0
-        assert name not in packed_arguments("probabilistic", states, case, draft_logits)
+        assert not (names | {"draft_sampling"}) & set(packed_arguments("probabilistic", states, case, draft_logits))
         states.temperature.np[slot], values.np[slot] = 0.7, neutral
+
+
+def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
+    case, _, _ = ragged_case()
+    states, draft_logits = sampling_states(64, 50), torch.randn(64, 4, 50)
+    result = rejection_sampler("probabilistic", states, 4)
+    real, result.verifier = result.verifier, Mock(wraps=result.verifier, method="probabilistic")
+    for logits in (None, draft_logits, None, draft_logits):
+        result._verify(draft_logits=logits, **case)
+    calls = [call.kwargs for call in result.verifier.warmup.call_args_list]
+    assert ["top_p" in call for call in calls] == [False, True] * 2
+    assert [call["draft_logits"] is None for call in calls] == [True, True, False, False]
+    assert ["draft_sampling" in call for call in calls] == [False, False, False, True]
+    for call in calls:
+        assert len(call["slots"]) == len(call["positions"]) == len(call["row_starts"]) - 1 == 1
+        real.packed(**call)
+    case["logits"] = case["logits"].float()
+    result._verify(draft_logits=None, **case)
+    assert result.verifier.warmup.call_count == 6
 
 
 @pytest.mark.parametrize(("target", "draft"), [(50, 47), (47, 50)])
@@ -327,6 +347,9 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     assert steps == 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
+    for _ in range(98):
+        result.fallbacks.add(counted, "")
+    assert [record.args[0] for record in caplog.records] == [1, 10, 100]
 
 
 @pytest.mark.parametrize("reason", PROCESSED)

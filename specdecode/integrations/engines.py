@@ -56,14 +56,14 @@ def register_sglang() -> None:
 
 
 class Fallbacks(Counter[str]):
-    """How many steps were left to the engine, by reason. The first step of each reason is logged.
+    """How many steps were left to the engine, by reason. The 1st, 10th, 100th, ... step of each reason is logged.
 
     Example:
         >>> import logging
         >>> from specdecode.integrations.engines import Fallbacks
         >>> fallbacks = Fallbacks(logging.getLogger("example"))
-        >>> fallbacks.add("watermarks", "vLLM verifies the step")
-        >>> fallbacks.add("watermarks", "vLLM verifies the step")
+        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
+        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
         >>> fallbacks
         Fallbacks({'watermarks': 2})
     """
@@ -73,9 +73,8 @@ class Fallbacks(Counter[str]):
         self.logger = logger
 
     def add(self, reason: str, consequence: str) -> None:
-        """Count one step; log what happens to steps like it, if it is the first of its reason."""
-        if reason not in self:
-            self.logger.warning(
-                "specdecode: %s: %s. Further steps like it are counted, not logged.", reason, consequence
-            )
+        """Count one step; now and then log what happens to steps like it."""
         self[reason] += 1
+        # Not the first alone: an engine's own warm-up makes steps with every feature before there is any request.
+        if str(self[reason]).strip("0") == "1":
+            self.logger.warning("specdecode: step %d with %s: %s", self[reason], reason, consequence)

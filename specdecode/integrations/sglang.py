@@ -92,6 +92,7 @@ class EagleSample:
         self.verifier = RejectionSampler(method)
         self.engine = engine
         self.fallbacks = Fallbacks(logger)
+        self.warm: set[Any] = set()
 
     def __call__(
         self,
@@ -167,21 +168,32 @@ class EagleSample:
         """Verify a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, info = verify_input.draft_token_num, batch.sampling_info
         temperature = torch.where(info.top_ks <= 1, 0, info.temperatures.view(-1))  # how SGLang says greedy
-        truncation = requested_truncation(batch, logits.shape[-1])
-        drafts: dict[str, Any] = {}
+        call = {
+            "target_logits": logits.view(len(temperature), num_rows, -1),
+            "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
+            "temperature": temperature,
+            "seeds": info.sampling_seed,  # None unless SGLang's inference is deterministic
+            "positions": batch.seq_lens.to(torch.int64) + 1,
+        }
         if self.engine.settings().speculative_use_rejection_sampling and self.verifier.method != "strict":
-            drafts |= drawn_from(verify_input.draft_probs, temperature)
-            if truncation:  # the target's: these drafts were drawn from whole rows
-                drafts["draft_sampling"] = Sampling(temperature=temperature)
-        return self.verifier(
-            logits.view(len(temperature), num_rows, -1),
-            verify_input.draft_token.view(-1, num_rows)[:, 1:],
-            temperature=temperature,
-            seeds=info.sampling_seed,  # None unless SGLang's inference is deterministic
-            positions=batch.seq_lens.to(torch.int64) + 1,
-            **truncation,
-            **drafts,
-        )
+            call |= drawn_from(verify_input.draft_probs, temperature)
+        self.warm_up_once(call, info)
+        truncates = is_truncated(batch, logits.shape[-1])
+        return self.verifier(**call, **truncation(call, info) if truncates else {})
+
+    def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
+        """Compile kernels, truncated and not, at the first call of its kind: SGLang's own warm-up makes that."""
+        kind = call["target_logits"].dtype, "draft_logits" in call
+        if kind in self.warm:
+            return
+        self.warm.add(kind)
+        for options in (call, call | truncation(call, info)):
+            first: dict[str, Any] = {}
+            for name, value in options.items():
+                first[name] = value[:1] if isinstance(value, Tensor) else value
+            if "draft_sampling" in first:
+                first["draft_sampling"] = Sampling(temperature=first["temperature"])
+            self.verifier.warmup(**first)
 
 
 def is_chain(verify_input: Any) -> bool:
@@ -189,21 +201,21 @@ def is_chain(verify_input: Any) -> bool:
     return bool(verify_input.tree_topk == 1 and verify_input.draft_token_num == verify_input.max_tree_depth)
 
 
-def requested_truncation(batch: Any, vocab: int) -> dict[str, Any]:
-    """Return what truncates the batch's requests; what truncates none of them is left out, because it costs more.
-
-    Greedy requests have a top_k of 1 in SGLang, which is no truncation here.
-    """
-    info, truncation = batch.sampling_info, dict[str, Any]()
+def is_truncated(batch: Any, vocab: int) -> bool:
+    """Return whether any request truncates; greedy requests have a top_k of 1 in SGLang, which is no truncation here."""
+    info = batch.sampling_info
     if info.is_all_greedy:
-        return {}
-    if info.need_top_k_sampling and any(1 < request.sampling_params.top_k < vocab for request in batch.reqs):
-        truncation["top_k"] = info.top_ks
-    if info.need_top_p_sampling:
-        truncation["top_p"] = info.top_ps
-    if info.need_min_p_sampling:
-        truncation["min_p"] = info.min_ps
-    return truncation
+        return False
+    top_k = info.need_top_k_sampling and any(1 < request.sampling_params.top_k < vocab for request in batch.reqs)
+    return bool(top_k or info.need_top_p_sampling or info.need_min_p_sampling)
+
+
+def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
+    """Return what truncates. All of it is passed if any is: each selection would need kernels of its own."""
+    result = {"top_k": info.top_ks, "top_p": info.top_ps, "min_p": info.min_ps}
+    if "draft_logits" in call:  # the drafts were drawn from whole rows
+        result["draft_sampling"] = Sampling(temperature=call["temperature"])
+    return result
 
 
 def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:

@@ -88,6 +88,7 @@ class TokenSampling:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.other_processing = np.zeros_like(self.needs_logits_processing)
+        self.warm: set[Any] = set()
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """Note whether a request needs logits processing beyond temperature and truncation."""
@@ -122,17 +123,17 @@ class TokenSampling:
         else:
             logits = self.apply_sampling_params(logits, *mappings, *tokens)
             sampling = of_processed(self.sampling_states)
-        output = self.verifier.packed(
-            logits,
-            input_ids,  # not looked at: each row is its request's last
-            torch.arange(len(logits) + 1, device=logits.device),
-            num_draft_tokens=0,
-            slots=expanded_idx_mapping,
-            seeds=self.sampling_states.seeds.gpu,
-            positions=pos + 1,
-            **sampling,
-        )
-        return output.token_ids[:, 0], logits
+        call = {
+            "target_logits": logits,
+            "draft_token_ids": input_ids,  # not looked at: each row is its request's last
+            "row_starts": torch.arange(len(logits) + 1, device=logits.device),
+            "num_draft_tokens": 0,
+            "slots": expanded_idx_mapping,
+            "seeds": self.sampling_states.seeds.gpu,
+            "positions": pos + 1,
+        }
+        warm_up_once(self.warm, self.verifier, call, self.sampling_states)
+        return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
 
 
 class DraftVerification:
@@ -150,6 +151,7 @@ class DraftVerification:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fallbacks = Fallbacks(logger)
+        self.warm: set[Any] = set()
         logger.info("specdecode: %r verifies the drafts", self.verifier)
 
     def _verify(
@@ -232,19 +234,18 @@ class DraftVerification:
         if draft_logits is not None:
             vocab = min(logits.shape[-1], draft_logits.shape[-1])  # as in vLLM: what either has beyond it is padding
             logits, draft_logits = logits[:, :vocab], draft_logits[..., :vocab]
-            if sampling.keys() > {"temperature"}:  # the target truncates: these drafts were drawn from whole rows
-                sampling = sampling | {"draft_sampling": Sampling(temperature=states.temperature.gpu)}
-        output = self.verifier.packed(
-            logits,
-            draft_sampled.roll(-1),
-            cu_num_logits,
-            draft_logits,
-            num_draft_tokens=self.num_speculative_steps,
-            slots=idx_mapping,
-            seeds=states.seeds.gpu,
-            positions=pos.index_select(0, cu_num_logits[:-1]) + 1,
-            **sampling,
-        )
+        call = {
+            "target_logits": logits,
+            "draft_token_ids": draft_sampled.roll(-1),
+            "row_starts": cu_num_logits,
+            "draft_logits": draft_logits,
+            "num_draft_tokens": self.num_speculative_steps,
+            "slots": idx_mapping,
+            "seeds": states.seeds.gpu,
+            "positions": pos.index_select(0, cu_num_logits[:-1]) + 1,
+        }
+        warm_up_once(self.warm, self.verifier, call, states)
+        output = self.verifier.packed(**call, **for_drafts(sampling, draft_logits))
         return output.token_ids, output.num_tokens
 
     def other_rule(self) -> str | None:
@@ -271,19 +272,46 @@ def why_processed(sampler: Any, requests: np.ndarray, wants_logprobs: bool) -> s
 
 
 def requested(states: Any, requests: np.ndarray) -> dict[str, Any]:
-    """Return how the requests sample from raw logits, by slot; what truncates none of them is left out.
+    """Return how the requests sample from raw logits, by slot, with no truncation if none of them truncates.
 
     A truncated call costs more, and greedy requests need no truncation: so the host's copies are looked at.
     """
-    sampling = {"temperature": states.temperature.gpu}
     drawn = requests[states.temperature.np[requests] != 0]
-    if (states.top_k.np[drawn] != states.vocab_size).any():
-        sampling["top_k"] = states.top_k.gpu
-    if (states.top_p.np[drawn] != 1).any():
-        sampling["top_p"] = states.top_p.gpu
-    if (states.min_p.np[drawn] != 0).any():
-        sampling["min_p"] = states.min_p.gpu
-    return sampling
+    truncates = (
+        (states.top_k.np[drawn] != states.vocab_size) | (states.top_p.np[drawn] != 1) | (states.min_p.np[drawn] != 0)
+    )
+    return truncated(states) if truncates.any() else {"temperature": states.temperature.gpu}
+
+
+def truncated(states: Any) -> dict[str, Any]:
+    """Return how requests sample. All truncation is passed if any is: each selection would need kernels of its own."""
+    return {name: getattr(states, name).gpu for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[str, Any]:
+    """Add how vLLM drew the drafts, where that differs: at the target's temperature, from whole rows."""
+    if draft_logits is None or "top_p" not in sampling:
+        return sampling
+    return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
+
+
+def warm_up_once(warm: set[Any], verifier: RejectionSampler, call: dict[str, Any], states: Any) -> None:
+    """Compile kernels, truncated and not, at the first call of its kind: vLLM's own warm-up makes that.
+
+    Args:
+        warm: the kinds that have been compiled.
+        verifier: compiles.
+        call: the arguments of its `packed`, but how requests sample.
+        states: vLLM's, which have that.
+    """
+    draft_logits = call.get("draft_logits")
+    kind = call["target_logits"].dtype, draft_logits is None
+    if kind in warm:
+        return
+    warm.add(kind)
+    one = {"row_starts": call["row_starts"][:2], "slots": call["slots"][:1], "positions": call["positions"][:1]}
+    for sampling in ({"temperature": states.temperature.gpu}, truncated(states)):
+        verifier.warmup(**call | one, **for_drafts(sampling, draft_logits))
 
 
 def of_processed(states: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def vllm_call(
         "fly_entropy_threshold": 0.3,
         "fly_entropy_top_k": 3,
         "fallbacks": Fallbacks(logger),
+        "warm": set(),
     }
     arguments = step(inputs, inputs.drafts("probabilistic").token_ids)
     draft_logits = inputs.draft_logits if with_draft_logits else None
