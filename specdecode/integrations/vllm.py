@@ -193,28 +193,19 @@ class DraftVerification:
         other_rule, processed = self.other_rule(), why_processed(sampler, idx_mapping_np, wants_logprobs)
         if other_rule is not None or (processed is not None and not is_strict):
             self.fallbacks.add(other_rule or str(processed), "vLLM verifies such a step, by its own method and noise")
-            return super()._verify(  # type: ignore[misc, no-any-return]
-                logits,
-                draft_logits,
-                draft_sampled,
-                pos,
-                cu_num_logits,
-                idx_mapping,
-                idx_mapping_np,
-                expanded_idx_mapping,
-                expanded_local_pos,
-                seq_lens_upper_bound_np,
-                verify_draft_sampled,
-            )
+            rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
+            mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
+            left = (*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
+            return super()._verify(*left)  # type: ignore[misc, no-any-return]
         if processed is None:
             sampling = requested(sampler.sampling_states, idx_mapping_np)
         else:  # only strict: it promises that the noise is the same in every step
             self.fallbacks.add(
                 processed, "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that"
             )
-            mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
+            where = expanded_idx_mapping, idx_mapping, idx_mapping_np
             tokens = pos, draft_sampled, expanded_local_pos, seq_lens_upper_bound_np
-            logits = sampler.apply_sampling_params(logits, *mappings, *tokens)
+            logits = sampler.apply_sampling_params(logits, *where, *tokens)
             sampling = of_processed(sampler.sampling_states)
         drafts = verify_draft_sampled, None if is_strict else draft_logits
         return logits, *self.verified(logits, *drafts, pos, cu_num_logits, idx_mapping, sampling)
