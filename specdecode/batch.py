@@ -279,7 +279,8 @@ MOST_DRAFT_TOKENS = 4096
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
     """Return an int of at least `least` and at most `most`, or raise."""
     expected = "a positive int" if least == 1 else f"an int >= {least}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    # int comes first because the check for Integral, an abstract class, takes longer.
+    if not isinstance(value, (int, Integral)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {expected}, got {shown(value)} ({type(value).__name__})")
     count = int(value)
     if count < least:
@@ -302,6 +303,11 @@ def check_tensor(
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise unless `tensor` is on this device."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")
 

@@ -25,15 +25,16 @@ def with_counts(batch: Case, counts: Sequence[int]) -> Case:
 def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.int64) -> dict[str, Any]:
     """The rows and draft tokens of a batch as a packed call takes them, [num_rows, ...], and where they start.
 
-    What nobody looks at is NaN or no token: rows of no request, the id of a request's last row, those after a -1.
+    What nobody looks at is NaN or no token: rows of no request, ids after a -1. The id of a last row is a likely token.
     """
     device = batch.target_logits.device
     none = [batch.target_logits.new_full((NOBODYS, batch.target_logits.shape[2]), NAN)]
     rows = [logits[: count + 1] for logits, count in zip(batch.target_logits, counts)]
     ids = [torch.tensor([-9, -9])]
-    for token_ids, count in zip(batch.draft_token_ids.cpu(), counts):
+    for request, (token_ids, count) in enumerate(zip(batch.draft_token_ids.cpu(), counts)):
         ended = (token_ids[:count] == -1).cumsum(0) > 1
-        ids += [token_ids[:count].masked_fill(ended, 2**30), torch.tensor([2**31 - 1])]
+        likely = batch.target_logits[request, count].argmax().cpu()
+        ids += [token_ids[:count].masked_fill(ended, 2**30), likely[None]]
     starts = [NOBODYS]
     for count in counts:
         starts.append(starts[-1] + count + 1)
@@ -58,12 +59,21 @@ def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
 
 LOW, HIGH = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 HOSTILE_STARTS = [
-    [-1, 1, 4, 3, 6, 8, 8, 99],  # from before the first, sound, decreasing, sound, sound, none, beyond the last
-    [0, 5, HIGH, LOW, 7, 8, -2, 2],  # five rows of four at most, ...
+    [
+        HIGH,
+        LOW,
+        1,
+        4,
+        3,
+        8,
+        8,
+        10,
+    ],  # decreasing, from far before the first, sound, decreasing, five rows, none, too far
+    [0, 1, 2, 3, 5, 6, 7, 8],
 ]
 """Of seven requests of three drafts at most, where there are eight rows and five slots."""
 
-HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, 3, -1, 4, HIGH, LOW]]
+HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 2**31, 4]]
 
 
 def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:

@@ -173,6 +173,7 @@ def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, m
             [3, 50, 0, 0, 0, 0, 0, 0],
             r"draft_token_ids: expected ids in \[0, 50\), .* got 50 at \[1\]",
         ),
+        ("draft_token_ids", [3, -1, 99, 0, 0, 50, 0, 0], r"draft_token_ids: expected ids in .* got 50 at \[5\]"),
         ("draft_token_ids", [[3] * 8], r"draft_token_ids: expected shape \[8\], got \[1, 8\]"),
         ("target_logits", [[0.0]], r"draft_token_ids: expected shape \[1\], got \[8\]"),
         ("temperature", [1.0] * 4, r"temperature: expected shape \[5\], got \[4\]"),

@@ -219,7 +219,8 @@ def packed_figure() -> str:
     """Draw a packed call of three requests: whose each row is, and which slot holds each one's state."""
     row_starts, slots, num_slots = [0, 4, 5, 8], [3, 0, 4], 5
     left, top, pitch, height = 8, 42, 53, 30
-    parts = [text(left, 14, "by row: target_logits, draft_token_ids", "label", "start")]
+    starts = ", ".join(map(str, row_starts))
+    parts = [text(left, 14, f"by row: target_logits, draft_token_ids; row_starts = [{starts}]", "label", "start")]
     for request, (first, end) in enumerate(itertools.pairwise(row_starts)):
         middle = left + pitch * (first + end) / 2
         for row in range(first, end):
@@ -231,9 +232,7 @@ def packed_figure() -> str:
         parts.append(text(middle - 2, top + 54, f"request {request}", "small"))
         slot_x = left + 85 * slots[request] + 40
         parts.append(path([(middle - 2, top + 60), (slot_x, top + 126)], "arrow"))
-    starts = ", ".join(map(str, row_starts))
-    parts.append(text(left, top + 82, f"row_starts = [{starts}]", "label", "start"))
-    parts.append(text(left, top + 100, f"slots = {slots}", "label", "start"))
+    parts.append(text(left + 172, top + 118, f"slots = {slots}", "label"))
     for slot in range(num_slots):
         x, unused = left + 85 * slot, "" if slot in slots else " unread"
         parts.append(rect(x, top + 126, 80, height, f"box read{unused}"))
@@ -244,9 +243,9 @@ def packed_figure() -> str:
         parts,
         top + 184,
         "A packed call",
-        "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, request "
-        "2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their state is in slots "
-        "3, 0 and 4; slots 1 and 2 are not used.",
+        "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, "
+        "request 2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their "
+        "state is in slots 3, 0 and 4; slots 1 and 2 are not used.",
     )
 
 

@@ -181,22 +181,27 @@ def run(
     target = tensors["target"]
     assert target is not None
     inputs = {name: tensors.get(name) for name in names}
-    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
+    layouts = [None if tensor is None else layout(tensor) for tensor in inputs.values()]
     shape: tuple[int, ...] = target.shape
     seeds_by_request = False
     packing = batch.packing if isinstance(batch, VerificationBatch) else None
     if packing is not None:
         numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
-        layouts = tuple([row_layout(*pair) for pair in zip(names, layouts)])
+        for place in BY_ROW:
+            layouts[place] = row_layout(layouts[place])
         shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs, seeds_by_request)
+    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), "logsumexp" in outputs, seeds_by_request)
     plan.run({**outputs, **inputs}, numbers)
 
 
-def row_layout(name: str, of: Layout | None) -> Layout | None:
-    """Return how the tensor of a packed call lies: one that is by row as if it were by request too, a row being the step."""
-    if of is None or name not in ("target", "ids"):
-        return of
+BY_ROW = TENSORS.index("target"), TENSORS.index("ids")
+"""The places of the tensors that are by row in a packed call."""
+
+
+def row_layout(of: Layout | None) -> Layout | None:
+    """Return how a tensor that is by row lies, as if it were by request and offset: both go on by rows."""
+    if of is None:
+        return None
     dtype, (step, *others), is_aligned = of
     return dtype, (step, step, *others), is_aligned
 

@@ -1,7 +1,8 @@
 """Packed calls of the kernels: rows in place, state in slots; nothing is read outside a tensor, whatever the places are."""
 
 import itertools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -68,7 +69,11 @@ def test_limits_are_by_slot(kind, way):
     batch = case(2, 1, 1030, torch.bfloat16, greedy=0, seed=12).to(DEVICE)
     limits = {"top_p": torch.tensor([0.9, 0.4], device=DEVICE), "top_k": torch.tensor([3, 50], device=DEVICE)}
     if kind.endswith("given logsumexp"):
-        limits["draft_cutoff"] = batch.draft_logits.argmin(2)
+        # Only the cutoff itself is kept, which the draft is not: so it is rejected, by the cutoff alone.
+        draft_token_ids = batch.target_logits[:, :1].argmax(2)
+        limits["draft_cutoff"] = (draft_token_ids + 1) % 1030
+        draft_logits = batch.draft_logits.scatter(2, limits["draft_cutoff"][..., None], 20.0)
+        batch = replace(batch, draft_token_ids=draft_token_ids, draft_logits=draft_logits)
     packed, usual = both(kind, batch, [1, 1], torch.tensor([2, 1], device=DEVICE), 4, limits, **way)
     assert_same(packed, usual)
 
@@ -153,11 +158,15 @@ def test_places_that_cannot_be_are_never_read(kind, truncated, way):
         assert output.invalid.tolist() == [not is_sound(starts, slots, request) for request in range(7)]
 
 
-@pytest.mark.parametrize("requests", [0, 3])
-def test_there_may_be_no_rows_and_no_requests(requests):
-    nothing = torch.empty(0, 40, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
-    starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
-    tensors = dict(zip(("target_logits", "draft_token_ids"), nothing))
-    output = call("strict", check_packed, tensors, {"temperature": 1.0}, (starts, 2, None))
-    assert output.token_ids.tolist() == [[0, -1, -1]] * requests
-    assert output.invalid.all()
+@pytest.mark.parametrize(
+    ("kind", "truncated", "way"), [("strict", False, {}), ("probabilistic", True, {}), ("block", False, LARGE)]
+)
+def test_there_may_be_no_rows_and_no_requests(kind, truncated, way):
+    tensors, numbers = eight_rows(truncated)
+    nothing = {name: tensors[name][:0].clone() for name in ("target_logits", "draft_token_ids")}
+    for requests in (0, 2):
+        starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
+        with nullcontext() if ON_GPU else reads_and_writes_inside():
+            output = call(kind, check_packed, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
+        assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
+        assert output.invalid.all()
