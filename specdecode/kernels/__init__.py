@@ -144,9 +144,13 @@ def verify(
 def check_truncation(rule: AcceptRule, batch: VerificationBatch) -> None:
     """Raise if rows are to be truncated in a way that the eager backend alone has."""
     num_draft_tokens = batch.num_draft_tokens
-    if rule is not BY_SAMPLE and batch.draft_temperature is not None:
+    # One tensor for both is known to be the same without reading it.
+    of_drafts, temperature = batch.draft_temperature, batch.temperature
+    is_same = of_drafts is temperature or (isinstance(of_drafts, float) and of_drafts == temperature)
+    if rule is not BY_SAMPLE and of_drafts is not None and not is_same:
         raise ValueError(
-            "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
+            "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
+            "'eager' or 'auto'"
         )
     if rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS:
         raise ValueError(f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}")

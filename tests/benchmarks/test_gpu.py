@@ -7,6 +7,7 @@ the same logits, so the logits of small batches are in the GPU's cache.
 """
 
 import functools
+import importlib.util
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
+from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import (
     VOCAB,
@@ -546,16 +548,10 @@ def test_launches_that_do_nothing(benchmark, environment):
     benchmark.extra_info |= {"provider": "nothing", "environment": environment, "after_us": after}
 
 
-@pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
-@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict", "triton packed"])
-def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
-    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there.
-
-    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
-    """
-    benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
-    benchmark.extra_info |= {"provider": provider, "environment": environment}
-    call, until_return, until_result = PROVIDERS[provider](inputs), [], []
+def time_calls(benchmark, call: Callable[[], Any]) -> None:
+    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there."""
+    until_return: list[float] = []
+    until_result: list[float] = []
 
     def timed() -> None:
         start = time.perf_counter()
@@ -572,9 +568,6 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
         torch.cuda.synchronize()
         return microseconds
 
-    call()
-    if provider != "nothing":
-        check(inputs, PROVIDERS[provider], call())
     torch.cuda.synchronize()
     benchmark.pedantic(timed, rounds=200, warmup_rounds=20)
     benchmark.extra_info |= {
@@ -582,3 +575,50 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
         "call_us": quartiles(until_return[-200:]),
         "call_and_wait_us": quartiles(until_result[-200:]),
     }
+
+
+@pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
+@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict", "triton packed"])
+def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
+    """Time a call from Python.
+
+    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
+    """
+    benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    call = PROVIDERS[provider](inputs)
+    call()
+    if provider != "nothing":
+        check(inputs, PROVIDERS[provider], call())
+    time_calls(benchmark, call)
+
+
+IN_VLLM = [
+    pytest.param(Shape(batch, 3, "bfloat16", 0.7), with_draft_logits, truncation, id=f"{batch}-{name}")
+    for batch in (1, 32, 256)
+    for name, with_draft_logits, truncation in (
+        ("one-hot", False, "plain"),
+        ("drawn", True, "plain"),
+        ("one-hot, top-p", False, "top-p .95"),
+    )
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("inputs", "with_draft_logits", "truncation"), IN_VLLM, indirect=["inputs"])
+@pytest.mark.parametrize("provider", ["vllm", "probabilistic", "block", "strict"])
+def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncation, provider, environment):
+    """Time vLLM's `_verify` and the adapter's, on the device and from Python: the host's work is part of both."""
+    drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
+    benchmark.group = f"in vLLM, {drafts}, {truncation}, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    call = engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation])
+    _, token_ids, num_tokens = call()
+    emitted = torch.arange(token_ids.shape[1], device="cuda") < num_tokens[:, None]
+    assert ((token_ids >= 0) & (token_ids < VOCAB))[emitted].all()
+    recording = Recording(call)
+    for _ in range(REPLAYS):
+        recording.replay()
+    benchmark.extra_info["device_us"] = recording.device_us()
+    time_calls(benchmark, call)
