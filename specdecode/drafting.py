@@ -73,5 +73,5 @@ def sample(
         token_ids, *_ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions, top_k, top_p, min_p)
         return token_ids
     batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-    token_ids, *_ = backends.choose("auto", logits, batch.is_truncated).sample(batch, SELECT)
+    token_ids, *_ = backends.choose("auto", logits).sample(batch, SELECT)
     return token_ids

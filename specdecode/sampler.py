@@ -1,5 +1,6 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -158,7 +159,8 @@ class RejectionSampler:
                 tensor. None and 1 keep all tokens.
             min_p: keep the tokens whose probability is at least min_p times the largest: a number in [0, 1] or a [batch]
                 float tensor. None and 0 keep all tokens. The order is temperature, min_p, top_k, top_p, each on what the
-                ones before have kept. Backend `"auto"` is eager for truncated calls.
+                ones before have kept. Backend `"auto"` is eager for truncated calls of more than 27 drafts (but not with
+                `"block"`), and of drafts that were drawn at another temperature.
             draft_sampling: how the drafts were drawn from draft_logits, if otherwise than the target samples; its numbers
                 are for all requests or [batch] tensors. The output has the target's truncated distribution whatever it is,
                 if it is true.
@@ -354,7 +356,7 @@ class RejectionSampler:
             batch = self._checked(VerificationBatch.check(*arguments, *truncation))
         else:
             batch = self._checked(check_packed(*arguments, *truncation, row_starts, num_draft_tokens, slots))
-        backend = backends.choose(self.backend, target_logits, batch.is_truncated)
+        backend = self._backend_for(batch)
         if backend is eager:
             return
         backend.warm_up(self.method, batch, self.schedule)
@@ -376,9 +378,15 @@ class RejectionSampler:
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Have a backend verify what has been checked."""
         batch = self._checked(batch)
-        backend = backends.choose(self.backend, batch.target_logits, batch.is_truncated)
-        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
+        output: SamplerOutput = self._backend_for(batch).verify(self.method, batch, self.schedule)
         return output
+
+    def _backend_for(self, batch: VerificationBatch) -> ModuleType:
+        """Return the backend's module; `"auto"` is eager where the kernels cannot truncate rows as they are to be."""
+        backend = backends.choose(self.backend, batch.target_logits)
+        if self.backend == "auto" and batch.is_truncated and backend is not eager:
+            return backend if backend.why_not_truncated(self.method, batch) is None else eager
+        return backend
 
     def draft(
         self,
@@ -435,5 +443,5 @@ class RejectionSampler:
             arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
             return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
         batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-        backend = backends.choose(self.backend, logits, batch.is_truncated)
+        backend = backends.choose(self.backend, logits)
         return DraftOutput(*backend.sample(batch, domains))
