@@ -2,10 +2,13 @@
 
 import math
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdecode.sharding import VocabShard
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -90,6 +93,7 @@ class RowBatch(NamedTuple):
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
     truncation: Truncation | None = None
+    shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
 
     @property
     def is_truncated(self) -> bool:
@@ -106,6 +110,7 @@ class RowBatch(NamedTuple):
         top_k: Tensor | int | None = None,
         top_p: Tensor | float | None = None,
         min_p: Tensor | float | None = None,
+        shard: "VocabShard | None" = None,
     ) -> "RowBatch":
         """Build a batch from a caller's arguments.
 
@@ -113,13 +118,14 @@ class RowBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, vocab = check_logits("logits", logits, ("batch", "vocab"))
+        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), shard)
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
-            check_seeds(seeds, batch, logits.device),
+            check_seeds(seeds, batch, logits.device) if shard is None else shard.check_seeds(seeds, logits),
             check_positions(positions, batch, logits.device),
             Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
+            shard,
         )
 
 
@@ -137,6 +143,7 @@ class VerificationBatch(NamedTuple):
     draft_temperature: Tensor | float | None = None  # like temperature; None: the same
     draft_truncation: Truncation | None = None
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
+    shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
 
     @property
     def is_truncated(self) -> bool:
@@ -159,6 +166,7 @@ class VerificationBatch(NamedTuple):
         min_p: Tensor | float | None = None,
         draft_sampling: Sampling | None = None,
         draft_cutoff: Tensor | None = None,
+        shard: "VocabShard | None" = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -166,7 +174,8 @@ class VerificationBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, rows, vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+        dimensions = ("batch", "num_draft_tokens + 1", "vocab")
+        batch, rows, vocab = check_logits("target_logits", target_logits, dimensions, shard)
         if rows == 0:
             raise ValueError(
                 "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"
@@ -178,7 +187,7 @@ class VerificationBatch(NamedTuple):
             check_num_rows(rows, draft_token_ids, draft_logits)
             raise
         if draft_logits is not None:
-            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, vocab), device)
+            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, target_logits.shape[2]), device)
         if draft_logsumexp is not None:
             check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
             if draft_logits is None:
@@ -201,12 +210,13 @@ class VerificationBatch(NamedTuple):
             None if draft_logits is None else plain(draft_logits),
             None if draft_logsumexp is None else plain(draft_logsumexp),
             check_temperature(temperature, batch, device),
-            check_seeds(seeds, batch, device),
+            check_seeds(seeds, batch, device) if shard is None else shard.check_seeds(seeds, target_logits),
             check_positions(positions, batch, device),
             truncation,
             draft_temperature,
             draft_truncation,
             None if draft_cutoff is None else plain(draft_cutoff),
+            shard,
         )
 
 
@@ -286,11 +296,15 @@ def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str) -> Non
         raise ValueError(f"{name}: expected {expected}, got {tensor[tuple(index)].item()} at {index}")
 
 
-def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torch.Size:
-    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape."""
+def check_logits(
+    name: str, logits: Tensor, dimensions: tuple[str, ...], shard: "VocabShard | None" = None
+) -> tuple[int, ...]:
+    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
     check_type(name, logits, FLOATS)
     if logits.ndim != len(dimensions):
         raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(logits.shape)}")
+    if shard is not None:  # which may be empty
+        return *logits.shape[:-1], shard.vocab_size
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
     return logits.shape

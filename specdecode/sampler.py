@@ -18,6 +18,7 @@ from specdecode.batch import (
 )
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
+from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 
 Method = Literal["strict", "probabilistic", "block", "synthetic"]
@@ -55,6 +56,9 @@ class RejectionSampler:
         backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32; `"eager"` is batched PyTorch for any
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
+        shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler with
+            its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the eager
+            backend takes it so far. None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -95,7 +99,12 @@ class RejectionSampler:
     """
 
     def __init__(
-        self, method: Method, *, backend: Backend = "auto", schedule: AcceptanceSchedule | None = None
+        self,
+        method: Method,
+        *,
+        backend: Backend = "auto",
+        schedule: AcceptanceSchedule | None = None,
+        shard: VocabShard | None = None,
     ) -> None:
         check_choice("method", method, get_args(Method))
         check_choice("backend", backend, get_args(Backend))
@@ -105,14 +114,18 @@ class RejectionSampler:
             raise ValueError("schedule: method 'synthetic' needs one, such as AcceptanceSchedule.from_mean_rate(...)")
         if method != "synthetic" and schedule is not None:
             raise ValueError(f"schedule: only method 'synthetic' takes one, got one for {method!r}")
+        if shard is not None:
+            check_shard(shard, backend)
         self.method = method
         self.backend = backend
         self.schedule = schedule
+        self.shard = shard
 
     def __repr__(self) -> str:
         """Return the call that makes this sampler."""
         schedule = "" if self.schedule is None else f", schedule={self.schedule!r}"
-        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule})"
+        shard = "" if self.shard is None else f", shard={self.shard!r}"
+        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard})"
 
     def __call__(
         self,
@@ -179,6 +192,9 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        if self.shard is not None:
+            sharded = self._checked(VerificationBatch.check(*arguments, *truncation, self.shard))
+            return eager.verify(self.method, sharded, self.schedule)
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation)
         batch = self._checked(VerificationBatch.check(*arguments, *truncation))
@@ -249,8 +265,12 @@ class RejectionSampler:
                 min_p,
                 draft_sampling,
                 draft_cutoff,
+                self.shard,
             )
         )
+        if self.shard is not None:
+            self.shard.agree(target_logits)
+            return
         backend = backends.choose(self.backend, target_logits, batch.is_truncated)
         if backend is eager:
             return
@@ -320,9 +340,11 @@ class RejectionSampler:
         """
         offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
         domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
+        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
+        if self.shard is not None:
+            return DraftOutput(*eager.sample(RowBatch.check(*arguments, self.shard), domains))
         if torch.compiler.is_compiling():
-            arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
             return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
-        batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
+        batch = RowBatch.check(*arguments)
         backend = backends.choose(self.backend, logits, batch.is_truncated)
         return DraftOutput(*backend.sample(batch, domains))

@@ -1,0 +1,70 @@
+"""Ranks as threads of one process, each with its own member of a gloo process group: no process is started."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from specdecode import VocabShard
+
+
+def groups(size: int, seconds: float = 60) -> list[distributed.ProcessGroup]:
+    """One process group of gloo, as each of its members sees it."""
+    store = distributed.HashStore()
+
+    def member(rank: int) -> distributed.ProcessGroup:
+        group = distributed.ProcessGroup(store, rank, size)
+        gloo = distributed.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=seconds))
+        group._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+    return on_ranks(member, [(rank,) for rank in range(size)])
+
+
+def on_ranks(function: Callable, arguments: list[tuple]) -> list[Any]:
+    """Call a function on each rank at the same time; return each rank's result, an exception if it raised one."""
+    results: list = [None] * len(arguments)
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = function(*arguments[rank])
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(arguments))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Ranks:
+    """Ranks of which each holds the tokens between two bounds, in the order of the vocabulary or another."""
+
+    def __init__(self, bounds: list[int], order: list[int] | None = None) -> None:
+        parts = list(zip(bounds, bounds[1:]))
+        self.parts = parts if order is None else [parts[place] for place in order]
+        members = groups(len(parts))
+        self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
+
+    def part(self, rank: int, value: Any) -> Any:
+        """The rank's part of logits; the last dimension is the vocabulary's."""
+        start, end = self.parts[rank]
+        return value[..., start:end] if isinstance(value, Tensor) else value
+
+    def run(self, function: Callable[[VocabShard, Callable], Any]) -> list[Any]:
+        """Call a function on each rank with its shard and a function that takes its part of logits."""
+
+        def call(rank: int) -> Any:
+            with torch.no_grad():
+                return function(self.shards[rank], lambda value: self.part(rank, value))
+
+        results = on_ranks(call, [(rank,) for rank in range(len(self.parts))])
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
