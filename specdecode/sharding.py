@@ -114,7 +114,10 @@ class VocabShard:
     def check_seeds(self, seeds: Tensor | int | None, logits: Tensor) -> Tensor | int:
         """Return checked seeds; None draws them from the generator of the group's first rank, in one more exchange."""
         checked = check_seeds(seeds, len(logits), logits.device)
-        return all_gather(checked, self.group)[0] if seeds is None and isinstance(checked, Tensor) else checked
+        if seeds is not None or not isinstance(checked, Tensor) or len(logits) == 0:
+            return checked
+        self.agree(logits)  # before anything else is exchanged, so that wrong shards are named
+        return all_gather(checked, self.group)[0]
 
 
 def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
@@ -127,7 +130,7 @@ def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
 
 
 def check_shard(shard: VocabShard, backend: str) -> None:
-    """Raise unless this is a shard, and a call with it can run here."""
+    """Raise unless this is a shard, and a backend takes it."""
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
     if backend == "triton":

@@ -49,6 +49,7 @@ class Ranks:
         parts = list(zip(bounds, bounds[1:]))
         self.parts = parts if order is None else [parts[place] for place in order]
         members = groups(len(parts))
+        self.vocab_size = bounds[-1]
         self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
 
     def part(self, rank: int, value: Any) -> Any:

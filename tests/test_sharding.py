@@ -1,0 +1,384 @@
+"""Vocabulary shards: every rank gets what one process would get from the whole logits, and few bytes travel."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding
+from specdecode.eager import cutoffs, sharded
+from specdecode.sharding import Layout
+from tests.differential import assert_same_tokens, like_a_device
+from tests.differential import case as random_case
+from tests.ranks import Ranks, groups, on_ranks
+from tests.test_fuzz import FLOATS, make_call, pick
+from tests.test_truncation import SCHEDULE, expected
+
+NAN, INF = float("nan"), float("inf")
+METHODS = ("probabilistic", "strict", "block", "synthetic")
+LOGITS = ("target_logits", "draft_logits", "logits")
+WHOLE_BLOCKS = [([0, 1024, 3100], None), ([0, 1024, 2048, 2051], [2, 0, 1]), ([0, 0, 2048, 2048, 2500], [3, 2, 1, 0])]
+DIVIDED_BLOCKS = [([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0]), ([0, 7, 7, 2050, 3100], [0, 3, 1, 2])]
+
+
+@pytest.fixture(scope="module")
+def ranks_of():
+    """Return ranks with some bounds; those of equal bounds are made once."""
+    made: dict = {}
+
+    def make(bounds: list[int], order: list[int] | None = None) -> Ranks:
+        key = str((bounds, order))
+        if key not in made:
+            made[key] = Ranks(bounds, order)
+        return made[key]
+
+    return make
+
+
+def sampler_of(method: str, shard: VocabShard | None = None) -> RejectionSampler:
+    schedule = SCHEDULE if method == "synthetic" else None
+    return RejectionSampler(method, backend="eager", schedule=schedule, shard=shard)
+
+
+def part_of(call: dict, part: Callable) -> dict:
+    return {name: part(value) if name in LOGITS else value for name, value in call.items()}
+
+
+def verified(ranks: Ranks, method: str, call: dict) -> Any:
+    """What every rank returns, after a check that all return the same."""
+    first, *others = ranks.run(lambda shard, part: sampler_of(method, shard)(**part_of(call, part)))
+    for other in others:
+        assert_equal(other, first)
+    return first
+
+
+def assert_equal(got: tuple, expected: tuple) -> None:
+    """Bit for bit: NaN is equal to itself, here."""
+    for mine, other in zip(got, expected, strict=True):
+        if isinstance(other, Tensor):
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)), (mine, other)
+        else:
+            assert mine == other
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every rank returns what one process does
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def truncation_of(random: np.random.Generator, batch: int) -> dict:
+    numbers = {
+        "top_k": [torch.tensor(random.choice([0, 1, 2, 5, 40, 3000], batch), dtype=torch.int64), 3, 1, None],
+        "top_p": [torch.tensor(random.choice([1e-6, 0.3, 0.5, 0.9, 0.999, 1.0], batch)), 0.8, None],
+        "min_p": [torch.tensor(random.choice([0, 1e-4, 0.1, 0.5, 1.0], batch)), 0.05, None],
+    }
+    return {name: pick(random, values) for name, values in numbers.items()} if random.random() < 0.6 else {}
+
+
+def random_call(seed: int, vocab: int) -> tuple[str, dict, list]:
+    """A method, its arguments, and what `draft` was called with, if the call has what it returned."""
+    random = np.random.default_rng(seed)
+    structure = {
+        "batch": pick(random, [4, 3, 1, 0]),
+        "drafts": pick(random, [2, 1, 3, 0]),
+        "vocab": vocab,
+        "dtypes": (pick(random, FLOATS), pick(random, FLOATS)),
+        "scale": pick(random, [1, 0, 3, 30]),
+        "trouble": pick(random, [0.0, 0.001, 0.03, 0.4]),
+        "alike": pick(random, ["unlike", "near", "shifted", "equal"]),
+        "given": pick(random, ["draft logits", "draft logits", "no draft logits", "logsumexp", "hostile logsumexp"]),
+    }
+    method, call = pick(random, METHODS), make_call(random, structure)
+    call |= {"seeds": 5} if call["seeds"] is None else {}
+    call |= truncation_of(random, structure["batch"])
+    how = Sampling(call["temperature"], *(call.get(name) for name in Sampling._fields[1:]))
+    if call["draft_logits"] is not None and random.random() < 0.3:
+        how = call["draft_sampling"] = Sampling(
+            pick(random, [0.7, 1.5, 0.0]), **truncation_of(random, structure["batch"])
+        )
+    if call["draft_logsumexp"] is None:
+        return method, call, []
+    options = how._asdict() | {"seeds": 5, "positions": call["positions"]}
+    drawn = [{"logits": call["draft_logits"][:, i], "offset": i} | options for i in range(structure["drafts"])]
+    drafts = [sampler_of(method).draft(**draw) for draw in drawn]
+    if isinstance(call["draft_logsumexp"], str):
+        columns = [draft.logsumexp for draft in drafts]
+        call["draft_logsumexp"] = torch.stack(columns, dim=1) if columns else torch.zeros(structure["batch"], 0)
+    if any(limit is not None for limit in how[1:]):
+        columns = [draft.cutoff for draft in drafts]
+        empty = torch.zeros(structure["batch"], 0, dtype=torch.int64)
+        call["draft_cutoff"] = torch.stack(columns, dim=1) if columns else empty
+    return method, call, drawn
+
+
+@pytest.mark.parametrize("bounds", range(len(WHOLE_BLOCKS)))
+def test_shards_of_whole_blocks_give_the_bits_of_one_process(bounds, ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[bounds])
+    for seed in range(100 * bounds, 100 * bounds + 14):
+        method, call, drawn = random_call(seed, ranks.vocab_size)
+        assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
+        if drawn:
+            whole = sampler_of(method).draft(**drawn[0])
+            for got in ranks.run(lambda shard, part: sampler_of(method, shard).draft(**part_of(drawn[0], part))):
+                assert_equal(got, whole)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bounds", range(len(DIVIDED_BLOCKS)))
+def test_shards_that_divide_blocks_give_the_references_tokens(bounds, method, ranks_of):
+    ranks = ranks_of(*DIVIDED_BLOCKS[bounds])
+    case = random_case(6, 3, ranks.vocab_size, pick(np.random.default_rng(bounds), FLOATS), seed=bounds)
+    for options in ({}, {"top_k": 7, "top_p": 0.83, "min_p": 0.01}):
+        output = verified(ranks, method, vars(case) | options)
+        assert_same_tokens(output.token_ids, expected(method, case, options, None, True), case.band("eager"))
+
+
+def test_eight_ranks_agree_with_one_process(ranks_of):
+    ranks = ranks_of([0, 1024, 1024, 2048, 3072, 4096, 5120, 6144, 6200], [7, 1, 0, 3, 2, 5, 4, 6])
+    call = vars(random_case(5, 3, 6200, torch.bfloat16)) | {"top_p": 0.95}
+    for method in METHODS:
+        assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
+
+
+def test_what_is_computed_for_a_device_is_what_the_cpu_computes(ranks_of):
+    ranks, call = ranks_of(*WHOLE_BLOCKS[1]), vars(random_case(5, 3, 2051, torch.float16)) | {"top_k": 50}
+    for method in METHODS:
+        with like_a_device():
+            assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_with_nothing_finite_on_some_rank_or_infinities_on_two(temperature, ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[1])
+    logits = torch.randn(6, 2051, generator=torch.Generator().manual_seed(0))
+    logits[0, 1500], logits[1, :1024], logits[2, 1024:] = NAN, -INF, NAN
+    logits[3, 2050], logits[3, 1024], logits[4] = INF, INF, -INF
+    logits[5] = NAN
+    for options in ({}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 1}):
+        whole = sample(logits, temperature, seeds=3, **options)
+        assert whole[3:].tolist() == [1024, 0, 0]
+        for got in ranks.run(lambda shard, part: sample(part(logits), temperature, seeds=3, shard=shard, **options)):
+            assert torch.equal(got, whole)
+
+
+def test_ties_go_to_the_lowest_token_wherever_it_is(ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[1])  # whose ranks are not in the order of the vocabulary
+    logits = torch.zeros(1, 2051)
+    logits[0, [5, 1030, 2049]] = 3.0
+    assert [ids.item() for ids in ranks.run(lambda shard, part: sample(part(logits), 0, shard=shard))] == [5, 5, 5]
+    for top_k, last in ((1, 5), (2, 1030), (3, 2049), (4, 0), (6, 2), (7, 3), (2050, 2048)):
+        drafts = ranks.run(lambda shard, part: sampler_of("strict", shard).draft(part(logits), seeds=1, top_k=top_k))
+        whole = sampler_of("strict").draft(logits, seeds=1, top_k=top_k)
+        assert whole.cutoff.item() == last
+        for draft in drafts:
+            assert_equal(draft, whole)
+
+
+def test_seeds_that_are_not_given_are_the_same_on_every_rank(ranks_of):
+    ranks, call = ranks_of(*WHOLE_BLOCKS[0]), vars(random_case(4, 2, 3100, torch.float32))
+    draws = [verified(ranks, "probabilistic", call | {"seeds": None}).token_ids.tolist() for _ in range(3)]
+    assert draws[0] != draws[1] or draws[1] != draws[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What travels
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def exchanges_of(ranks: Ranks, use: Callable) -> list[int]:
+    """The bytes that each exchange brings to a rank."""
+    sizes: list[int] = []
+    gather = sharding.all_gather
+
+    def counted(tensor: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        gathered = gather(tensor, group)
+        if group.rank() == 0:
+            sizes.append(gathered.numel() * gathered.element_size())
+        return gathered
+
+    ranks.run(use)  # the first call agrees on the layout
+    with mock.patch.object(sharding, "all_gather", counted):
+        ranks.run(use)
+    return sizes
+
+
+NUMBERS = {
+    ("strict", 0.0): 1,
+    ("block", 0.0): 1,
+    ("strict", 0.7): 2,
+    ("synthetic", 0.7): 3,
+    ("probabilistic", 0.7): 3,
+    ("block", 0.7): 4,
+}
+
+
+@pytest.mark.parametrize(("method", "temperature"), NUMBERS)
+def test_the_number_of_exchanges_does_not_depend_on_the_logits(method, temperature, ranks_of):
+    ranks, rounds = ranks_of(*WHOLE_BLOCKS[0]), {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
+    for dtype, seed in ((torch.bfloat16, 0), (torch.float32, 1), (torch.float64, 2)):
+        case = random_case(3, 3, 3100, dtype, seed=seed)
+        for options, searches in (({}, 0), ({"min_p": 0.1}, 0), ({"top_k": 9}, 1), ({"top_k": 9, "top_p": 0.9}, 2)):
+            if searches and dtype == torch.float64 and method != "strict":
+                continue  # slow, and the same code
+            call = vars(case) | {"temperature": temperature} | options
+            sizes = exchanges_of(ranks, lambda shard, part: sampler_of(method, shard)(**part_of(call, part)))
+            extra = searches * rounds[dtype] if temperature else 0
+            assert len(sizes) == NUMBERS[method, temperature] + extra
+
+
+def test_less_than_half_a_percent_of_the_logits_travels(ranks_of):
+    vocab, batch, drafts = 151_936, 2, 3
+    ranks, case = ranks_of([0, 75_776, vocab]), random_case(batch, drafts, vocab, torch.bfloat16, greedy=0)
+    logits = 2 * (case.target_logits.numel() + case.draft_logits.numel())
+    for method, share in {"probabilistic": 0.003, "block": 0.004, "strict": 0.0001}.items():
+        use = lambda shard, part: sampler_of(method, shard)(**part_of(vars(case), part))  # noqa: E731, B023
+        assert sum(exchanges_of(ranks, use)) < share * logits
+    greedy = vars(case) | {"temperature": 0.0}
+    sizes = exchanges_of(ranks, lambda shard, part: sampler_of("strict", shard)(**part_of(greedy, part)))
+    assert sizes == [2 * 8 * batch * (drafts + 1)]  # 8 bytes of each rank for each row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([(0, 1024, 2024), (1000, 1024, 2024)], "shard: ranks 0 and 1 both hold token 1000; ranks hold rank 0 "),
+        ([(1100, 924, 2024), (0, 1024, 2024)], "shard: no rank holds tokens 1024 to 1099; ranks hold rank 0 "),
+        ([(0, 1024, 2024), (1024, 900, 2024)], "shard: no rank holds tokens 1924 to 2023"),
+        ([(0, 1024, 2024), (1024, 1100, 2024)], "shard: rank 1 holds tokens up to 2123, beyond the vocabulary of 2024"),
+        ([(0, 8, 16), (8, 9, 17)], r"vocab_size: expected the same on every rank, got 16 \(rank 0\), 17 \(rank 1\)"),
+    ],
+)
+def test_every_rank_says_what_is_wrong_with_the_shards(shards, message):
+    members = groups(len(shards))
+
+    def call(rank: int) -> Tensor:
+        start, length, vocab = shards[rank]
+        return sample(torch.zeros(1, length), seeds=0, shard=VocabShard(members[rank], start, vocab))
+
+    for error in on_ranks(call, [(rank,) for rank in range(len(shards))]):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_a_shard_that_changes_its_length_is_an_error(ranks_of):
+    shard = ranks_of(*WHOLE_BLOCKS[0]).shards[0]
+    ranks_of(*WHOLE_BLOCKS[0]).run(lambda shard, part: sample(part(torch.zeros(1, 3100)), 0, shard=shard))
+    with pytest.raises(ValueError, match=r"^shard: this rank holds 1024 tokens.*, got logits of 1000"):
+        sample(torch.zeros(1, 1000), 0, shard=shard)
+
+
+def test_a_shard_is_checked(ranks_of):
+    shard = ranks_of(*WHOLE_BLOCKS[0]).shards[0]
+    for arguments, message in [
+        (("group", 0, 8), "group: expected a torch.distributed.ProcessGroup or None, got str"),
+        ((None, 0, 8), "group: None is the default group"),
+        ((distributed.GroupMember.NON_GROUP_MEMBER, 0, 8), "group: this process is not in it"),
+        ((shard.group, 9, 8), "start: expected at most 8, got 9"),
+        ((shard.group, -1, 8), "start: expected an int >= 0, got -1"),
+        ((shard.group, 0, 0), "vocab_size: expected a positive int, got 0"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            VocabShard(*arguments)
+    with pytest.raises(ValueError, match="^backend: 'triton' takes no shard"):
+        RejectionSampler("strict", backend="triton", shard=shard)
+    with pytest.raises(TypeError, match="^shard: expected a VocabShard, got int"):
+        RejectionSampler("strict", shard=0)
+    with pytest.raises(TypeError, match="^shard: expected a VocabShard, got int"):
+        sample(torch.zeros(1, 8), shard=0)
+    with pytest.raises(ValueError, match=r"^draft_token_ids: expected ids in \[0, 3100\)"):
+        sampler_of("strict", shard)(torch.zeros(1, 2, 1024), torch.tensor([[3100]]), seeds=0)
+    assert repr(shard) == "VocabShard(<rank 0 of 2>, start=0, vocab_size=3100)"
+    assert repr(sampler_of("strict", shard)).endswith(f", shard={shard!r})")
+
+
+def test_a_rank_that_does_not_come_ends_the_wait_of_the_others():
+    first, _ = groups(2, seconds=0.2)
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out|[Tt]imeout"):
+        sample(torch.zeros(1, 4), seeds=0, shard=VocabShard(first, 0, 8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes that these tests see
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mistake(NamedTuple):
+    """A mistake in one function: a piece of its source, and what stands there instead."""
+
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+
+MISTAKES = {
+    "a rank takes its own ids for the vocabulary's": Mistake(
+        sharded, "at_token", "token_ids - layout.blocks.start * layout.block_size", "token_ids"
+    ),
+    "blocks have this rank's noise": Mistake(sharded, "best_tokens", "positions, blocks + offset", "positions, blocks"),
+    "tokens have this rank's noise": Mistake(
+        sharded, "best_tokens", "positions, index + offset * layout.block_size", "positions, index"
+    ),
+    "the first rank that sends wins a tie": Mistake(sharded, "sources_of", "ids, MOST_TOKENS).amin", "ids, -1).amax"),
+    "the order of ranks is taken for that of the vocabulary": Mistake(
+        VocabShard, "gather", "layout.order is not None", "False"
+    ),
+    "weights are relative to the shard's maximum": Mistake(
+        sharded, "framed", "source.row_max[..., None]", "source.logits.to(source.row_max.dtype).amax(-1, keepdim=True)"
+    ),
+    "an empty residual is judged by the shard": Mistake(
+        sharded, "best_of", "scores.amax(dim=-1, keepdim=True)", "scores[..., :1]"
+    ),
+    "parts of a divided block are not added": Mistake(Layout, "whole", "self.where[1:]", "self.where[:0]"),
+    "ties are kept by every rank": Mistake(cutoffs, "search", "equal[: layout.place]", "equal[:0]"),
+    "a token counts as before itself": Mistake(cutoffs, "before", "values[..., :-1], (1, 0)", "values, (0, 0)"),
+    "top_p is a share of all, not of what top_k keeps": Mistake(
+        cutoffs, "cut", "threshold=threshold, ties=ties", "threshold=source.threshold, ties=source.ties"
+    ),
+}
+
+
+def check_for_mistakes(ranks_of: Callable) -> None:
+    """A quick check of much: aligned and divided blocks, ties, equal rows, truncation."""
+    generator = torch.Generator().manual_seed(3)
+    for bounds, order in (WHOLE_BLOCKS[1], DIVIDED_BLOCKS[1]):
+        ranks = ranks_of(bounds, order)
+        case = vars(random_case(6, 2, bounds[-1], torch.bfloat16, seed=4))
+        tied = case | {"target_logits": case["target_logits"].round(), "temperature": torch.tensor([0, 1.0] * 3)}
+        equal = case | {"draft_logits": case["target_logits"][:, :2], "draft_token_ids": torch.randint(
+            bounds[-1], (6, 2), generator=generator)}  # fmt: skip
+        for call in (case, tied, equal, tied | {"top_k": 11, "top_p": 0.7}):
+            assert_equal(verified(ranks, "block", call), sampler_of("block")(**call))
+
+
+def test_the_check_for_mistakes_passes_without_one(ranks_of):
+    check_for_mistakes(ranks_of)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake, ranks_of):
+    owner, name, old, new = MISTAKES[mistake]
+    function = getattr(owner, name)
+    source = inspect.cleandoc("\n" + inspect.getsource(function))
+    assert source.count(old) == 1, "the snippet is not there"
+    scope: dict = {}
+    exec(source.replace(old, new), function.__globals__, scope)
+    with mock.patch.object(owner, name, scope[name]), pytest.raises(AssertionError):
+        for module in (sharded, cutoffs):  # where it has been imported, too
+            if owner is not module and not isinstance(owner, type) and hasattr(module, name):
+                mock.patch.object(module, name, scope[name]).start()
+        try:
+            check_for_mistakes(ranks_of)
+        finally:
+            mock.patch.stopall()
