@@ -56,9 +56,9 @@ class RejectionSampler:
         backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32; `"eager"` is batched PyTorch for any
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
-        shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler with
-            its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the eager
-            backend takes it so far. None: logits are of the whole vocabulary.
+        shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
+            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the
+            eager backend takes a shard so far. None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -28,8 +28,8 @@ class VocabShard:
     Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the block of 1,024
     tokens that two shards divide is summed in two parts, and a decision closer than this rounding may differ.
 
-    At its first call a shard compares notes with the other ranks, once, and waits for the answer: that call cannot be captured
-    in a CUDA graph. Later calls never wait on the host, and can be captured where the group's backend can be (NCCL).
+    In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
+    captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.
 
     Args:
         group: a process group of torch.distributed, such as a tensor-parallel group; None is the default group.
@@ -59,9 +59,9 @@ class VocabShard:
             if not distributed.is_initialized():
                 raise ValueError("group: None is the default group, which torch.distributed.init_process_group makes")
             group = distributed.group.WORLD
-        if group is distributed.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError("group: this process is not in it")
         if not isinstance(group, distributed.ProcessGroup):
+            if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to others
+                raise ValueError("group: this process is not in it")
             raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
         self.group = group
         self.vocab_size = check_count("vocab_size", vocab_size, most=MOST_TOKENS)
@@ -107,7 +107,7 @@ class VocabShard:
         if layout.order is not None:
             packed = packed.index_select(0, layout.order)
         results = list(tensors)
-        for i, part in zip(order, packed.split([len(part) for part in parts], dim=1)):
+        for i, part in zip(order, torch.split(packed, [len(part) for part in parts], dim=1)):
             results[i] = part.contiguous().view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
         return results
 
@@ -143,8 +143,8 @@ def check_tiling(table: list[list[int]]) -> None:
     if len(sizes) > 1:
         said = ", ".join(f"{vocab_size} (rank {rank})" for rank, (_, _, vocab_size) in enumerate(table))
         raise ValueError(f"vocab_size: expected the same on every rank, got {said}")
-    reached, before = 0, None
-    for rank, (start, length, vocab_size) in sorted(enumerate(table), key=lambda item: item[1][:2]):
+    reached, before, (vocab_size,) = 0, None, sizes
+    for rank, (start, length, _) in sorted(enumerate(table), key=lambda item: item[1][:2]):
         if length == 0:
             continue
         if start > reached:
@@ -217,7 +217,7 @@ class Layout:
         self.divided = [block for block, places in enumerate(holders) if len(places) > 1]
         """Blocks that several shards hold a part of."""
         mine = [block - self.blocks.start for block in self.divided if self.place in holders[block]]
-        self.edges = (mine + [-1, -1])[:2]
+        self.edges = [*mine, -1, -1][:2]
         """Which blocks of this rank's frame these are, -1 for none. A frame has at most two, its first and its last."""
         self.is_divided = torch.tensor([block in self.divided for block in self.blocks], device=device)
         """[blocks of the frame] bool."""

@@ -1,14 +1,17 @@
 """Ranks as threads of one process, each with its own member of a gloo process group: no process is started."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from specdecode import VocabShard
+
+LOGITS = ("target_logits", "draft_logits", "logits")
 
 
 def groups(size: int, seconds: float = 60) -> list[distributed.ProcessGroup]:
@@ -46,25 +49,22 @@ class Ranks:
     """Ranks of which each holds the tokens between two bounds, in the order of the vocabulary or another."""
 
     def __init__(self, bounds: list[int], order: list[int] | None = None) -> None:
-        parts = list(zip(bounds, bounds[1:]))
+        parts = list(itertools.pairwise(bounds))
         self.parts = parts if order is None else [parts[place] for place in order]
         members = groups(len(parts))
         self.vocab_size = bounds[-1]
         self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
 
-    def part(self, rank: int, value: Any) -> Any:
-        """The rank's part of logits; the last dimension is the vocabulary's."""
-        start, end = self.parts[rank]
-        return value[..., start:end] if isinstance(value, Tensor) else value
+    def run(self, make: Callable[[VocabShard], Callable], call: dict) -> list[Any]:
+        """Call on each rank what `make` returns for its shard, with its part of logits and all other arguments."""
 
-    def run(self, function: Callable[[VocabShard, Callable], Any]) -> list[Any]:
-        """Call a function on each rank with its shard and a function that takes its part of logits."""
-
-        def call(rank: int) -> Any:
+        def run_rank(rank: int) -> Any:
+            start, end = self.parts[rank]
+            mine = {name: value[..., start:end] for name, value in call.items() if name in LOGITS and value is not None}
             with torch.no_grad():
-                return function(self.shards[rank], lambda value: self.part(rank, value))
+                return make(self.shards[rank])(**call | mine)
 
-        results = on_ranks(call, [(rank,) for rank in range(len(self.parts))])
+        results = on_ranks(run_rank, [(rank,) for rank in range(len(self.parts))])
         for result in results:
             if isinstance(result, Exception):
                 raise result

@@ -1,7 +1,10 @@
 """Vocabulary shards: every rank gets what one process would get from the whole logits, and few bytes travel."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,8 +23,8 @@ from tests.test_fuzz import FLOATS, make_call, pick
 from tests.test_truncation import SCHEDULE, expected
 
 NAN, INF = float("nan"), float("inf")
+EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"
 METHODS = ("probabilistic", "strict", "block", "synthetic")
-LOGITS = ("target_logits", "draft_logits", "logits")
 WHOLE_BLOCKS = [([0, 1024, 3100], None), ([0, 1024, 2048, 2051], [2, 0, 1]), ([0, 0, 2048, 2048, 2500], [3, 2, 1, 0])]
 DIVIDED_BLOCKS = [([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0]), ([0, 7, 7, 2050, 3100], [0, 3, 1, 2])]
 
@@ -45,13 +48,17 @@ def sampler_of(method: str, shard: VocabShard | None = None) -> RejectionSampler
     return RejectionSampler(method, backend="eager", schedule=schedule, shard=shard)
 
 
-def part_of(call: dict, part: Callable) -> dict:
-    return {name: part(value) if name in LOGITS else value for name, value in call.items()}
+def drafter_of(method: str, shard: VocabShard | None = None) -> Callable:
+    return sampler_of(method, shard).draft
+
+
+def sample_of(shard: VocabShard | None = None) -> Callable:
+    return partial(sample, shard=shard)
 
 
 def verified(ranks: Ranks, method: str, call: dict) -> Any:
     """What every rank returns, after a check that all return the same."""
-    first, *others = ranks.run(lambda shard, part: sampler_of(method, shard)(**part_of(call, part)))
+    first, *others = ranks.run(partial(sampler_of, method), call)
     for other in others:
         assert_equal(other, first)
     return first
@@ -125,7 +132,7 @@ def test_shards_of_whole_blocks_give_the_bits_of_one_process(bounds, ranks_of):
         assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
         if drawn:
             whole = sampler_of(method).draft(**drawn[0])
-            for got in ranks.run(lambda shard, part: sampler_of(method, shard).draft(**part_of(drawn[0], part))):
+            for got in ranks.run(partial(drafter_of, method), drawn[0]):
                 assert_equal(got, whole)
 
 
@@ -161,9 +168,10 @@ def test_rows_with_nothing_finite_on_some_rank_or_infinities_on_two(temperature,
     logits[3, 2050], logits[3, 1024], logits[4] = INF, INF, -INF
     logits[5] = NAN
     for options in ({}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 1}):
-        whole = sample(logits, temperature, seeds=3, **options)
+        call = {"logits": logits, "temperature": temperature, "seeds": 3} | options
+        whole = sample(**call)
         assert whole[3:].tolist() == [1024, 0, 0]
-        for got in ranks.run(lambda shard, part: sample(part(logits), temperature, seeds=3, shard=shard, **options)):
+        for got in ranks.run(sample_of, call):
             assert torch.equal(got, whole)
 
 
@@ -171,12 +179,12 @@ def test_ties_go_to_the_lowest_token_wherever_it_is(ranks_of):
     ranks = ranks_of(*WHOLE_BLOCKS[1])  # whose ranks are not in the order of the vocabulary
     logits = torch.zeros(1, 2051)
     logits[0, [5, 1030, 2049]] = 3.0
-    assert [ids.item() for ids in ranks.run(lambda shard, part: sample(part(logits), 0, shard=shard))] == [5, 5, 5]
+    assert [ids.item() for ids in ranks.run(sample_of, {"logits": logits, "temperature": 0})] == [5, 5, 5]
     for top_k, last in ((1, 5), (2, 1030), (3, 2049), (4, 0), (6, 2), (7, 3), (2050, 2048)):
-        drafts = ranks.run(lambda shard, part: sampler_of("strict", shard).draft(part(logits), seeds=1, top_k=top_k))
-        whole = sampler_of("strict").draft(logits, seeds=1, top_k=top_k)
+        call = {"logits": logits, "seeds": 1, "top_k": top_k}
+        whole = drafter_of("strict")(**call)
         assert whole.cutoff.item() == last
-        for draft in drafts:
+        for draft in ranks.run(partial(drafter_of, "strict"), call):
             assert_equal(draft, whole)
 
 
@@ -186,12 +194,32 @@ def test_seeds_that_are_not_given_are_the_same_on_every_rank(ranks_of):
     assert draws[0] != draws[1] or draws[1] != draws[2]
 
 
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="not in a checkout")
+def test_the_example_writes_the_text_of_one_process_on_two():
+    example = import_file(EXAMPLE)
+    load = example.AutoModelForCausalLM.from_pretrained
+    models = {folder: load(folder, dtype=torch.float32) for folder in (example.TARGET, example.DRAFT)}
+    with mock.patch.object(example, "AutoModelForCausalLM") as loader:  # which is not made for several threads
+        loader.from_pretrained = lambda folder, dtype: models[folder]
+        runs = [on_ranks(example.generate, [(group, "block", "def ", 12) for group in groups(size)]) for size in (1, 2)]
+    texts = [text for run in runs for text, _ in run]
+    assert len(texts[0]) > 12
+    assert texts == [texts[0]] * 3
+
+
+def import_file(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What travels
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def exchanges_of(ranks: Ranks, use: Callable) -> list[int]:
+def exchanges_of(ranks: Ranks, method: str, call: dict) -> list[int]:
     """The bytes that each exchange brings to a rank."""
     sizes: list[int] = []
     gather = sharding.all_gather
@@ -202,9 +230,9 @@ def exchanges_of(ranks: Ranks, use: Callable) -> list[int]:
             sizes.append(gathered.numel() * gathered.element_size())
         return gathered
 
-    ranks.run(use)  # the first call agrees on the layout
+    verified(ranks, method, call)  # the first call agrees on the layout
     with mock.patch.object(sharding, "all_gather", counted):
-        ranks.run(use)
+        verified(ranks, method, call)
     return sizes
 
 
@@ -227,9 +255,8 @@ def test_the_number_of_exchanges_does_not_depend_on_the_logits(method, temperatu
             if searches and dtype == torch.float64 and method != "strict":
                 continue  # slow, and the same code
             call = vars(case) | {"temperature": temperature} | options
-            sizes = exchanges_of(ranks, lambda shard, part: sampler_of(method, shard)(**part_of(call, part)))
             extra = searches * rounds[dtype] if temperature else 0
-            assert len(sizes) == NUMBERS[method, temperature] + extra
+            assert len(exchanges_of(ranks, method, call)) == NUMBERS[method, temperature] + extra
 
 
 def test_less_than_half_a_percent_of_the_logits_travels(ranks_of):
@@ -237,11 +264,9 @@ def test_less_than_half_a_percent_of_the_logits_travels(ranks_of):
     ranks, case = ranks_of([0, 75_776, vocab]), random_case(batch, drafts, vocab, torch.bfloat16, greedy=0)
     logits = 2 * (case.target_logits.numel() + case.draft_logits.numel())
     for method, share in {"probabilistic": 0.003, "block": 0.004, "strict": 0.0001}.items():
-        use = lambda shard, part: sampler_of(method, shard)(**part_of(vars(case), part))  # noqa: E731, B023
-        assert sum(exchanges_of(ranks, use)) < share * logits
+        assert sum(exchanges_of(ranks, method, vars(case))) < share * logits
     greedy = vars(case) | {"temperature": 0.0}
-    sizes = exchanges_of(ranks, lambda shard, part: sampler_of("strict", shard)(**part_of(greedy, part)))
-    assert sizes == [2 * 8 * batch * (drafts + 1)]  # 8 bytes of each rank for each row
+    assert exchanges_of(ranks, "strict", greedy) == [2 * 8 * batch * (drafts + 1)]  # 8 bytes of each rank for each row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,7 +298,7 @@ def test_every_rank_says_what_is_wrong_with_the_shards(shards, message):
 
 def test_a_shard_that_changes_its_length_is_an_error(ranks_of):
     shard = ranks_of(*WHOLE_BLOCKS[0]).shards[0]
-    ranks_of(*WHOLE_BLOCKS[0]).run(lambda shard, part: sample(part(torch.zeros(1, 3100)), 0, shard=shard))
+    ranks_of(*WHOLE_BLOCKS[0]).run(sample_of, {"logits": torch.zeros(1, 3100), "seeds": 0})
     with pytest.raises(ValueError, match=r"^shard: this rank holds 1024 tokens.*, got logits of 1000"):
         sample(torch.zeros(1, 1000), 0, shard=shard)
 
@@ -290,11 +315,11 @@ def test_a_shard_is_checked(ranks_of):
     ]:
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             VocabShard(*arguments)
-    with pytest.raises(ValueError, match="^backend: 'triton' takes no shard"):
+    with pytest.raises(ValueError, match=r"^backend: 'triton' takes no shard"):
         RejectionSampler("strict", backend="triton", shard=shard)
-    with pytest.raises(TypeError, match="^shard: expected a VocabShard, got int"):
+    with pytest.raises(TypeError, match=r"^shard: expected a VocabShard, got int"):
         RejectionSampler("strict", shard=0)
-    with pytest.raises(TypeError, match="^shard: expected a VocabShard, got int"):
+    with pytest.raises(TypeError, match=r"^shard: expected a VocabShard, got int"):
         sample(torch.zeros(1, 8), shard=0)
     with pytest.raises(ValueError, match=r"^draft_token_ids: expected ids in \[0, 3100\)"):
         sampler_of("strict", shard)(torch.zeros(1, 2, 1024), torch.tensor([[3100]]), seeds=0)

@@ -2,20 +2,22 @@
 
 A token comes before another if its logit is larger, or equal and its id lower. What is kept is a prefix of that order, so a
 row's cutoff is a logit and how many of the tokens with that logit are kept. The logit is found as a key, an integer in the
-order of its dtype's numbers, 8 bits at a time: each round, ranks exchange how many of their tokens have each of the 256
-values of the next 8 bits, and what they weigh. Then all know in which of the 256 the cutoff is. So top_k takes 2 rounds for
-float16 and bfloat16, 4 for float32 and 8 for float64, and top_p as many after it; min_p takes none, as it needs no more than
-the row's maximum. Per row and round a rank sends 1,024 bytes of counts, and for top_p 2,048 of masses. Counts are exact. Masses are
-summed in float64, in another order than in one process: that matters only where the mass before a token and
-top_p agree to about 15 digits.
+order of its dtype's numbers, 8 bits at a time: in each round, ranks exchange how many of their tokens have each of the 256
+values of the next 8 bits, and what they weigh. Then all know in which of the 256 the cutoff is.
+
+So top_k takes 2 rounds for float16 and bfloat16, 4 for float32 and 8 for float64, and top_p as many after it. min_p takes
+none: it needs no more than the row's maximum. Per row and round a rank sends 1,024 bytes of counts, and for top_p 2,048 of
+masses besides. Counts are exact. Masses are summed in float64, in another order than in one process. That matters only where
+the mass before a token and top_p agree to about 15 digits.
 """
 
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdecode.batch import on_host
 from specdecode.eager.selection import by_chunks
 from specdecode.eager.truncation import RowSampling
 from specdecode.sharding import Layout, VocabShard
@@ -46,21 +48,29 @@ class Source(NamedTuple):
     ties: Tensor | None = None
     """[requests, ...] int64, how many tokens with that key are kept of this shard."""
 
-    def at(self, *index: Tensor | slice) -> "Source":
+    def at(self, *index: Any) -> "Source":
         """Return some of the rows."""
-        others = (None if field is None else field[index] for field in self[2:])
-        return Source(self.logits[index], self.sampling.at(*index), *others)  # type: ignore[arg-type]
+        threshold, ties = (None if field is None else field[index] for field in (self.threshold, self.ties))
+        known = self.row_max[index], self.first[index], threshold, ties
+        return Source(self.logits[index], self.sampling.at(*index), *known)
 
 
-def copy(logits: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Copy rows into frames, [..., width], in `dtype`; what is NaN or outside the shard is -inf."""
-    frame = torch.full((*logits.shape[:-1], layout.width), -torch.inf, dtype=dtype, device=logits.device)
-    inside = frame[..., layout.offset : layout.offset + layout.local]
-    if logits.is_cuda:
-        torch.fmax(logits, torch.tensor(-torch.inf), out=inside)
-        return frame
-    inside.copy_(logits)
-    return frame.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+def copy(models: tuple[Tensor, ...], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Copy each model's rows into frames, [models, ..., width], in `dtype`; what is NaN or outside the shard is -inf."""
+    shape = len(models), *models[0].shape[:-1], layout.width
+    frames = torch.empty(shape, dtype=dtype, device=models[0].device)
+    end = layout.offset + layout.local
+    frames[..., : layout.offset] = -torch.inf
+    frames[..., end:] = -torch.inf
+    for frame, raw in zip(frames, models):
+        if raw.is_cuda:
+            torch.fmax(raw, torch.tensor(-torch.inf), out=frame[..., layout.offset : end])
+        else:
+            frame[..., layout.offset : end] = raw
+    # On the CPU a pass that replaces NaN is slow, and rarely needed.
+    if frames.is_cuda or (on_host(frames) and not frames.sum().isnan()):
+        return frames
+    return frames.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def keys_of(logits: Tensor) -> Tensor:
@@ -163,7 +173,9 @@ def search(source: Source, layout: Layout, by_mass: bool) -> Search:
             mass_above = mass_before.gather(-1, place).squeeze(-1)
             mass_equal = masses.gather(-1, place).squeeze(-1)
 
-    if by_mass:  # the n-th of equal tokens, from 0, is kept iff the mass before it, which holds n of them, is below the limit
+    if (
+        by_mass
+    ):  # the n-th of equal tokens, from 0, is kept iff the mass before it, which holds n of them, is below the limit
         kept = ((limit - mass_above) / (mass_equal / num_equal)).ceil().nan_to_num(nan=1.0)
         kept = torch.minimum(kept, num_equal).to(torch.int64)
     else:

@@ -205,8 +205,8 @@ def log_sum_ratio(sums: Tensor, change: Tensor | None) -> Tensor:
 
     Args:
         sums: [2, ...] the sums of the target's and of the draft's weights.
-        change: [...] the sum of what changes the target's weights to the draft's, NaN where some weight changes much; None: it
-            is so everywhere.
+        change: [...] the sum of what changes the target's weights to the draft's, NaN where some weight changes much; None:
+            everywhere some does.
     """
     log_sums = sums.log()
     difference = log_sums[1] - log_sums[0]

@@ -50,7 +50,7 @@ def sources_of(
     dtype = samplings[0].temperature.dtype
 
     def find(logits: Tensor) -> tuple[Tensor, Tensor]:
-        row_max, index = copy(logits, layout, dtype).max(dim=-1)
+        row_max, index = copy((logits,), layout, dtype)[0].max(dim=-1)
         ids = layout.token_ids[index]
         return row_max, ids.masked_fill(ids < 0, MOST_TOKENS).to(torch.int32)
 
@@ -72,23 +72,24 @@ def framed(sources: tuple[Source, ...], layout: Layout, greedy: Tensor | None) -
     Returns:
         [models, ..., width] logits and [models, ..., 1] their maxima over all shards.
     """
-    copies, maxima = [], []
-    for source in sources:
-        logits, row_max = copy(source.logits, layout, source.row_max.dtype), source.row_max[..., None]
+    frames, maxima = copy(tuple(source.logits for source in sources), layout, sources[0].row_max.dtype), []
+    for logits, source in zip(frames, sources):
+        row_max = source.row_max[..., None]
         if source.sampling.truncates:
             inside = logits[..., layout.offset : layout.offset + layout.local]
             inside.masked_fill_(~is_kept_here(source), -torch.inf)
         if source.sampling.factor is not None:
             finite = row_max.isfinite()
-            logits = torch.where(finite, (logits - row_max) * source.sampling.factor[..., None], logits)
+            logits.copy_(torch.where(finite, (logits - row_max) * source.sampling.factor[..., None], logits))
             row_max = row_max.masked_fill(finite, 0)
         is_point = row_max.abs() == torch.inf
         if greedy is not None:
             is_point = is_point | greedy.view(-1, *[1] * (is_point.ndim - 1))
-        point = torch.where(layout.token_ids == source.first[..., None], 0.0, -torch.inf).to(logits.dtype)
-        copies.append(torch.where(is_point, point, logits))
         maxima.append(row_max.masked_fill(is_point, 0))
-    return torch.stack(copies), torch.stack(maxima)
+        if not on_host(is_point) or bool(is_point.any()):
+            logits.masked_fill_(is_point & (layout.token_ids != source.first[..., None]), -torch.inf)
+            logits.masked_fill_(is_point & (layout.token_ids == source.first[..., None]), 0)
+    return frames, torch.stack(maxima)
 
 
 def at_token(values: Tensor, token_ids: Tensor, layout: Layout) -> Tensor:
@@ -116,7 +117,7 @@ def best_tokens(
         layout: of the shards.
 
     Returns:
-        [..., 1] the score of its best block, W / E, among those that no other shard has a part of, and [..., 1] the best token
+        [..., 1] the score, W / E, of its best block, among those that no other shard has a part of; [..., 1] the best token
         there. If any shards divide a block, also [..., 2] each of three: the sums of this shard's parts of such blocks, and
         the score, w / E, and the id of the best token in each.
     """
@@ -129,7 +130,9 @@ def best_tokens(
     def best_token(block: Tensor) -> tuple[Tensor, Tensor]:
         index = block * layout.block_size + places
         exponentials = exponential(seeds, positions, index + offset * layout.block_size, domains[1])
-        score, best = (weights.gather(-1, index.expand(*weights.shape[:-1], -1)) / exponentials).max(dim=-1, keepdim=True)
+        score, best = (weights.gather(-1, index.expand(*weights.shape[:-1], -1)) / exponentials).max(
+            dim=-1, keepdim=True
+        )
         return score, index.expand(*weights.shape[:-1], -1).gather(-1, best) + offset * layout.block_size
 
     if layout.divided:
@@ -175,7 +178,6 @@ def best_of(
     score = scores.amax(dim=-1, keepdim=True)
     token = torch.where(scores == score, tokens, MOST_TOKENS).amin(dim=-1)
     return token.to(torch.int64), score.squeeze(-1)
-
 
 
 def sample(
@@ -248,9 +250,7 @@ def sample_rows(
     layout = shard.agree(logits)
     (source,) = sources_of(shard, layout, [logits[:, None]], [sampling], greedy)
     source = source.at(slice(None), 0)
-    token_ids, _, logsumexp, *cutoffs = sample(
-        shard, layout, source, seeds, positions, greedy, domains, is_draft=True
-    )
+    token_ids, _, logsumexp, *cutoffs = sample(shard, layout, source, seeds, positions, greedy, domains, is_draft=True)
     return token_ids, logsumexp.to(torch.float32), cutoffs[0] if sampling.truncates else None
 
 
@@ -275,9 +275,7 @@ class ShardedRows:
         steps = self.steps
         positions = steps.positions[:, None] + steps.offsets
         seeds = steps.seeds[:, None].expand_as(positions)
-        token_ids, is_empty, *_ = sample(
-            self.shard, self.layout, self.sources[0], seeds, positions, steps.greedy
-        )
+        token_ids, is_empty, *_ = sample(self.shard, self.layout, self.sources[0], seeds, positions, steps.greedy)
         return token_ids, is_empty
 
     def quotients(self) -> tuple[Tensor, Tensor]:
@@ -309,7 +307,7 @@ class ShardedRows:
         sent = by_chunks(compute, logits_each, ids, *drafted, self.greedy, cutoffs)
         received = self.shard.gather(layout, *sent)
         raw = [received.pop(0).amax(dim=0) for _ in range(0 if logsumexp is None else 1 if cutoffs is None else 2)]
-        token_logits = received.pop(0).amax(dim=0)  # [batch, drafts, models]: only the rank that has the token says more than -inf
+        token_logits = received.pop(0).amax(dim=0)  # [batch, drafts, models]: ranks without the token say -inf
         sums = torch.stack([layout.whole(part).sum(dim=-1) for part in received])
         self.target_sum = sums[0]
         logprobs = token_logits.movedim(-1, 0) / steps.temperature[:, None] - sums[: len(drafted)].log()
@@ -328,9 +326,9 @@ class ShardedRows:
         return logprobs[0] - draft_logprob
 
     def _raw_draft_logits(self, source: Source, token_ids: Tensor, cutoffs: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the draft's raw logits of the drafts and, if cutoffs are given, of these, -inf where another rank has them."""
-        logits, vocab = copy(source.logits, self.layout, source.row_max.dtype), self.shard.vocab_size
-        ids = (token_ids,) if cutoffs is None else (token_ids, cutoffs.clamp(0, vocab - 1))
+        """Return the draft model's raw logits of the drafts, and of any cutoffs; -inf where another rank has them."""
+        (logits,) = copy((source.logits,), self.layout, source.row_max.dtype)
+        ids = (token_ids,) if cutoffs is None else (token_ids, cutoffs.clamp(0, self.shard.vocab_size - 1))
         return tuple(at_token(logits, each, self.layout) for each in ids)
 
     def _statistics(self, sources: tuple[Source, ...], token_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -391,33 +389,39 @@ class ShardedRows:
 
         subtracted = requests, num_accepted.clamp(max=steps.num_draft_tokens - 1)
         ratios = log_ratio - (num_accepted < steps.num_drafts).log()  # infinite where the token is a bonus token
-        draft, sums = None, (None, None)
+        others: tuple[Any, ...] = (None, None, None)
         if len(self.sources) == 2:
-            draft, sums = self.sources[1].at(*subtracted), (self.target_sum[subtracted], self.log_sum_ratio[subtracted])
-
-        def compute(
-            positions: Tensor, seeds: Tensor, ids: Tensor, ratios: Tensor, target: Source, draft: Source | None, *others: Any
-        ) -> tuple[Tensor, ...]:
-            *sums, mask = others
-            if draft is None:
-                logits, row_max = framed((target,), self.layout, mask)
-                target_weights = exp_scaled(logits[0], row_max[0], target.sampling.temperature[:, None])
-                rejected = (self.layout.token_ids == ids[:, None]) & (ratios < torch.inf)[:, None]
-                weights = target_weights.masked_fill(rejected, 0)
-            else:
-                comparison = self._comparison(target, draft, (sums[0], sums[1]), mask)
-                weights, target_weights = comparison.residual_weights(ratios), comparison.target_weights
-            return *(
-                tensor
-                for each in (weights, target_weights)
-                for tensor in best_tokens(each, seeds, positions, SELECT, self.layout)
-            ),
-
-        tensors = positions, steps.seeds, steps.draft_token_ids[subtracted], ratios, target, draft, *sums, self.greedy
-        offers = self.shard.gather(self.layout, *by_chunks(compute, 2 * self.layout.width, *tensors))
-        draws = offers[: len(offers) // 2], offers[len(offers) // 2 :]
-        (recovered, score), (fallback, _) = (
-            best_of(draw, steps.seeds, positions, SELECT, self.layout) for draw in draws
-        )
-        token_ids = torch.where(score == 0, fallback, recovered)  # a residual that is 0 everywhere
+            others = self.sources[1].at(*subtracted), self.target_sum[subtracted], self.log_sum_ratio[subtracted]
+        tensors = positions, steps.seeds, steps.draft_token_ids[subtracted], ratios, target, *others, self.greedy
+        offers = self.shard.gather(self.layout, *by_chunks(self._candidates, 2 * self.layout.width, *tensors))
+        half = len(offers) // 2
+        recovered, score = best_of(offers[:half], steps.seeds, positions, SELECT, self.layout)
+        from_target, _ = best_of(offers[half:], steps.seeds, positions, SELECT, self.layout)
+        token_ids = torch.where(score == 0, from_target, recovered)  # a residual that is 0 everywhere
         return token_ids if self.greedy is None else torch.where(self.greedy, target.first, token_ids), is_empty
+
+    def _candidates(
+        self,
+        positions: Tensor,
+        seeds: Tensor,
+        token_ids: Tensor,
+        log_ratio: Tensor,
+        target: Source,
+        draft: Source | None,
+        target_sum: Tensor,
+        ratio: Tensor,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return `best_tokens` of max(0, c p - q), and of p: which of the two is needed, no rank knows alone."""
+        if draft is None:
+            logits, row_max = framed((target,), self.layout, mask)
+            target_weights = exp_scaled(logits[0], row_max[0], target.sampling.temperature[:, None])
+            rejected = (self.layout.token_ids == token_ids[:, None]) & (log_ratio < torch.inf)[:, None]
+            weights = target_weights.masked_fill(rejected, 0)
+        else:
+            comparison = self._comparison(target, draft, (target_sum, ratio), mask)
+            weights, target_weights = comparison.residual_weights(log_ratio), comparison.target_weights
+        residual, whole = (
+            best_tokens(each, seeds, positions, SELECT, self.layout) for each in (weights, target_weights)
+        )
+        return *residual, *whole
