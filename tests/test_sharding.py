@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding
 from specdecode.eager import cutoffs, sharded
@@ -158,6 +159,54 @@ def test_what_is_computed_for_a_device_is_what_the_cpu_computes(ranks_of):
     for method in METHODS:
         with like_a_device():
             assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on operations that make the host wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}], ids=["whole", "truncated"])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_read_on_the_host(method, options, ranks_of):
+    call = vars(random_case(4, 3, 2051, torch.bfloat16)) | options
+    ranks = ranks_of([0, 2051])
+    expected_output = verified(ranks, method, call)
+    sampler = sampler_of(method, ranks.shards[0])
+    with like_a_device(), NoHostReads():
+        output = sampler(**call)
+    assert_equal(output, expected_output)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_captured_call_is_replayed_with_new_inputs(method):
+    """On one GPU, so a group of one rank: what is captured is the same."""
+    store = distributed.HashStore()
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        sampler = sampler_of(method, VocabShard(None, 0, 3100))
+        calls = [vars(random_case(4, 3, 3100, torch.bfloat16, seed=seed).to("cuda")) for seed in (0, 1)]
+        for options in ({}, {"top_k": 9, "top_p": 0.7}):
+            static = {name: value.clone() for name, value in calls[0].items()}
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                sampler(**static, **options)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = sampler(**static, **options)
+            for name, value in calls[1].items():
+                static[name].copy_(value)
+            graph.replay()
+            assert_equal(output, sampler(**calls[1], **options))
+            assert (output.token_ids == sampler_of(method)(**calls[1], **options).token_ids).all(dim=1).sum() >= 3
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,7 +1,7 @@
 """Drawings that explain, as a fence.
 
-`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `shards` a step
-on two ranks.
+`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read; `shards` is
+a step on two ranks.
 """
 
 import math
@@ -662,7 +662,7 @@ SHARD_STEPS = [
     ("the maximum of each row", "exchange 1: 8 bytes a row"),
     ("block sums; the logits of the drafts", "exchange 2: 12 bytes for 1,024 pairs of logits"),
     ("the same accept decisions", ""),
-    ("its best token where the request stops", "exchange 3: 24 bytes a request"),
+    ("its best token after the last draft", "exchange 3: 24 bytes a request"),
     ("the same tokens", ""),
 ]
 """What each rank computes from its shard and what came before, and what then travels."""
@@ -694,7 +694,9 @@ def shards_figure() -> str:
         y + 6,
         "A step on two ranks",
         "Each rank holds half of each row's logits. "
-        + " ".join(f"It computes {computed}. {exchanged and f'Then {exchanged}.'}" for computed, exchanged in SHARD_STEPS),
+        + " ".join(
+            f"It computes {computed}. {exchanged and f'Then {exchanged}.'}" for computed, exchanged in SHARD_STEPS
+        ),
     )
 
 
