@@ -1,6 +1,6 @@
 """Compare, on every rank, gathering the logits and verifying them with verifying the shards.
 
-    torchrun --nproc-per-node=2 tests/benchmarks/shards.py --batch 8
+    torchrun --nproc-per-node=2 -m tests.benchmarks.shards --batch 8
 
 measures on the GPUs through NCCL if there are enough of them, each as replays of a CUDA graph, else on CPUs through gloo. It
 prints for each way the median time of a step on the slowest rank, the bytes that a step brings to each rank, and the number
@@ -11,16 +11,12 @@ inputs are those of the other benchmarks. Every way must give the same tokens.
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # torchrun puts this folder on the path, not the repository
 
 from specdecode import RejectionSampler, VocabShard, sharding
 from tests.benchmarks.inputs import VOCAB, Inputs
