@@ -10,9 +10,10 @@ depend on any value:
 3. In block verification, the block sums of each residual.
 4. The best token of each shard in the row where a request stops, and how good it is.
 
-`strict` needs 1 and 4. Truncation comes after 1 (`eager.cutoffs`).
+`strict` needs 1 and 4. Without draft logits 4 comes with 2, for every row. Truncation comes after 1 (`eager.cutoffs`).
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -180,6 +181,14 @@ def best_of(
     return token.to(torch.int64), score.squeeze(-1)
 
 
+def best_of_both(offers: list[Tensor], seeds: Tensor, positions: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return the token drawn from a residual, or from p if that is 0 everywhere; and the token drawn from p."""
+    half = len(offers) // 2
+    recovered, score = best_of(offers[:half], seeds, positions, SELECT, layout)
+    from_target, _ = best_of(offers[half:], seeds, positions, SELECT, layout)
+    return torch.where(score == 0, from_target, recovered), from_target
+
+
 def sample(
     shard: VocabShard,
     layout: Layout,
@@ -287,11 +296,12 @@ class ShardedRows:
         matches = (drafted[0].first == steps.draft_token_ids).to(steps.temperature.dtype).log()
         if steps.greedy is True or steps.num_draft_tokens == 0:
             return matches, is_empty
-        quotient = self._quotients(drafted)
+        quotient = self._quotients(drafted) if len(drafted) == 2 else self._quotients_and_tokens()
         quotient = quotient.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         return quotient if self.greedy is None else torch.where(self.greedy[:, None], matches, quotient), is_empty
 
     def _quotients(self, drafted: tuple[Source, ...]) -> Tensor:
+        """Exchange what decides on drafts with logits; return log(p(x) / q(x))."""
         steps, layout = self.steps, self.layout
         logsumexp, cutoffs = steps.draft_logsumexp, steps.draft_cutoff
         if logsumexp is not None and not on_host(logsumexp):  # as without shards
@@ -302,28 +312,54 @@ class ShardedRows:
             raw = () if logsumexp is None else self._raw_draft_logits(sources[1], token_ids, cutoffs)
             return *raw, *self._statistics(tuple(sources), token_ids, mask)
 
-        logits_each = len(drafted) * steps.num_draft_tokens * layout.width
-        ids = steps.draft_token_ids
+        ids, logits_each = steps.draft_token_ids, 2 * steps.num_draft_tokens * layout.width
         sent = by_chunks(compute, logits_each, ids, *drafted, self.greedy, cutoffs)
-        received = self.shard.gather(layout, *sent)
-        raw = [received.pop(0).amax(dim=0) for _ in range(0 if logsumexp is None else 1 if cutoffs is None else 2)]
-        token_logits = received.pop(0).amax(dim=0)  # [batch, drafts, models]: ranks without the token say -inf
-        sums = torch.stack([layout.whole(part).sum(dim=-1) for part in received])
-        self.target_sum = sums[0]
-        logprobs = token_logits.movedim(-1, 0) / steps.temperature[:, None] - sums[: len(drafted)].log()
-        if len(drafted) == 1:
-            return logprobs[0]
-        self.log_sum_ratio = log_sum_ratio(sums[:2], sums[2])
+        *raw, token_logits, target_sums, draft_sums, changes = self.shard.gather(layout, *sent)
+        sums = torch.stack([layout.whole(part).sum(dim=-1) for part in (target_sums, draft_sums)])
+        self.target_sum, self.log_sum_ratio = sums[0], log_sum_ratio(sums, layout.whole(changes).sum(dim=-1))
+        # Of a token's logit, the ranks that do not have it say -inf.
+        scaled = token_logits.amax(dim=0).movedim(-1, 0) / steps.temperature[:, None]
+        logprobs = scaled - sums.log()
         draft_logprob = logprobs[1]
         if logsumexp is not None:
-            given = raw[0] / drafted[1].sampling.temperature - logsumexp
+            logit, *least = (each.amax(dim=0) for each in raw)
+            given = logit / drafted[1].sampling.temperature - logsumexp
             if cutoffs is not None:
-                kept = (cutoffs < 0) | (raw[0] > raw[1]) | ((raw[0] == raw[1]) & (ids <= cutoffs))
+                kept = (cutoffs < 0) | (logit > least[0]) | ((logit == least[0]) & (ids <= cutoffs))
                 given = given.masked_fill(~kept, -torch.inf)
             draft_logprob = torch.where(logsumexp.abs() <= LARGEST_LOGSUMEXP, given, draft_logprob)
         if self.greedy is not None:
             draft_logprob = draft_logprob.masked_fill(self.greedy[:, None], 0)
         return logprobs[0] - draft_logprob
+
+    def _quotients_and_tokens(self) -> Tensor:
+        """Exchange what decides on drafts without logits, and candidates; return log p(x), keep each row's tokens.
+
+        The residual is p without the draft, whatever is accepted. So what each row would emit can be drawn at once.
+        """
+        steps, layout = self.steps, self.layout
+
+        def compute(
+            token_ids: Tensor, positions: Tensor, seeds: Tensor, target: Source, mask: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            temperature = target.sampling.temperature[..., None]
+            (logits,), (row_max,) = framed((target,), layout, mask)
+            token_logits = at_token(logits, token_ids, layout) - row_max.squeeze(-1)
+            weights = exp_scaled(logits, row_max, temperature)
+            residual = weights.masked_fill(layout.token_ids == token_ids[..., None], 0)
+            draws = (best_tokens(each, seeds, positions, SELECT, layout) for each in (residual, weights))
+            return token_logits, pad_blocks(block_sums(weights), layout), *itertools.chain(*draws)
+
+        positions = steps.positions[:, None] + steps.offsets
+        seeds = steps.seeds[:, None].expand_as(positions)
+        ids = torch.nn.functional.pad(steps.draft_token_ids, (0, 1), value=-1)
+        tensors = ids, positions, seeds, self.sources[0], self.greedy
+        logits_each = 2 * positions.shape[1] * layout.width
+        token_logits, sums, *offers = self.shard.gather(layout, *by_chunks(compute, logits_each, *tensors))
+        self.recovered, self.bonus = best_of_both(offers, seeds, positions, layout)
+        logprobs = token_logits.amax(dim=0) / steps.temperature[:, None] - layout.whole(sums).sum(dim=-1).log()
+        quotient: Tensor = logprobs[:, :-1]
+        return quotient
 
     def _raw_draft_logits(self, source: Source, token_ids: Tensor, cutoffs: Tensor | None) -> tuple[Tensor, ...]:
         """Return the draft model's raw logits of the drafts, and of any cutoffs; -inf where another rank has them."""
@@ -334,17 +370,15 @@ class ShardedRows:
     def _statistics(self, sources: tuple[Source, ...], token_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
         """Return what decides on drafts: [..., models] their logits less the rows' maxima; [..., most_blocks] block sums.
 
-        The block sums are those of each model's weights and, if there is a draft model, of the change from the target's
-        weights to the draft's (`eager.probabilistic.compare`).
+        The block sums are those of both models' weights, and of the change from the one to the other
+        (`eager.probabilistic.compare`).
         """
         temperature = sources[0].sampling.temperature[..., None]
         logits, row_max = framed(sources, self.layout, mask)
         token_logits = [at_token(each, token_ids, self.layout) - top.squeeze(-1) for each, top in zip(logits, row_max)]
-        difference = None if len(sources) == 1 else log_difference(*logits, *row_max, temperature)
+        difference = log_difference(*logits, *row_max, temperature)
         weights = exp_scaled(logits, row_max, temperature)
-        sums = list(block_sums(weights))
-        if difference is not None:
-            sums.append(block_sums(weight_change(weights[0], difference)))
+        sums = *block_sums(weights), block_sums(weight_change(weights[0], difference))
         return torch.stack(token_logits, dim=-1), *(pad_blocks(each, self.layout) for each in sums)
 
     def _comparison(
@@ -387,41 +421,31 @@ class ShardedRows:
             token_ids, *_ = sample(self.shard, self.layout, target, steps.seeds, positions, steps.greedy)
             return token_ids, is_empty
 
-        subtracted = requests, num_accepted.clamp(max=steps.num_draft_tokens - 1)
-        ratios = log_ratio - (num_accepted < steps.num_drafts).log()  # infinite where the token is a bonus token
-        others: tuple[Any, ...] = (None, None, None)
-        if len(self.sources) == 2:
-            others = self.sources[1].at(*subtracted), self.target_sum[subtracted], self.log_sum_ratio[subtracted]
-        tensors = positions, steps.seeds, steps.draft_token_ids[subtracted], ratios, target, *others, self.greedy
-        offers = self.shard.gather(self.layout, *by_chunks(self._candidates, 2 * self.layout.width, *tensors))
-        half = len(offers) // 2
-        recovered, score = best_of(offers[:half], steps.seeds, positions, SELECT, self.layout)
-        from_target, _ = best_of(offers[half:], steps.seeds, positions, SELECT, self.layout)
-        token_ids = torch.where(score == 0, from_target, recovered)  # a residual that is 0 everywhere
+        is_bonus = num_accepted == steps.num_drafts
+        if len(self.sources) == 1:
+            at_stop = requests, num_accepted
+            token_ids = torch.where(is_bonus, self.bonus[at_stop], self.recovered[at_stop])
+        else:
+            subtracted = requests, num_accepted.clamp(max=steps.num_draft_tokens - 1)
+            ratios = log_ratio - (~is_bonus).log()  # infinite where the token is a bonus token
+            draft, sums = self.sources[1].at(*subtracted), (self.target_sum[subtracted], self.log_sum_ratio[subtracted])
+            tensors = positions, steps.seeds, ratios, target, draft, *sums, self.greedy
+            offers = self.shard.gather(self.layout, *by_chunks(self._candidates, 2 * self.layout.width, *tensors))
+            token_ids, _ = best_of_both(offers, steps.seeds, positions, self.layout)
         return token_ids if self.greedy is None else torch.where(self.greedy, target.first, token_ids), is_empty
 
     def _candidates(
         self,
         positions: Tensor,
         seeds: Tensor,
-        token_ids: Tensor,
         log_ratio: Tensor,
         target: Source,
-        draft: Source | None,
+        draft: Source,
         target_sum: Tensor,
         ratio: Tensor,
         mask: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Return `best_tokens` of max(0, c p - q), and of p: which of the two is needed, no rank knows alone."""
-        if draft is None:
-            logits, row_max = framed((target,), self.layout, mask)
-            target_weights = exp_scaled(logits[0], row_max[0], target.sampling.temperature[:, None])
-            rejected = (self.layout.token_ids == token_ids[:, None]) & (log_ratio < torch.inf)[:, None]
-            weights = target_weights.masked_fill(rejected, 0)
-        else:
-            comparison = self._comparison(target, draft, (target_sum, ratio), mask)
-            weights, target_weights = comparison.residual_weights(log_ratio), comparison.target_weights
-        residual, whole = (
-            best_tokens(each, seeds, positions, SELECT, self.layout) for each in (weights, target_weights)
-        )
-        return *residual, *whole
+        comparison = self._comparison(target, draft, (target_sum, ratio), mask)
+        both = comparison.residual_weights(log_ratio), comparison.target_weights
+        return tuple(itertools.chain(*(best_tokens(each, seeds, positions, SELECT, self.layout) for each in both)))
