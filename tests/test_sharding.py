@@ -348,11 +348,12 @@ def test_every_rank_says_what_is_wrong_with_the_shards(shards, message):
             raise error
 
 
-def test_a_shard_that_changes_its_length_is_an_error(ranks_of):
-    shard = ranks_of(*WHOLE_BLOCKS[0]).shards[0]
-    ranks_of(*WHOLE_BLOCKS[0]).run(sample_of, {"logits": torch.zeros(1, 3100), "seeds": 0})
+def test_warm_up_agrees_on_the_shards_and_their_lengths_stay():
+    ranks = Ranks([0, 1024, 3100])
+    call = {"target_logits": torch.zeros(1, 1, 3100), "draft_token_ids": torch.zeros(1, 0, dtype=torch.int64)}
+    ranks.run(lambda shard: sampler_of("strict", shard).warmup, call)
     with pytest.raises(ValueError, match=r"^shard: this rank holds 1024 tokens.*, got logits of 1000"):
-        sample(torch.zeros(1, 1000), 0, shard=shard)
+        sample(torch.zeros(1, 1000), 0, shard=ranks.shards[0])
 
 
 def test_a_shard_is_checked(ranks_of):
