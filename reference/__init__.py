@@ -17,7 +17,8 @@ Read the modules in this order: [`philox`][reference.philox] (noise; on a first 
 [`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
 [`block`][reference.block], [`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests
 require that the package returns the same tokens as `verify` for the same logits, seed and position, except where two
-scores are so close that rounding decides.
+scores are so close that rounding decides. Beside them, [`logprobs`][reference.logprobs] has the log-probabilities of the
+tokens that `verify` returns.
 
 The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
 `block`.

@@ -2,13 +2,16 @@
 
 import math
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from specdecode.sharding import VocabShard
+
+Logprobs = Literal["processed", "raw"]
+"""Of what emitted tokens' log-probabilities are: the distribution sampled from, or softmax(logits)."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -28,7 +31,16 @@ class SamplerOutput(NamedTuple):
     """[batch] int32: draft tokens that the request had, -1 padding not counted."""
 
     invalid: Tensor
-    """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0."""
+    """[batch] bool: a target row that the result depends on had no finite logit, only NaN or -inf. It emits token 0.
+
+    In a packed call also: the request had no rows, or its rows or its slot are none.
+    """
+
+    logprobs: Tensor | None = None
+    """[batch, num_draft_tokens + 1] float32: the log-probability of each emitted token, NaN where `token_ids` is -1.
+
+    None if it was not asked for.
+    """
 
     @property
     def num_tokens(self) -> Tensor:
@@ -67,9 +79,17 @@ class Truncation(NamedTuple):
 
     @classmethod
     def check(
-        cls, sampling: Sampling, batch: int, vocab: int, device: torch.device, of: str = ""
+        cls,
+        sampling: Sampling,
+        batch: int,
+        vocab: int,
+        device: torch.device,
+        of: str = "",
+        used: Tensor | None = None,
     ) -> "Truncation | None":
         """Return what truncates rows, or None if nothing does; `of` comes before the arguments' names in errors.
+
+        Only values of what is `used`, [batch] bool, are checked; None: all.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -78,9 +98,9 @@ class Truncation(NamedTuple):
         if sampling.top_k is sampling.top_p is sampling.min_p is None:  # as most often: a call does no more for it
             return None
         truncation = cls(
-            check_top_k(f"{of}top_k", sampling.top_k, batch, vocab, device),
-            check_share(f"{of}top_p", sampling.top_p, batch, device, neutral=1),
-            check_share(f"{of}min_p", sampling.min_p, batch, device, neutral=0),
+            check_top_k(f"{of}top_k", sampling.top_k, batch, vocab, device, used),
+            check_share(f"{of}top_p", sampling.top_p, batch, device, 1, used),
+            check_share(f"{of}min_p", sampling.min_p, batch, device, 0, used),
         )
         return None if all(field is None for field in truncation) else truncation
 
@@ -119,21 +139,46 @@ class RowBatch(NamedTuple):
             ValueError: an argument of the wrong shape, device or value.
         """
         batch, vocab = check_logits("logits", logits, ("batch", "vocab"), shard)
+        for_seeds = seeds, batch, logits.device
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
-            check_seeds(seeds, batch, logits.device) if shard is None else shard.check_seeds(seeds, logits),
+            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, logits),
             check_positions(positions, batch, logits.device),
             Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
             shard,
         )
 
 
-class VerificationBatch(NamedTuple):
-    """Checked arguments of a verification step: the one bundle of tensors that both backends receive."""
+class Packing(NamedTuple):
+    """Where the rows and the state of each request of a packed call are. Their values are checked only on the CPU."""
 
-    target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float
-    draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64
+    row_starts: Tensor  # [batch + 1] int32 or int64
+    num_draft_tokens: int  # the most that a request may have
+    slots: Tensor | None  # [batch] int32 or int64; None: the request itself
+    num_slots: int
+    seeds_by_request: bool  # seeds are not by slot, because they were drawn for this call
+
+    def used(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return which slots are used, [num_slots] bool, and which requests have rows, [batch] bool; on the CPU alone."""
+        if not on_host(self.row_starts):
+            return None, None
+        has_rows = self.row_starts.diff() > 0
+        slots = torch.arange(len(has_rows)) if self.slots is None else self.slots
+        used = torch.zeros(self.num_slots, dtype=torch.bool)
+        used[slots[has_rows].long()] = True
+        return used, has_rows
+
+
+class VerificationBatch(NamedTuple):
+    """Checked arguments of a verification step: the one bundle of tensors that both backends receive.
+
+    In a packed call target logits and draft tokens are by row, positions by request, and all else by slot, which is
+    `num_slots` in place of `batch`.
+    """
+
+    target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float; packed: [num_rows, vocab]
+    draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64; packed: [num_rows]
     draft_logits: Tensor | None  # [batch, num_draft_tokens, vocab] any float
     draft_logsumexp: Tensor | None  # [batch, num_draft_tokens] float32
     temperature: Tensor | float  # [batch] any float, or one for all
@@ -143,7 +188,14 @@ class VerificationBatch(NamedTuple):
     draft_temperature: Tensor | float | None = None  # like temperature; None: the same
     draft_truncation: Truncation | None = None
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
+    logprobs: Logprobs | None = None
+    packing: Packing | None = None
     shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The most drafts of a request."""
+        return self.draft_token_ids.shape[1] if self.packing is None else self.packing.num_draft_tokens
 
     @property
     def is_truncated(self) -> bool:
@@ -166,6 +218,8 @@ class VerificationBatch(NamedTuple):
         min_p: Tensor | float | None = None,
         draft_sampling: Sampling | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
+        packing: Packing | None = None,
         shard: "VocabShard | None" = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
@@ -174,48 +228,49 @@ class VerificationBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        dimensions = ("batch", "num_draft_tokens + 1", "vocab")
-        batch, rows, vocab = check_logits("target_logits", target_logits, dimensions, shard)
-        if rows == 0:
-            raise ValueError(
-                "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"
-            )
-        device, drafts = target_logits.device, (batch, rows - 1)
-        try:
-            check_tensor("draft_token_ids", draft_token_ids, INTEGERS, drafts, device)
-        except ValueError:
-            check_num_rows(rows, draft_token_ids, draft_logits)
-            raise
+        if packing is None:
+            batch, rows, vocab = check_padded(target_logits, draft_token_ids, draft_logits, shard)
+            num_slots, drafts, used_slots, used_requests = batch, (batch, rows - 1), None, None
+        else:
+            vocab = target_logits.shape[1] if shard is None else shard.vocab_size
+            batch, num_slots = len(packing.row_starts) - 1, packing.num_slots
+            drafts, (used_slots, used_requests) = (num_slots, packing.num_draft_tokens), packing.used()
+        device = target_logits.device
+        for_seeds = seeds, batch if seeds is None else num_slots, device
         if draft_logits is not None:
-            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, target_logits.shape[2]), device)
+            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, target_logits.shape[-1]), device)
         if draft_logsumexp is not None:
             check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
             if draft_logits is None:
                 raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
-        check_token_ids(draft_token_ids, vocab)
-        truncation = Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, device)
+        if packing is None:
+            check_token_ids(draft_token_ids, vocab)
+        sizes = num_slots, vocab, device
+        truncation = Truncation.check(Sampling(temperature, top_k, top_p, min_p), *sizes, used=used_slots)
         draft_truncation = None if draft_logits is None else truncation
         draft_temperature = None
         if draft_sampling is not None:
-            if not isinstance(draft_sampling, Sampling):
-                raise TypeError(f"draft_sampling: expected a Sampling, got {type(draft_sampling).__name__}")
-            if draft_logits is None:
-                raise ValueError("draft_sampling: given without the draft_logits that the drafts were drawn from")
-            draft_temperature = check_temperature(draft_sampling.temperature, batch, device, of="draft_sampling.")
-            draft_truncation = Truncation.check(draft_sampling, batch, vocab, device, of="draft_sampling.")
+            check_draft_sampling(draft_sampling, draft_logits)
+            of = "draft_sampling."
+            draft_temperature = check_temperature(draft_sampling.temperature, num_slots, device, of, used_slots)
+            draft_truncation = Truncation.check(draft_sampling, *sizes, of, used_slots)
         check_draft_cutoff(draft_cutoff, drafts, device, draft_logsumexp, draft_truncation)
+        if logprobs is not None:
+            check_choice("logprobs", logprobs, get_args(Logprobs))
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
             None if draft_logits is None else plain(draft_logits),
             None if draft_logsumexp is None else plain(draft_logsumexp),
-            check_temperature(temperature, batch, device),
-            check_seeds(seeds, batch, device) if shard is None else shard.check_seeds(seeds, target_logits),
-            check_positions(positions, batch, device),
+            check_temperature(temperature, num_slots, device, used=used_slots),
+            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, target_logits),
+            check_positions(positions, batch, device, used_requests),
             truncation,
             draft_temperature,
             draft_truncation,
             None if draft_cutoff is None else plain(draft_cutoff),
+            logprobs,
+            packing,
             shard,
         )
 
@@ -250,7 +305,8 @@ MOST_DRAFT_TOKENS = 4096
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:
     """Return an int of at least `least` and at most `most`, or raise."""
     expected = "a positive int" if least == 1 else f"an int >= {least}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    # int comes first because the check for Integral, an abstract class, takes longer.
+    if not isinstance(value, (int, Integral)) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {expected}, got {shown(value)} ({type(value).__name__})")
     count = int(value)
     if count < least:
@@ -273,6 +329,11 @@ def check_tensor(
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise unless `tensor` is on this device."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected on {device}, where the logits are, got {tensor.device}")
 
@@ -289,8 +350,10 @@ def check_type(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
         raise TypeError(f"{name}: expected dtype {expected}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str) -> None:
-    """Raise on the first value that is not valid; this waits for a device."""
+def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: Tensor | None = None) -> None:
+    """Raise on the first value that is used and not valid; this waits for a device."""
+    if used is not None:
+        valid = valid | ~used
     if not valid.all():
         index = (~valid).nonzero()[0].tolist()
         raise ValueError(f"{name}: expected {expected}, got {tensor[tuple(index)].item()} at {index}")
@@ -308,6 +371,24 @@ def check_logits(
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
     return logits.shape
+
+
+def check_padded(
+    target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None, shard: "VocabShard | None"
+) -> tuple[int, ...]:
+    """Raise unless target logits and draft tokens have shapes that fit together; return that of the logits, unsharded."""
+    dimensions = "batch", "num_draft_tokens + 1", "vocab"
+    batch, rows, _ = shape = check_logits("target_logits", target_logits, dimensions, shard)
+    if rows == 0:
+        raise ValueError(
+            "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"
+        )
+    try:
+        check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (batch, rows - 1), target_logits.device)
+    except ValueError:
+        check_num_rows(rows, draft_token_ids, draft_logits)
+        raise
+    return shape
 
 
 def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
@@ -332,14 +413,15 @@ def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
     check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
 
 
-def check_temperature(temperature: Tensor | float, batch: int, device: torch.device, of: str = "") -> Tensor | float:
+def check_temperature(
+    temperature: Tensor | float, batch: int, device: torch.device, of: str = "", used: Tensor | None = None
+) -> Tensor | float:
     """Return a temperature as a float or a [batch] tensor. The values of a tensor are checked only on the CPU."""
     if isinstance(temperature, Tensor):
         check_tensor(f"{of}temperature", temperature, FLOATS, (batch,), device)
         if on_host(temperature):
-            check_values(
-                f"{of}temperature", temperature, (temperature >= 0) & temperature.isfinite(), "finite numbers >= 0"
-            )
+            valid = (temperature >= 0) & temperature.isfinite()
+            check_values(f"{of}temperature", temperature, valid, "finite numbers >= 0", used)
         return plain(temperature)
     # float comes first because the check for Real, an abstract class, takes longer.
     if isinstance(temperature, bool) or not isinstance(temperature, (float, Real)):
@@ -355,7 +437,7 @@ def check_temperature(temperature: Tensor | float, batch: int, device: torch.dev
 
 
 def check_top_k(
-    name: str, top_k: Tensor | int | None, batch: int, vocab: int, device: torch.device
+    name: str, top_k: Tensor | int | None, batch: int, vocab: int, device: torch.device, used: Tensor | None
 ) -> Tensor | int | None:
     """Return top_k as an int or a [batch] tensor, None if it keeps all tokens. A tensor is checked only on the CPU."""
     if top_k is None:
@@ -363,14 +445,19 @@ def check_top_k(
     if isinstance(top_k, Tensor):
         check_tensor(name, top_k, INTEGERS, (batch,), device)
         if on_host(top_k):
-            check_values(name, top_k, top_k >= 0, "numbers >= 0, where 0 keeps all tokens")
+            check_values(name, top_k, top_k >= 0, "numbers >= 0, where 0 keeps all tokens", used)
         return plain(top_k)
     count = check_count(name, top_k, least=0)
     return None if count == 0 or count >= vocab else count
 
 
 def check_share(
-    name: str, share: Tensor | float | None, batch: int, device: torch.device, neutral: int
+    name: str,
+    share: Tensor | float | None,
+    batch: int,
+    device: torch.device,
+    neutral: int,
+    used: Tensor | None = None,
 ) -> Tensor | float | None:
     """Return top_p or min_p as a float or a [batch] tensor, None if it keeps all tokens.
 
@@ -382,13 +469,22 @@ def check_share(
     if isinstance(share, Tensor):
         check_tensor(name, share, FLOATS, (batch,), device)
         if on_host(share):
-            check_values(name, share, (share <= 1) & (share > 0 if neutral == 1 else share >= 0), f"numbers {expected}")
+            valid = (share <= 1) & (share > 0 if neutral == 1 else share >= 0)
+            check_values(name, share, valid, f"numbers {expected}", used)
         return plain(share)
     if isinstance(share, bool) or not isinstance(share, (float, Real)):
         raise TypeError(f"{name}: expected a float {expected} or a [batch] tensor, got {type(share).__name__}")
     if not (share <= 1 and (share > 0 if neutral == 1 else share >= 0)):
         raise ValueError(f"{name}: expected a float {expected}, got {shown(share)}")
     return None if share == neutral else float(share)
+
+
+def check_draft_sampling(draft_sampling: Sampling, draft_logits: Tensor | None) -> None:
+    """Raise unless it is a Sampling, and there is something that it is said of."""
+    if not isinstance(draft_sampling, Sampling):
+        raise TypeError(f"draft_sampling: expected a Sampling, got {type(draft_sampling).__name__}")
+    if draft_logits is None:
+        raise ValueError("draft_sampling: given without the draft_logits that the drafts were drawn from")
 
 
 def check_draft_cutoff(
@@ -430,11 +526,13 @@ def seed_each(seeds: Tensor | int, batch: int, device: torch.device) -> Tensor:
     return seeds if isinstance(seeds, Tensor) else torch.arange(batch, dtype=torch.int64, device=device) + seeds
 
 
-def check_positions(positions: Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+def check_positions(
+    positions: Tensor | None, batch: int, device: torch.device, used: Tensor | None = None
+) -> Tensor | None:
     """Return positions as a [batch] int64 tensor, or None."""
     if positions is None:
         return None
     check_tensor("positions", positions, (torch.int64,), (batch,), device)
     if on_host(positions):
-        check_values("positions", positions, positions >= 0, "numbers >= 0")
+        check_values("positions", positions, positions >= 0, "numbers >= 0", used)
     return plain(positions)

@@ -1,7 +1,7 @@
 """The sampler under torch.compile: two operators that the compiler does not look into, one to verify and one to draw.
 
 Compiled code that calls the sampler calls such an operator, which then checks the arguments and runs the backend as usual.
-Calls that are not being compiled never come here.
+Calls that are not being compiled never come here. A call with a shard of the vocabulary is an error.
 
 An argument of an operator is either a tensor or a number, so temperature, truncation and seeds are two arguments each, of
 which one is used. Seeds that the caller does not give are drawn outside the operator: the compiler may replace two equal
@@ -16,7 +16,18 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import INT64, RowBatch, SamplerOutput, Sampling, check_logits
+from specdecode.batch import (
+    INT64,
+    Logprobs,
+    Packing,
+    RowBatch,
+    SamplerOutput,
+    Sampling,
+    VerificationBatch,
+    check_logits,
+)
+from specdecode.packing import check_packed
+from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
 
@@ -24,6 +35,7 @@ def verify(
     method: str,
     backend: Backend,
     schedule: AcceptanceSchedule | None,
+    shard: VocabShard | None,
     target_logits: Tensor,
     draft_token_ids: Tensor,
     draft_logits: Tensor | None,
@@ -36,11 +48,20 @@ def verify(
     min_p: float | Tensor | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
+    logprobs: Logprobs | None = None,
+    row_starts: Tensor | None = None,
+    num_draft_tokens: int = 0,
+    slots: Tensor | None = None,
 ) -> SamplerOutput:
-    """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler."""
+    """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
+
+    With row_starts they are those of a packed call.
+    """
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
+    batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
-        return SamplerOutput(
+        target_logits = target_logits if shard is None else _refuse_shard(target_logits)
+        output = SamplerOutput(
             *_verify(
                 method,
                 backend,
@@ -51,16 +72,23 @@ def verify(
                 draft_logsumexp,
                 *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
                 *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(_seeds_for(target_logits, seeds)),
+                *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
                 positions,
                 draft_cutoff,
+                logprobs,
+                row_starts,
+                num_draft_tokens,
+                slots,
+                seeds is None,
             )
         )
+        return output._replace(logprobs=None) if logprobs is None else output
 
 
 def sample(
     backend: Backend,
     domains: tuple[int, int],
+    shard: VocabShard | None,
     logits: Tensor,
     temperature: float | Tensor,
     seeds: int | Tensor | None,
@@ -72,13 +100,14 @@ def sample(
     """Draw one token per row in code that is being compiled; return what a backend's `sample` returns."""
     sampling = Sampling(temperature, top_k, top_p, min_p)
     with torch.no_grad():
+        logits = logits if shard is None else _refuse_shard(logits)
         token_ids, logsumexp, cutoff = _sample(
             backend,
             int(domains[0]),
             int(domains[1]),
             logits,
             *_tensors_and_numbers(sampling),
-            *_tensor_or_number(_seeds_for(logits, seeds)),
+            *_tensor_or_number(_seeds_for(logits.shape[:1], logits.device, seeds)),
             positions,
         )
         return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
@@ -105,10 +134,21 @@ def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
     return (value, 0) if isinstance(value, Tensor) else (None, value)
 
 
-def _seeds_for(logits: Tensor, seeds: int | Tensor | None) -> int | Tensor:
+def _seeds_for(batch: tuple[int, ...], device: torch.device, seeds: int | Tensor | None) -> int | Tensor:
     if seeds is None:
-        return torch.randint(INT64.min, INT64.max, logits.shape[:1], dtype=torch.int64, device=logits.device)
+        return torch.randint(INT64.min, INT64.max, batch, dtype=torch.int64, device=device)
     return seeds
+
+
+@torch.library.custom_op("specdecode::refuse_shard", mutates_args=())
+def _refuse_shard(logits: Tensor) -> Tensor:
+    """Raise. An error in the compiled function itself would make the compiler try its parts, one after the other."""
+    raise ValueError("shard: calls with a shard cannot be compiled; put them in torch.compiler.disable")
+
+
+@_refuse_shard.register_fake
+def _(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits)
 
 
 @torch.library.custom_op("specdecode::verify", mutates_args=())
@@ -128,34 +168,58 @@ def _verify(
     first_seed: int,
     positions: Tensor | None,
     draft_cutoff: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs: str | None,
+    row_starts: Tensor | None,
+    num_draft_tokens: int,
+    slots: Tensor | None,
+    seeds_are_drawn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
-    sampling: Any = _sampling_of(sampling_tensors, sampling_numbers)._asdict()
-    return RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)(
-        target_logits,
-        draft_token_ids,
-        draft_logits,
-        **sampling,
-        draft_sampling=(
-            _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
-        ),
-        seeds=first_seed if seeds is None else seeds,
-        positions=positions,
-        draft_logsumexp=draft_logsumexp,
-        draft_cutoff=draft_cutoff,
-    )
+    sampler = RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)
+    temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
+    drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
+    seed = first_seed if seeds is None else seeds
+    tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
+    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs
+    if row_starts is None:
+        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
+    where: Any = row_starts, num_draft_tokens, slots
+    if not seeds_are_drawn:
+        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
+    # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
+    batch = check_packed(*tensors, temperature, 0, *others, *where)
+    packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
+    return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
+
+
+def _tensors_of(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return an output as an operator can, as tensors alone: one of no elements for log-probabilities not asked for."""
+    of_tokens = output.token_ids.new_empty(0, dtype=torch.float32) if output.logprobs is None else output.logprobs
+    return *output[:4], of_tokens
 
 
 @_verify.register_fake
-def _(method: str, backend: str, joint_rates: Sequence[float], target_logits: Tensor, *_: object) -> SamplerOutput:
-    batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+def _(
+    method: str,
+    backend: str,
+    joint_rates: Sequence[float],
+    target_logits: Tensor,
+    *others: Any,
+) -> SamplerOutput:
+    *_, logprobs, row_starts, num_draft_tokens, _slots, _seeds_are_drawn = others
+    if row_starts is None:
+        batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+    else:
+        check_logits("target_logits", target_logits, ("num_rows", "vocab"))
+        batch, rows = row_starts.shape[0] - 1, num_draft_tokens + 1
     return SamplerOutput(
         target_logits.new_empty((batch, rows), dtype=torch.int64),
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.int32),
         target_logits.new_empty(batch, dtype=torch.bool),
+        target_logits.new_empty(0 if logprobs is None else (batch, rows), dtype=torch.float32),
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode import backends, compiled, eager
+from specdecode import backends, compiled
 from specdecode.batch import RowBatch
 from specdecode.noise import SELECT
 from specdecode.sharding import VocabShard, check_shard
@@ -75,13 +75,10 @@ def sample(
     token_ids: Tensor
     if shard is not None:
         check_shard(shard, "auto")
-        token_ids, *_ = eager.sample(
-            RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard), SELECT
-        )
-        return token_ids
     if torch.compiler.is_compiling():
-        token_ids, *_ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions, top_k, top_p, min_p)
+        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
+        token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
         return token_ids
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-    token_ids, *_ = backends.choose("auto", logits, batch.is_truncated).sample(batch, SELECT)
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard)
+    token_ids, *_ = backends.choose("auto", logits, batch.is_truncated, shard).sample(batch, SELECT)
     return token_ids

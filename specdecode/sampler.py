@@ -1,6 +1,6 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
 from specdecode.batch import (
     MOST_DRAFT_TOKENS,
+    Logprobs,
     RowBatch,
     SamplerOutput,
     Sampling,
@@ -18,6 +19,7 @@ from specdecode.batch import (
 )
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
+from specdecode.packing import check_packed
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -142,6 +144,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
@@ -179,6 +182,11 @@ class RejectionSampler:
                 reading the draft rows again, except in the eager backend on a GPU.
             draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]: needed beside
                 draft_logsumexp if the drafts were drawn from truncated rows.
+            logprobs: of what the emitted tokens' log-probabilities are returned. `"processed"`: of the distribution sampled
+                from, that is the target's row with temperature and truncation applied, for accepted, recovered and bonus
+                tokens alike. It is 0 for greedy requests, which sample from a point mass; and -inf for drafts that the
+                target never emits, which `"synthetic"` alone accepts. `"raw"`: of softmax(logits), at temperature 1 and
+                untruncated, for greedy requests too. None returns none.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -189,18 +197,109 @@ class RejectionSampler:
                 CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
                 or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, a top_p of 0 or less keeps
                 one token, a min_p above 1 is 1.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> target_logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(2, 2, 3)  # 2 requests, 1 draft each
+            >>> drafts, sampler = torch.tensor([[0], [2]]), RejectionSampler("probabilistic")
+            >>> output = sampler(target_logits, drafts, seeds=2, top_k=2, logprobs="processed")
+            >>> output.token_ids  # draft 2 is not among the two tokens kept
+            tensor([[ 0,  0],
+                    [ 1, -1]])
+            >>> output.logprobs.exp()  # 0.5 / 0.8 and 0.3 / 0.8
+            tensor([[0.6250, 0.6250],
+                    [0.3750,    nan]])
+            >>> sampler(target_logits, drafts, seeds=2, top_k=2, logprobs="raw").logprobs.exp()
+            tensor([[0.5000, 0.5000],
+                    [0.3000,    nan]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        if self.shard is not None:
-            sharded = self._checked(VerificationBatch.check(*arguments, *truncation, self.shard))
-            return eager.verify(self.method, sharded, self.schedule)
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation)
-        batch = self._checked(VerificationBatch.check(*arguments, *truncation))
-        backend = backends.choose(self.backend, target_logits, batch.is_truncated)
-        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
-        return output
+            return compiled.verify(self.method, self.backend, self.schedule, self.shard, *arguments, *truncation)
+        return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
+
+    def packed(
+        self,
+        target_logits: Tensor,
+        draft_token_ids: Tensor,
+        row_starts: Tensor,
+        draft_logits: Tensor | None = None,
+        *,
+        num_draft_tokens: int,
+        slots: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        top_k: int | Tensor | None = None,
+        top_p: float | Tensor | None = None,
+        min_p: float | Tensor | None = None,
+        draft_sampling: Sampling | None = None,
+        seeds: int | Tensor | None = None,
+        positions: Tensor | None = None,
+        draft_logsumexp: Tensor | None = None,
+        draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> SamplerOutput:
+        """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
+
+        Each request gets exactly what a call of the sampler gives it. Nothing is padded, gathered or copied by the kernels,
+        and the lengths and slots are not read by the host: a replayed CUDA graph may change them.
+
+        What is said to be by slot is [num_slots, ...]: that of request r is at `slots[r]`. Slots may be shared and unused.
+
+        Args:
+            target_logits: [num_rows, vocab] raw logits. Request r has the rows from `row_starts[r]` to
+                `row_starts[r + 1] - 1`: one for each of its drafts, and one more for the bonus token.
+            draft_token_ids: [num_rows] int32 or int64, the draft that each row judges. That of a request's last row is not
+                looked at. -1 ends a request's drafts, as in a call of the sampler.
+            row_starts: [batch + 1] int32 or int64. A request without rows, such as those that pad a batch, emits token 0
+                and is marked invalid. Rows after the last request's are not looked at.
+            draft_logits: [num_slots, num_draft_tokens, vocab] raw logits, by slot; or None.
+            num_draft_tokens: the most drafts that any request may have.
+            slots: [batch] int32 or int64; None means that the slot of request r is r. Not looked at if nothing is by slot.
+            temperature: one number, or a float tensor by slot.
+            top_k: one number, or an int32 or int64 tensor by slot.
+            top_p: one number, or a float tensor by slot.
+            min_p: one number, or a float tensor by slot.
+            draft_sampling: how the drafts were drawn; its tensors are by slot.
+            seeds: int64 by slot; an int s means s + r for request r; None draws them, one for each request.
+            positions: [batch] int64, by request: the absolute position of its first draft token; None means 0.
+            draft_logsumexp: [num_slots, num_draft_tokens] float32, by slot.
+            draft_cutoff: [num_slots, num_draft_tokens] int64, by slot.
+            logprobs: as for a call.
+
+        Returns:
+            As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: an argument of the wrong shape, device or value. On a CUDA device values are not checked: a request
+                whose rows are not rows of target_logits, or more than num_draft_tokens + 1, or whose slot is not a slot,
+                emits token 0 and is marked invalid.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> target_logits = torch.zeros(5, 8)
+            >>> target_logits[:, 3] = 9.0
+            >>> row_starts = torch.tensor([0, 3, 4, 5])  # two drafts, and twice none
+            >>> draft_token_ids = torch.tensor([3, 7, -1, -1, -1])
+            >>> slots = torch.tensor([2, 0, 2])
+            >>> temperature = torch.tensor([0.0, 1.0, 0.0])  # of slot 0, 1 and 2
+            >>> options = {"num_draft_tokens": 2, "slots": slots, "temperature": temperature}
+            >>> RejectionSampler("strict").packed(target_logits, draft_token_ids, row_starts, **options).token_ids
+            tensor([[ 3,  3, -1],
+                    [ 3, -1, -1],
+                    [ 3, -1, -1]])
+        """
+        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
+        where = row_starts, num_draft_tokens, slots
+        if torch.compiler.is_compiling():
+            return compiled.verify(
+                self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
+            )
+        return self._verify(check_packed(*arguments, *truncation, *where, self.shard))
 
     def warmup(
         self,
@@ -217,6 +316,10 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        logprobs: Logprobs | None = None,
+        row_starts: Tensor | None = None,
+        num_draft_tokens: int | None = None,
+        slots: Tensor | None = None,
     ) -> None:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
@@ -240,6 +343,11 @@ class RejectionSampler:
             positions: as for a call.
             draft_logsumexp: as for a call.
             draft_cutoff: as for a call.
+            logprobs: as for a call.
+            row_starts: if given, the kernels of [`packed`][specdecode.RejectionSampler.packed] calls are compiled, and all
+                arguments are as for those.
+            num_draft_tokens: as for a packed call.
+            slots: as for a packed call.
 
         Raises:
             TypeError: as for a call.
@@ -251,23 +359,17 @@ class RejectionSampler:
             >>> sampler = RejectionSampler("strict")
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
-        batch = self._checked(
-            VerificationBatch.check(
-                target_logits,
-                draft_token_ids,
-                draft_logits,
-                draft_logsumexp,
-                temperature,
-                seeds,
-                positions,
-                top_k,
-                top_p,
-                min_p,
-                draft_sampling,
-                draft_cutoff,
-                self.shard,
-            )
-        )
+        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
+        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
+        if row_starts is None:
+            if slots is not None or num_draft_tokens is not None:
+                raise ValueError(
+                    "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
+                )
+            batch = self._checked(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
+        else:
+            where = row_starts, num_draft_tokens, slots
+            batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard))
         if self.shard is not None:
             self.shard.agree(target_logits)
             return
@@ -277,17 +379,25 @@ class RejectionSampler:
         backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
-            rows = draft_logits[:, 0]
-            self.draft(rows, how.temperature, seeds, positions, top_k=how.top_k, top_p=how.top_p, min_p=how.min_p)
+            numbers: Any = (how.temperature, seeds, positions, *how[1:])
+            # Of one row, because some of them may be by slot and others by request.
+            *scalars, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
+            self.draft(draft_logits[:1, 0], *scalars, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def _checked(self, batch: VerificationBatch) -> VerificationBatch:
         """Return the batch if the schedule has a rate for each of its drafts."""
-        if self.schedule is not None and batch.draft_token_ids.shape[1] > self.schedule.num_draft_tokens:
-            most, got = self.schedule.num_draft_tokens, batch.draft_token_ids.shape[1]
-            raise ValueError(
-                f"draft_token_ids: expected at most {most} drafts, as many as the schedule has rates, got {got}"
-            )
+        if self.schedule is not None and batch.num_draft_tokens > self.schedule.num_draft_tokens:
+            name = "draft_token_ids" if batch.packing is None else "num_draft_tokens"
+            most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens
+            raise ValueError(f"{name}: expected at most {most} drafts, as many as the schedule has rates, got {got}")
         return batch
+
+    def _verify(self, batch: VerificationBatch) -> SamplerOutput:
+        """Have a backend verify what has been checked."""
+        batch = self._checked(batch)
+        backend = backends.choose(self.backend, batch.target_logits, batch.is_truncated, self.shard)
+        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
+        return output
 
     def draft(
         self,
@@ -341,10 +451,8 @@ class RejectionSampler:
         offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
         domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-        if self.shard is not None:
-            return DraftOutput(*eager.sample(RowBatch.check(*arguments, self.shard), domains))
         if torch.compiler.is_compiling():
-            return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
-        batch = RowBatch.check(*arguments)
-        backend = backends.choose(self.backend, logits, batch.is_truncated)
+            return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
+        batch = RowBatch.check(*arguments, self.shard)
+        backend = backends.choose(self.backend, logits, batch.is_truncated, self.shard)
         return DraftOutput(*backend.sample(batch, domains))

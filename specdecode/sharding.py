@@ -111,10 +111,10 @@ class VocabShard:
             results[i] = part.contiguous().view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
         return results
 
-    def check_seeds(self, seeds: Tensor | int | None, logits: Tensor) -> Tensor | int:
+    def check_seeds(self, seeds: Tensor | int | None, batch: int, device: torch.device, logits: Tensor) -> Tensor | int:
         """Return checked seeds; None draws them from the generator of the group's first rank, in one more exchange."""
-        checked = check_seeds(seeds, len(logits), logits.device)
-        if seeds is not None or not isinstance(checked, Tensor) or len(logits) == 0:
+        checked = check_seeds(seeds, batch, device)
+        if seeds is not None or not isinstance(checked, Tensor) or batch == 0:
             return checked
         self.agree(logits)  # before anything else is exchanged, so that wrong shards are named
         return all_gather(checked, self.group)[0]

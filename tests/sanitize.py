@@ -5,12 +5,14 @@ compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the call
 checker reports errors. Half of each batch is bad input: rows of NaN and infinities, ids outside the vocabulary.
 """
 
+import inspect
 import itertools
 import math
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,9 @@ from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.launch import Plan
+from specdecode.packing import check_packed
 from tests.differential import Case, case
+from tests.packing import in_slots, packed_rows, with_counts
 
 BATCH, DRAFTS = 6, 3
 VOCABS = [2048, 1025, 7, 33_001]
@@ -81,7 +85,7 @@ class Calls:
         self.count += 1
         return self.sampler(method).draft(logits, *scalars).logsumexp
 
-    def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool) -> None:
+    def verify(self, method: str, batch: Case, with_draft: bool = True, **options: Tensor | bool | str) -> None:
         """Verify a batch on the device, by the kernels' own entry; `options` are its."""
         if not self.is_due():
             return
@@ -90,7 +94,9 @@ class Calls:
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
         tensors = batch.target_logits, batch.draft_token_ids, draft, logsumexp
-        checked = VerificationBatch.check(*tensors, *scalars, **truncation)
+        checked = VerificationBatch.check(*tensors, *scalars, **truncation)._replace(
+            logprobs=options.pop("logprobs", None)
+        )
         kernels = backends.choose("triton", batch.target_logits)
         kernels.verify(method, checked, self.sampler(method).schedule, **options)
 
@@ -114,6 +120,9 @@ class Calls:
                 self.verify(method, batch, draft_logsumexp=logsumexp, **options)
                 self.verify(method, batch, with_draft=False, **options)
                 self.verify(method, batch, top_k=5, top_p=0.9, **options)
+                for logprobs in ("processed", "raw"):
+                    self.verify(method, batch, logprobs=logprobs, **options)
+                    self.verify(method, batch, with_draft=False, top_k=5, logprobs=logprobs, **options)
                 cutoffs = {"draft_cutoff": batch.draft_token_ids.long()}
                 self.verify(method, batch, top_k=300, draft_logsumexp=logsumexp, **cutoffs, **options)
                 self.verify(method, batch, min_p=torch.full((BATCH,), 0.1, device=self.device), **options)
@@ -141,6 +150,7 @@ class Calls:
                 self.verify(method, columns, large=large)
                 self.verify(method, batch, temperature=0.0, large=large)
                 self.verify(method, no_drafts, large=large)
+                self.verify(method, no_drafts, large=large, logprobs="raw")
                 self.verify(method, wide, large=large)
 
     def many_requests(self) -> None:
@@ -154,29 +164,42 @@ class Calls:
                 self.verify("block", batch, draft_logsumexp=torch.stack(columns, dim=1), large=large)
 
     def packed(self, methods: list[str]) -> None:
-        """Rows of a ragged batch packed without gaps, drafts in slots of a larger cache."""
-        for vocab in (2048, 1025):
+        """Rows of a ragged batch packed without gaps, state in slots; in every second call both are no such places."""
+        for vocab, dtype in ((2048, torch.int32), (1025, torch.int64)):
             batch = case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=5)
-            numbers = [i % (DRAFTS + 1) for i in range(BATCH)]
-            numbers[-1] = 1  # a row too many would be read beyond the end of the pack
-            starts = [sum(number + 1 for number in numbers[:i]) for i in range(BATCH)]
-            for i, number in enumerate(numbers):
-                batch.draft_token_ids[i, :number].clamp_(min=0)
-                batch.draft_token_ids[i, number:] = -1
-            rows = [row for i, number in enumerate(numbers) for row in batch.target_logits[i, : number + 1]]
-            slots = [2 * BATCH - 1 - 2 * i for i in range(BATCH)]
-            cache = torch.zeros(2 * BATCH, DRAFTS, vocab, dtype=torch.bfloat16)
-            cache[slots] = batch.draft_logits
-            pack, cache, batch = torch.stack(rows).to(self.device), cache.to(self.device), batch.to(self.device)
-            # The shape says how many requests and rows there are; where they lie, the index and the strides.
-            view = pack.as_strided((BATCH, DRAFTS + 1, vocab), (vocab, vocab, 1))
-            batch = replace(batch, target_logits=view, draft_logits=cache[:BATCH])
-            for method, large, dtype in itertools.product(methods, (False, True), (torch.int32, torch.int64)):
-                index = {
-                    "target_index": torch.tensor(starts, dtype=dtype).to(self.device),
-                    "draft_index": torch.tensor(slots, dtype=dtype).to(self.device),
-                }
-                self.verify(method, batch, large=large, **index)
+            counts = [i % (DRAFTS + 1) for i in range(BATCH)]
+            slots = torch.tensor([2 * BATCH - 1 - 2 * i for i in range(BATCH)])
+            batch.draft_token_ids.clamp_(min=0)
+            rows = packed_rows(with_counts(batch, counts), counts, dtype)
+            by_slot = {name: in_slots(getattr(batch, name), slots, 2 * BATCH) for name in BY_SLOT}
+            rows, by_slot = on(rows, self.device), on(by_slot, self.device)
+            wrong = torch.tensor([-1, 2, 10**6, 3, 9, 9, 8], dtype=dtype), torch.tensor([99, -1, 0, 3, 2**31 - 1, 0])
+            hostile = dict(zip(("row_starts", "slots"), (each.to(self.device) for each in wrong)))
+            nothing = rows["target_logits"][:0].clone(), rows["draft_token_ids"][:0].clone()
+            none = dict(zip(("target_logits", "draft_token_ids"), nothing))
+            limits = {"top_p": torch.full((2 * BATCH,), 0.9, device=self.device)}
+            numbers = {"positions": batch.positions.to(self.device), "slots": slots.to(self.device)}
+            for method, large in itertools.product(methods, (False, True)):
+                sound = {**rows, **by_slot, **numbers}
+                for call in (sound, {**sound, **hostile}, {**sound, **hostile, **none}, {**sound, **hostile, **limits}):
+                    self.verify_packed(method, call, large)
+                    self.verify_packed(method, {**call, "draft_logits": None}, large)
+
+    def verify_packed(self, method: str, call: dict[str, Any], large: bool) -> None:
+        """Make a packed call, by the kernels' own entry."""
+        if not self.is_due():
+            return
+        arguments = {**dict.fromkeys(inspect.signature(check_packed).parameters), **call}
+        kernels = backends.choose("triton", call["target_logits"])
+        kernels.verify(method, check_packed(**arguments), self.sampler(method).schedule, large=large)
+
+
+BY_SLOT = "draft_logits", "temperature", "seeds"
+
+
+def on(tensors: dict[str, Any], device: str) -> dict[str, Any]:
+    """Each tensor on a device, in memory of its own."""
+    return {name: each.to(device).clone() if isinstance(each, Tensor) else each for name, each in tensors.items()}
 
 
 def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:

@@ -1,5 +1,7 @@
 """The sampler inside functions that torch.compile compiles as one graph, without a graph break."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,12 +44,13 @@ def inputs(place, *, draft_logits: bool) -> dict[str, Tensor | None]:
 def options(place, form: str, call: dict) -> dict:
     """What may be a number or a tensor, and what may be given or not."""
     if form == "numbers":
-        return {"temperature": 0.7, "seeds": -(2**40)}
+        return {"temperature": 0.7, "seeds": -(2**40), "logprobs": "raw"}
     temperature = torch.tensor([1.0, 0.0, 0.5, 2.0], device=place[1])
     tensors = {
         "temperature": temperature,
         "seeds": torch.tensor([3, -(2**63), 2**63 - 1, 0], device=place[1]),
         "positions": torch.tensor([0, 7, 2**40, 1], device=place[1]),
+        "logprobs": "processed",
     }
     if call["draft_logits"] is not None:
         # Not the logsumexp of these logits: it changes what is accepted, so the test sees whether it arrives.
@@ -57,8 +60,9 @@ def options(place, form: str, call: dict) -> dict:
 
 def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
     for name in (*SamplerOutput._fields, "num_tokens"):
-        assert torch.equal(getattr(one, name), getattr(other, name)), name
-        assert getattr(one, name).dtype == getattr(other, name).dtype, name
+        got, want = getattr(one, name), getattr(other, name)
+        assert got is want or torch.equal(got.nan_to_num(nan=7), want.nan_to_num(nan=7)), name
+        assert got is want or got.dtype == want.dtype, name
 
 
 @each_method
@@ -76,12 +80,38 @@ def test_a_compiled_call_returns_what_a_call_returns(place, method, draft_logits
     assert_same(compiled(step)(**call, **arguments), expected)
 
 
+@pytest.mark.parametrize("method", ["strict", "block"])
+@pytest.mark.parametrize("seeds", ["by slot", "drawn"])
+def test_a_compiled_packed_call_returns_what_a_call_returns(place, method, seeds):
+    sampler, call = make(method, place), inputs(place, draft_logits=True)
+    rows = {"target_logits": call["target_logits"].flatten(0, 1)}
+    rows["draft_token_ids"] = rows["target_logits"].argmax(dim=1)
+    rows["row_starts"], slots = (
+        torch.tensor([0, 4, 5, 5, 8], device=place[1]),
+        torch.tensor([2, 2, 0, 1], device=place[1]),
+    )
+    by_slot = {"draft_logits": call["draft_logits"][:3], "temperature": torch.tensor([1.0, 2.0, 0.5], device=place[1])}
+    if seeds == "by slot":
+        by_slot["seeds"] = torch.tensor([7, 8, 9], device=place[1])
+
+    def step(**arguments: Tensor) -> SamplerOutput:
+        return sampler.packed(**arguments, num_draft_tokens=DRAFTS)
+
+    again = compiled(step)
+    torch.manual_seed(0)
+    expected = step(**rows, **by_slot, slots=slots)
+    torch.manual_seed(0)
+    assert_same(again(**rows, **by_slot, slots=slots), expected)
+    assert expected.invalid.tolist() == [False, False, True, False]
+
+
 @each_method
 @pytest.mark.parametrize("form", ["numbers", "tensors"])
 def test_compiled_drafts_and_samples_are_those_of_a_call(place, method, form):
     sampler, call = make(method, place), inputs(place, draft_logits=True)
     arguments = options(place, form, call)
     arguments.pop("draft_logsumexp", None)
+    arguments.pop("logprobs")
 
     def step(logits: Tensor, **rest) -> tuple:
         return sampler.draft(logits, **rest, offset=2), sample(logits + 1, **rest)
@@ -142,13 +172,15 @@ def test_a_compiled_step_counts_its_acceptance(place):
 
 def test_errors_of_compiled_calls_name_the_argument(place):
     call, sampler = inputs(place, draft_logits=False), make("probabilistic", place)
-    step = compiled(lambda ids, seeds: sampler(call["target_logits"], ids, seeds=seeds))
+    step = compiled(lambda ids, seeds, of=None: sampler(call["target_logits"], ids, seeds=seeds, logprobs=of))
     ids, seeds = call["draft_token_ids"], torch.arange(BATCH, device=place[1])
     step(ids, seeds)
     with pytest.raises(ValueError, match=r"^seeds: expected shape \[4\], got \[3\]"):
         step(ids, seeds[:3])
     with pytest.raises(TypeError, match=r"^draft_token_ids: expected dtype int32, int64, got float32"):
         step(ids.float(), seeds)
+    with pytest.raises(ValueError, match=r"^logprobs: expected one of 'processed', 'raw', got 'most'"):
+        step(ids, seeds, "most")
     with pytest.raises(RuntimeError, match=r"logits: expected shape \[batch, vocab\]"):
         compiled(sample)(call["target_logits"], 1.0, seeds)
 
@@ -158,7 +190,8 @@ def test_outputs_of_compiled_calls_need_no_gradients(place):
     call["target_logits"].requires_grad_()
     call["draft_logits"].requires_grad_()
     sampler = make("block", place)
-    step = compiled(lambda call: (*sampler(**call, seeds=0), *sampler.draft(call["draft_logits"][:, 0], seeds=0)[:2]))
+    drafted = partial(sampler.draft, seeds=0)
+    step = compiled(lambda call: (*sampler(**call, seeds=0, logprobs="raw"), *drafted(call["draft_logits"][:, 0])[:2]))
     assert not any(value.requires_grad for value in step(call))
 
 
@@ -170,7 +203,13 @@ def test_operators_keep_the_rules_of_operators(place, draft_logits):
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
     numbers = [None] * 4, [0.7, 0.0, 1.0, 0.0]
     arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None)
-    torch.library.opcheck(torch.ops.specdecode.verify.default, arguments)
+    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments, None, None, 0, None, False))
+    without_values = ("test_schema", "test_faketensor")  # NaN is not equal to itself
+    raw = (*arguments, "raw", None, 0, None, False)
+    torch.library.opcheck(torch.ops.specdecode.verify.default, raw, test_utils=without_values)
+    packed = call["target_logits"].flatten(0, 1), seeds.new_zeros(BATCH * (DRAFTS + 1)), *arguments[5:]
+    where = None, torch.tensor([0, 3, 3, 7, 8], device=place[1]), DRAFTS, seeds.flip(0), True
+    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments[:3], *packed, *where))
     arguments = (place[0], 3, 4, call["target_logits"][:, 0], *numbers, None, 5, seeds)
     torch.library.opcheck(torch.ops.specdecode.sample.default, arguments)
 

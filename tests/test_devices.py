@@ -42,6 +42,29 @@ def call(sampler, batch):
     )
 
 
+def call_packed(sampler, batch, row_starts, slots):
+    """Take the rows of a batch as one row after another, and requests from its slots."""
+    return sampler.packed(
+        batch.target_logits.flatten(0, 1),
+        batch.draft_token_ids.flatten().repeat(2)[: batch.target_logits.shape[:2].numel()],
+        row_starts,
+        batch.draft_logits,
+        num_draft_tokens=3,
+        slots=slots,
+        temperature=batch.temperature,
+        seeds=batch.seeds,
+        positions=batch.positions,
+    )
+
+
+def places(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row starts and slots of 16 requests of up to three drafts, where there are 64 rows; some have no rows."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 5, (16,), generator=generator)
+    row_starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to("cuda", torch.int32)
+    return row_starts, torch.randint(0, 16, (16,), generator=generator).to("cuda")
+
+
 @contextmanager
 def synchronising_raises():
     with warnings.catch_warnings():
@@ -82,6 +105,9 @@ def test_no_call_waits_for_the_device(backend, method):
         sampler(batch.target_logits, batch.draft_token_ids, temperature=0.0, seeds=3)
         sampler.draft(batch.draft_logits[:, 0], batch.temperature)
         sample(batch.target_logits[:, 0], 0.7)
+    call_packed(sampler, batch, *(where := places(0)))
+    with synchronising_raises():
+        stats.update(call_packed(sampler, batch, *where))
 
 
 @needs_cuda
@@ -102,7 +128,7 @@ def test_replays_see_fresh_inputs(backend, method):
             mine.copy_(fresh)
         graph.replay()
         expected = call(sampler, batch)
-        for got, want in zip(output, expected):
+        for got, want in zip(output[:4], expected):
             assert torch.equal(got, want)
         row = sampler.draft(batch.draft_logits[:, 0], batch.temperature, batch.seeds, batch.positions)
         assert torch.equal(draft.token_ids, row.token_ids)
@@ -110,11 +136,33 @@ def test_replays_see_fresh_inputs(backend, method):
 
 
 @needs_cuda
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("method", SAMPLERS)
+def test_replays_see_fresh_lengths_and_slots(backend, method):
+    sampler = RejectionSampler(**SAMPLERS[method], backend=backend)
+    batch, (row_starts, slots) = case(16, 3, 3000, torch.bfloat16).to("cuda"), places(99)
+    call_packed(sampler, batch, row_starts, slots)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call_packed(sampler, batch, row_starts, slots)
+    hostile = row_starts.new_tensor([0, 4, 2, -9, 3, 2**30, *range(11)]), slots.new_tensor([2**40, -1, *range(14)])
+    for mine in (places(0), places(1), hostile, places(2)):
+        row_starts.copy_(mine[0])
+        slots.copy_(mine[1])
+        graph.replay()
+        for got, want in zip(output, call_packed(sampler, batch, *mine)):
+            assert torch.equal(got, want)
+        assert ((output.token_ids >= -1) & (output.token_ids < 3000)).all()
+    assert output.num_accepted.sum() > 0
+
+
+@needs_cuda
 def test_the_gpu_says_what_the_host_says():
     batch = case(64, 3, 5003, torch.float64)
     for options in SAMPLERS.values():
         sampler = RejectionSampler(**options, backend="eager")
-        for got, want in zip(call(sampler, batch.to("cuda")), call(sampler, batch)):
+        for got, want in zip(call(sampler, batch.to("cuda"))[:4], call(sampler, batch)):
             assert torch.equal(got.cpu(), want)
 
 

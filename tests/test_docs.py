@@ -49,7 +49,10 @@ def test_each_gpu_example_of_a_page_runs_alone(page):
     assert run_page(DOCS / page, on_gpu=True)
 
 
-@pytest.mark.parametrize("module", ["specdecode", "specdecode.integrations.transformers"])
+MODULES = ["specdecode", *(f"specdecode.integrations.{name}" for name in ("transformers", "vllm", "sglang"))]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_each_example_of_a_public_docstring_runs_alone(module):
     package = importlib.import_module(module)
     for name in package.__all__:

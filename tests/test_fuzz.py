@@ -235,7 +235,7 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
     assert (tuple(output.num_accepted.shape), output.num_accepted.dtype) == ((batch,), torch.int32)
     assert (tuple(output.num_tokens.shape), output.num_tokens.dtype) == ((batch,), torch.int32)
     assert (tuple(output.invalid.shape), output.invalid.dtype) == ((batch,), torch.bool)
-    assert not any(value.requires_grad for value in output)
+    assert not any(value.requires_grad for value in output if value is not None)
     drafted = [leading_drafts(request, vocab) for request in call["draft_token_ids"].tolist()]
     for tokens, drafts, accepted in zip(output.token_ids.tolist(), drafted, output.num_accepted.tolist()):
         assert 0 <= accepted <= len(drafts)

@@ -86,7 +86,7 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
     assert (tuple(output.num_accepted.shape), output.num_accepted.dtype) == ((batch,), torch.int32)
     assert (tuple(output.num_tokens.shape), output.num_tokens.dtype) == ((batch,), torch.int32)
     assert (tuple(output.invalid.shape), output.invalid.dtype) == ((batch,), torch.bool)
-    assert {value.device for value in output} == {call["target_logits"].device}
+    assert {value.device for value in output if value is not None} == {call["target_logits"].device}
     columns = [output.token_ids, call["draft_token_ids"], output.num_accepted, output.num_tokens]
     for tokens, drafted, accepted, emitted in zip(*(column.tolist() for column in columns)):
         assert emitted == accepted + 1
@@ -150,6 +150,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 *SEEDED,
                 ("draft_logsumexp", None),
                 ("draft_cutoff", None),
+                ("logprobs", None),
             ],
         ),
         (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
@@ -599,7 +600,7 @@ def test_a_request_alone_gives_what_it_gives_in_a_batch(place, method, dtype):
     together = sampler(**call)
     for request in range(12):
         alone = sampler(**take(call, slice(request, request + 1)))
-        assert_same(alone, SamplerOutput(*(value[request : request + 1] for value in together)))
+        assert_same(alone, SamplerOutput(*(value[request : request + 1] for value in together[:4])))
 
 
 @each_method
@@ -610,12 +611,12 @@ def test_the_order_and_the_neighbours_do_not_matter(place, method):
     order = torch.randperm(30, generator=torch.Generator().manual_seed(2)).to(place[1])
     for requests in (order, order[:7], order[:13], order.repeat(2)):
         part = sampler(**take(call, requests))
-        assert_same(part, SamplerOutput(*(value[requests] for value in together)))
+        assert_same(part, SamplerOutput(*(value[requests] for value in together[:4])))
     # Neighbours that need special treatment: greedy, without a finite logit, infinite.
     call["temperature"][10:] = 0
     call["target_logits"][15:20], call["target_logits"][20:25], call["target_logits"][25:] = NAN, INF, -INF
     troubled = sampler(**call)
-    assert_same(*(SamplerOutput(*(value[:10] for value in output)) for output in (troubled, together)))
+    assert_same(*(SamplerOutput(*(value[:10] for value in output[:4])) for output in (troubled, together)))
 
 
 @each_method
@@ -834,7 +835,7 @@ def test_inputs_are_never_written_to(place, method, dtype, drafter):
     sampler.draft(call["target_logits"][:, 0], call["temperature"], call["seeds"], call["positions"])
     assert_same(*outputs)
     for output in outputs:
-        for value in output:
+        for value in output[:4]:
             value.fill_(1)  # and no output is a view of an input
     assert {name: bits(value) for name, value in call.items()} == before
     assert {name: value._version for name, value in call.items()} == versions
@@ -852,7 +853,7 @@ def test_gradients_are_neither_needed_nor_made(place, method):
     output = make(method, place)(**call)
     draft = make(method, place).draft(call["target_logits"][:, 0], call["temperature"], 0)
     tokens = sample(call["target_logits"][:, 0], call["temperature"], 0)
-    assert not any(value.requires_grad for value in (*output, output.num_tokens, *draft[:2], tokens))
+    assert not any(value.requires_grad for value in (*output[:4], output.num_tokens, *draft[:2], tokens))
     del call["draft_logsumexp"]
     call["target_logits"] = torch.nn.Parameter(call["target_logits"].detach())
     assert_same(make(method, place)(**call), expected)

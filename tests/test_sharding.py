@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,11 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding
 from specdecode.eager import cutoffs, sharded
+from specdecode.eager.sharded import ShardedRows
 from specdecode.sharding import Layout
 from tests.differential import assert_same_tokens, like_a_device
 from tests.differential import case as random_case
+from tests.packing import in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, groups, on_ranks
 from tests.test_fuzz import FLOATS, make_call, pick
+from tests.test_logprobs import assert_right
+from tests.test_packed import numbers_of
 from tests.test_truncation import SCHEDULE, expected
 
 NAN, INF = float("nan"), float("inf")
@@ -57,9 +62,14 @@ def sample_of(shard: VocabShard | None = None) -> Callable:
     return partial(sample, shard=shard)
 
 
+def verifier_of(method: str, call: dict, shard: VocabShard | None = None) -> Callable:
+    sampler = sampler_of(method, shard)
+    return sampler.packed if "row_starts" in call else sampler
+
+
 def verified(ranks: Ranks, method: str, call: dict) -> Any:
     """What every rank returns, after a check that all return the same."""
-    first, *others = ranks.run(partial(sampler_of, method), call)
+    first, *others = ranks.run(partial(verifier_of, method, call), call)
     for other in others:
         assert_equal(other, first)
     return first
@@ -100,9 +110,11 @@ def random_call(seed: int, vocab: int) -> tuple[str, dict, list]:
         "scale": pick(random, [1, 0, 3, 30]),
         "trouble": pick(random, [0.0, 0.001, 0.03, 0.4]),
         "alike": pick(random, ["unlike", "near", "shifted", "equal"]),
+        "logprobs": pick(random, ["processed", "raw", None]),
         "given": pick(random, ["draft logits", "draft logits", "no draft logits", "logsumexp", "hostile logsumexp"]),
     }
-    method, call = pick(random, METHODS), make_call(random, structure)
+    logprobs = structure.pop("logprobs")
+    method, call = pick(random, METHODS), make_call(random, structure) | {"logprobs": logprobs}
     call |= {"seeds": 5} if call["seeds"] is None else {}
     call |= truncation_of(random, structure["batch"])
     how = Sampling(call["temperature"], *(call.get(name) for name in Sampling._fields[1:]))
@@ -142,9 +154,50 @@ def test_shards_of_whole_blocks_give_the_bits_of_one_process(bounds, ranks_of):
 def test_shards_that_divide_blocks_give_the_references_tokens(bounds, method, ranks_of):
     ranks = ranks_of(*DIVIDED_BLOCKS[bounds])
     case = random_case(6, 3, ranks.vocab_size, pick(np.random.default_rng(bounds), FLOATS), seed=bounds)
-    for options in ({}, {"top_k": 7, "top_p": 0.83, "min_p": 0.01}):
-        output = verified(ranks, method, vars(case) | options)
+    for options, of in (({}, "raw"), ({"top_k": 7, "top_p": 0.83, "min_p": 0.01}, "processed")):
+        output = verified(ranks, method, vars(case) | options | {"logprobs": of})
         assert_same_tokens(output.token_ids, expected(method, case, options, None, True), case.band("eager"))
+        assert_right(output, case, options, of, "eager")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_calls_give_the_bits_of_one_process(method, ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[1])
+    for trial in range(6):
+        draw = Random(f"{method} {trial}")
+        requests, drafts = draw.choice([1, 2, 5]), draw.choice([0, 1, 3, 3])
+        batch = random_case(requests, drafts, 2051, draw.choice(FLOATS), seed=trial)
+        counts = [draw.randint(0, drafts) for _ in range(requests)]
+        slots = torch.tensor(draw.sample(range(requests + 2), requests))
+        options = numbers_of(batch, draw, method, ("eager", "cpu"))
+        by_slot = {n: v if n == "positions" else in_slots(v, slots, requests + 2) for n, v in options.items()}
+        call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots}
+        assert_equal(verified(ranks, method, call), sampler_of(method).packed(**call))
+        starts = call["row_starts"].clone()
+        starts[-1] += 99
+        hostile = call | {"row_starts": starts, "slots": slots + 2}  # the last request's rows, and some slots, are none
+        with like_a_device():
+            assert_equal(verified(ranks, method, call), sampler_of(method).packed(**call))
+            assert_equal(verified(ranks, method, hostile), sampler_of(method).packed(**hostile))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_calls_are_errors_that_say_what_to_do(fullgraph, ranks_of):
+    (shard,), logits, drafts = ranks_of([0, 8]).shards, torch.zeros(2, 3, 8), torch.zeros(2, 2, dtype=torch.int64)
+    sampler, starts = sampler_of("probabilistic", shard), torch.tensor([0, 3, 6])
+    calls = [
+        lambda: sampler(logits * 2, drafts, seeds=0),
+        lambda: sampler.packed(logits.flatten(0, 1), drafts.new_zeros(6), starts, num_draft_tokens=2, seeds=0),
+        lambda: sampler.draft(logits[:, 0], seeds=0),
+        lambda: sample(logits[:, 0], seeds=0, shard=shard),
+    ]
+    for call in calls:
+        torch._dynamo.reset()
+        with pytest.raises(ValueError, match=r"^shard: .* torch.compiler.disable"):
+            torch.compile(call, fullgraph=fullgraph, backend="aot_eager")()
+    disabled = torch.compiler.disable(sampler)
+    step = torch.compile(lambda: disabled(logits * 2, drafts, seeds=0), backend="aot_eager")
+    assert_equal(step(), sampler(logits * 2, drafts, seeds=0))
 
 
 def test_eight_ranks_agree_with_one_process(ranks_of):
@@ -156,6 +209,7 @@ def test_eight_ranks_agree_with_one_process(ranks_of):
 
 def test_what_is_computed_for_a_device_is_what_the_cpu_computes(ranks_of):
     ranks, call = ranks_of(*WHOLE_BLOCKS[1]), vars(random_case(5, 3, 2051, torch.float16)) | {"top_k": 50}
+    call["logprobs"] = "processed"
     for method in METHODS:
         with like_a_device():
             assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
@@ -172,13 +226,15 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.7, "min_p": 0.01}], ids=["whole", "truncated"])
 @pytest.mark.parametrize("method", METHODS)
 def test_nothing_is_read_on_the_host(method, options, ranks_of):
-    call = vars(random_case(4, 3, 2051, torch.bfloat16)) | options
-    ranks = ranks_of([0, 2051])
-    expected_output = verified(ranks, method, call)
-    sampler = sampler_of(method, ranks.shards[0])
-    with like_a_device(), NoHostReads():
-        output = sampler(**call)
-    assert_equal(output, expected_output)
+    batch, ranks = random_case(4, 3, 2051, torch.bfloat16), ranks_of([0, 2051])
+    counts, others = [3, 0, 2, 3], ("draft_logits", "temperature", "seeds", "positions")
+    packed = packed_rows(with_counts(batch, counts), counts) | {name: vars(batch)[name] for name in others}
+    for call in (vars(batch) | options | {"logprobs": "processed"}, packed | options | {"logprobs": "raw"}):
+        expected_output = verified(ranks, method, call)
+        verify = verifier_of(method, call, ranks.shards[0])
+        with like_a_device(), NoHostReads():
+            output = verify(**call)
+        assert_equal(output, expected_output)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -238,9 +294,14 @@ def test_ties_go_to_the_lowest_token_wherever_it_is(ranks_of):
 
 
 def test_seeds_that_are_not_given_are_the_same_on_every_rank(ranks_of):
-    ranks, call = ranks_of(*WHOLE_BLOCKS[0]), vars(random_case(4, 2, 3100, torch.float32))
-    draws = [verified(ranks, "probabilistic", call | {"seeds": None}).token_ids.tolist() for _ in range(3)]
-    assert draws[0] != draws[1] or draws[1] != draws[2]
+    ranks, logits = ranks_of(*WHOLE_BLOCKS[0]), torch.zeros(64, 3, 3100)
+    logits[..., [5, 2000]] = 30.0  # each draft is accepted in every other case: with other seeds, others are
+    drafts = torch.full((64, 3), 5)
+    padded = {"target_logits": logits, "draft_token_ids": drafts[:, 1:]}
+    packed = {"target_logits": logits.flatten(0, 1), "draft_token_ids": drafts.flatten(), "num_draft_tokens": 2}
+    for call in (padded, packed | {"row_starts": 3 * torch.arange(65)}):
+        first, second = (verified(ranks, "probabilistic", call).token_ids for _ in range(2))
+        assert not torch.equal(first, second)
 
 
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="not in a checkout")
@@ -309,6 +370,11 @@ def test_the_number_of_exchanges_does_not_depend_on_the_logits(method, temperatu
             if dtype == torch.bfloat16:
                 number = min(2, NUMBERS[method, temperature])  # candidates come with the sums
                 assert len(exchanges_of(ranks, method, call | {"draft_logits": None})) == number + extra
+            if dtype == torch.bfloat16 and not searches:
+                for of in ("processed", "raw"):
+                    one_more = int(of == "raw" or temperature > 0)
+                    number = NUMBERS[method, temperature] + one_more
+                    assert len(exchanges_of(ranks, method, call | {"logprobs": of})) == number
 
 
 def test_less_than_half_a_percent_of_the_logits_travels(ranks_of):
@@ -352,6 +418,9 @@ def test_warm_up_agrees_on_the_shards_and_their_lengths_stay():
     ranks = Ranks([0, 1024, 3100])
     call = {"target_logits": torch.zeros(1, 1, 3100), "draft_token_ids": torch.zeros(1, 0, dtype=torch.int64)}
     ranks.run(lambda shard: sampler_of("strict", shard).warmup, call)
+    packed = {"row_starts": torch.tensor([0, 1]), "num_draft_tokens": 0}
+    call = {"target_logits": torch.zeros(1, 3100), "draft_token_ids": torch.zeros(1, dtype=torch.int64)} | packed
+    ranks.run(lambda shard: sampler_of("strict", shard).warmup, call)
     with pytest.raises(ValueError, match=r"^shard: this rank holds 1024 tokens.*, got logits of 1000"):
         sample(torch.zeros(1, 1000), 0, shard=ranks.shards[0])
 
@@ -376,6 +445,9 @@ def test_a_shard_is_checked(ranks_of):
         sample(torch.zeros(1, 8), shard=0)
     with pytest.raises(ValueError, match=r"^draft_token_ids: expected ids in \[0, 3100\)"):
         sampler_of("strict", shard)(torch.zeros(1, 2, 1024), torch.tensor([[3100]]), seeds=0)
+    with pytest.raises(ValueError, match=r"^draft_token_ids: expected ids in \[0, 3100\)"):
+        starts, drafts = torch.tensor([0, 2]), torch.tensor([3100, 0])
+        sampler_of("strict", shard).packed(torch.zeros(2, 1024), drafts, starts, num_draft_tokens=1)
     assert repr(shard) == "VocabShard(<rank 0 of 2>, start=0, vocab_size=3100)"
     assert repr(sampler_of("strict", shard)).endswith(f", shard={shard!r})")
 
@@ -424,6 +496,15 @@ MISTAKES = {
     "top_p is a share of all, not of what top_k keeps": Mistake(
         cutoffs, "cut", "threshold=threshold, ties=ties", "threshold=source.threshold, ties=source.ties"
     ),
+    "a log-probability is what the first rank says": Mistake(
+        ShardedRows, "logprobs", "token_logits.amax(dim=0)", "token_logits[0]"
+    ),
+    "raw log-probabilities are truncated": Mistake(
+        ShardedRows, "logprobs", "=RowSampling(", "=target.sampling._replace(temperature="
+    ),
+    "raw log-probabilities have the temperature": Mistake(
+        ShardedRows, "logprobs", "torch.ones_like(target.sampling.temperature)", "target.sampling.temperature"
+    ),
 }
 
 
@@ -437,6 +518,9 @@ def check_for_mistakes(ranks_of: Callable) -> None:
         equal = case | {"draft_logits": case["target_logits"][:, :2], "draft_token_ids": torch.randint(
             bounds[-1], (6, 2), generator=generator)}  # fmt: skip
         for call in (case, tied, equal, tied | {"top_k": 11, "top_p": 0.7}):
+            assert_equal(verified(ranks, "block", call), sampler_of("block")(**call))
+        for of in ("processed", "raw") if bounds == WHOLE_BLOCKS[1][0] else ():
+            call = case | {"top_k": 11, "logprobs": of}
             assert_equal(verified(ranks, "block", call), sampler_of("block")(**call))
 
 

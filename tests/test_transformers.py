@@ -80,6 +80,25 @@ def mistral():
     return build(transformers.MistralForCausalLM, config)
 
 
+def lfm2(**options):
+    """Attention among short convolutions."""
+    config = transformers.Lfm2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **options,
+    )
+    return build(transformers.Lfm2ForCausalLM, config, scale=0.8)
+
+
 def bert(model_class, is_decoder):
     config = transformers.BertConfig(
         vocab_size=VOCAB,
@@ -1251,3 +1270,30 @@ class TestErrors:
             PromptLookup(min_ngram=0)
         with pytest.raises(ValueError, match="min_ngram: expected at most max_ngram = 3, got 4"):
             PromptLookup(min_ngram=4)
+
+
+@pytest.mark.skipif("conv" not in integration.CACHED_BY_COLUMN, reason="of a newer transformers")
+class TestConvolutions:
+    """Decoders with short convolutions among their attention layers: what these are over is kept by column."""
+
+    @pytest.mark.parametrize("drafter", ["close", "far", "itself", "lookup", None])
+    @pytest.mark.parametrize("prompts", [PROMPTS, [[i] for i in range(VOCAB)]], ids=["ragged", "of one token"])
+    def test_strict_emits_what_the_model_says_without_a_cache(self, prompts, drafter):
+        target, new = lfm2(), 8
+        draft = drafter and DRAFTERS[drafter](target)
+        output = generate(target, draft, *padded(prompts), max_new_tokens=new, method="strict", seeds=100)
+        for row, prompt in enumerate(prompts):
+            expected = one_by_one(target, prompt, new, 1.0, 100 + row)
+            assert output.sequences[row, -new:].tolist() == expected[-new:]
+        assert drafter != "itself" or output.stats.acceptance_rate == 1
+
+    def test_greedy_tokens_are_those_of_transformers(self):
+        target, ids = lfm2(), torch.tensor([PROMPTS[0]])
+        expected = target.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        output = generate(target, noisy(target, 0.05), ids, max_new_tokens=NEW, temperature=0)
+        assert torch.equal(output.sequences, expected)
+        assert 0 < output.stats.acceptance_rate < 1
+
+    def test_a_bias_which_padding_has_too_is_refused(self):
+        with pytest.raises(ValueError, match="target: expected convolutions without a bias, got Lfm2ForCausalLM"):
+            ragged(lfm2(conv_bias=True), None)

@@ -1,9 +1,10 @@
 """Drawings that explain, as a fence.
 
-`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read; `shards` is
-a step on two ranks.
+`step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `packed` where
+the rows and the state of requests are, `shards` a step on two ranks.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -212,6 +213,40 @@ def schedule_frame(
     y = top + pitch_y * len(schedule.stops) + 18
     parts.append(text(left - 82, y, caption, "label", "start"))
     return picture(parts, y + 10, f"Which rows are read, moment {number + 1} of {total}", caption)
+
+
+def packed_figure() -> str:
+    """Draw a packed call of three requests: whose each row is, and which slot holds each one's state."""
+    row_starts, slots, num_slots = [0, 4, 5, 8], [3, 0, 4], 5
+    left, top, pitch, height = 8, 42, 53, 30
+    starts = ", ".join(map(str, row_starts))
+    parts = [text(left, 14, f"by row: target_logits, draft_token_ids; row_starts = [{starts}]", "label", "start")]
+    for request, (first, end) in enumerate(itertools.pairwise(row_starts)):
+        middle = left + pitch * (first + end) / 2
+        for row in range(first, end):
+            x = left + pitch * row
+            parts.append(rect(x, top, pitch - 4, height, "box row" if row < end - 1 else "box good"))
+            parts.append(text(x + pitch / 2 - 2, top + 19, "draft" if row < end - 1 else "bonus", "small"))
+            parts.append(text(x + pitch / 2 - 2, top - 6, str(row), "tick"))
+        parts.append(path([(left + pitch * first, top + 38), (left + pitch * end - 4, top + 38)], "axis"))
+        parts.append(text(middle - 2, top + 54, f"request {request}", "small"))
+        slot_x = left + 85 * slots[request] + 40
+        parts.append(path([(middle - 2, top + 60), (slot_x, top + 126)], "arrow"))
+    parts.append(text(left + 172, top + 118, f"slots = {slots}", "label"))
+    for slot in range(num_slots):
+        x, unused = left + 85 * slot, "" if slot in slots else " unread"
+        parts.append(rect(x, top + 126, 80, height, f"box read{unused}"))
+        parts.append(text(x + 40, top + 145, f"slot {slot}", "muted" if unused else "small"))
+    by_slot = "by slot: draft_logits, draft_logsumexp, temperature, seeds, top_k, …"
+    parts.append(text(left, top + 176, by_slot, "label", "start"))
+    return picture(
+        parts,
+        top + 184,
+        "A packed call",
+        "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, "
+        "request 2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their "
+        "state is in slots 3, 0 and 4; slots 1 and 2 are not used.",
+    )
 
 
 def timeline_figure() -> str:
@@ -704,6 +739,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "step": step_figure,
     "launches": launches_figure,
     "schedule": schedule_figure,
+    "packed": packed_figure,
     "timeline": timeline_figure,
     "runs": runs_figure,
     "greedy": greedy_figure,

@@ -15,6 +15,7 @@ KINDS = {
     "reading alone": "reading",
     "eight seeds": "seeds",
     "numbers in tensors": "served",
+    "packed": "packed",
 }
 """What a group is about, by the words that it starts with; most have none of these."""
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
+from specdecode.eager.logprobs import emitted_logprobs
+from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
@@ -28,12 +30,19 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
+    has_rows = None
+    if batch.packing is not None:
+        batch, has_rows = unpack(batch, batch.packing)
     steps = Steps(batch, schedule)
     if batch.shard is not None:
         from specdecode.eager.sharded import ShardedRows
 
         steps.sharded = ShardedRows(steps, batch.shard)
-    return METHODS[method](steps)
+    output = METHODS[method](steps)
+    if batch.logprobs is not None:
+        of_tokens = emitted_logprobs(steps, output.token_ids, output.num_accepted, batch.logprobs)
+        output = output._replace(logprobs=of_tokens)
+    return output if has_rows is None else mark_invalid(output, has_rows)
 
 
 @torch.no_grad()

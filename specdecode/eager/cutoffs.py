@@ -76,8 +76,8 @@ def copy(models: tuple[Tensor, ...], layout: Layout, dtype: torch.dtype) -> Tens
 def keys_of(logits: Tensor) -> Tensor:
     """Return int64 keys in the order of the logits, equal where they are; NaN counts as -inf."""
     positive_zero = torch.where(logits.isnan(), -torch.inf, logits) + 0
-    width = 8 * logits.element_size()
-    bits = positive_zero.view(INTEGERS[logits.element_size()]).to(torch.int64)
+    width = 8 * logits.dtype.itemsize
+    bits = positive_zero.view(INTEGERS[logits.dtype.itemsize]).to(torch.int64)
     return torch.where(bits < 0, bits ^ (2 ** (width - 1) - 1), bits)
 
 
@@ -110,7 +110,7 @@ def histogram(source: Source, partial: Tensor, shift: int, weighs: bool) -> tupl
         weighs: whether to sum exp((l - max) / T), in float64.
     """
     keys, inside = keys_of(source.logits), is_kept_here(source)
-    is_first = shift + 8 == 8 * source.logits.element_size()
+    is_first = shift + 8 == 8 * source.logits.dtype.itemsize
     if not is_first:
         inside &= (keys >> (shift + 8)) == (partial[..., None] >> (shift + 8))
     digits = (keys >> shift) + DIGITS // 2 if is_first else (keys >> shift) & (DIGITS - 1)
@@ -143,18 +143,18 @@ def search(source: Source, layout: Layout, by_mass: bool) -> Search:
     num_above, mass_above = torch.zeros_like(source.first), torch.zeros_like(source.first, dtype=torch.float64)
     limit = torch.zeros_like(mass_above)
 
-    for shift in range(8 * logits.element_size() - 8, -1, -8):
+    for shift in range(8 * logits.dtype.itemsize - 8, -1, -8):
 
         def compute(_: Tensor, source: Source, partial: Tensor, shift: int = shift) -> tuple[Tensor, ...]:
             return histogram(source, partial, shift, by_mass)
 
-        sent = yield by_chunks(compute, 2 * logits[:1].numel(), partial, source, partial)
+        sent = yield by_chunks(compute, 2 * logits.shape[1:].numel(), partial, source, partial)
         of_ranks = sent[0].to(torch.int64)
         counts = of_ranks.sum(dim=0)
         num_before = num_above[..., None] + before(counts)
         if by_mass:
             masses = sent[1].sum(dim=0)
-            if shift + 8 == 8 * logits.element_size() and sampling.top_p is not None:
+            if shift + 8 == 8 * logits.dtype.itemsize and sampling.top_p is not None:
                 limit = sampling.top_p * masses.sum(dim=-1)
             mass_before = mass_above[..., None] + before(masses)
             reached = mass_before < limit[..., None]
@@ -165,7 +165,7 @@ def search(source: Source, layout: Layout, by_mass: bool) -> Search:
         places = torch.arange(DIGITS, device=counts.device)
         place = torch.where(reached & (counts > 0), places, 0).amax(dim=-1, keepdim=True)
         digit = DIGITS - 1 - place.squeeze(-1)
-        is_first = shift + 8 == 8 * logits.element_size()
+        is_first = shift + 8 == 8 * logits.dtype.itemsize
         partial = (digit - DIGITS // 2 << shift) if is_first else partial + (digit << shift)
         num_above = num_before.gather(-1, place).squeeze(-1)
         num_equal = counts.gather(-1, place).squeeze(-1)

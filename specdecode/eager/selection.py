@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdecode.batch import on_host
 from specdecode.eager.fused import fused
+from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import exponential
 from specdecode.noise import BLOCK_SIZE
 
@@ -22,6 +23,13 @@ CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
 
 Requests = Tensor | slice
 Compute = Callable[..., tuple[Tensor, ...]]
+
+
+def gathered(logits: Any) -> Any:
+    """Return logits as a tensor: if they are `packed.IndexedRows`, also in a named tuple, they are copied now."""
+    if isinstance(logits, tuple):
+        return type(logits)(*map(gathered, logits))
+    return logits.gather() if isinstance(logits, IndexedRows) else logits
 
 
 def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
@@ -44,7 +52,7 @@ def by_chunks(compute: Compute, logits_each: int, *tensors: Any) -> tuple[Tensor
     assert first is not None
     step = max(1, CHUNK_LOGITS.get(first.device.type, 2**22) // max(1, logits_each))
     starts = range(0, max(1, len(first)), step)
-    parts = [compute(*take(tensors, slice(start, start + step))) for start in starts]
+    parts = [compute(*map(gathered, take(tensors, slice(start, start + step)))) for start in starts]
     return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts))
 
 

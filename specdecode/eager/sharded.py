@@ -11,6 +11,7 @@ depend on any value:
 4. The best token of each shard in the row where a request stops, and how good it is.
 
 `strict` needs 1 and 4. Without draft logits 4 comes with 2, for every row. Truncation comes after 1 (`eager.cutoffs`).
+Log-probabilities take one more exchange, after 4: block sums and single logits, as in 2.
 """
 
 import itertools
@@ -433,6 +434,29 @@ class ShardedRows:
             offers = self.shard.gather(self.layout, *by_chunks(self._candidates, 2 * self.layout.width, *tensors))
             token_ids, _ = best_of_both(offers, steps.seeds, positions, self.layout)
         return token_ids if self.greedy is None else torch.where(self.greedy, target.first, token_ids), is_empty
+
+    def logprobs(self, token_ids: Tensor, is_raw: bool) -> Tensor:
+        """Return the log-probability of one token per row, [batch, rows] each: `eager.probabilistic.logprobs`.
+
+        Args:
+            token_ids: [batch, rows] int64.
+            is_raw: whether of softmax(logits), or else of the distribution sampled from.
+        """
+        target = self.sources[0]
+        if is_raw:
+            target = target._replace(sampling=RowSampling(torch.ones_like(target.sampling.temperature)))
+        elif self.steps.greedy is True:
+            return (target.first == token_ids).to(target.row_max.dtype).log()
+
+        def compute(token_ids: Tensor, target: Source, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            (logits,), (row_max,) = framed((target,), self.layout, mask)
+            token_logits = at_token(logits, token_ids, self.layout) - row_max.squeeze(-1)
+            weights = exp_scaled(logits, row_max, target.sampling.temperature[..., None])
+            return token_logits, pad_blocks(block_sums(weights), self.layout)
+
+        mask, logits_each = None if is_raw else self.greedy, token_ids.shape[1] * self.layout.width
+        token_logits, sums = self.shard.gather(self.layout, *by_chunks(compute, logits_each, token_ids, target, mask))
+        return token_logits.amax(dim=0) / target.sampling.temperature - self.layout.whole(sums).sum(dim=-1).log()
 
     def _candidates(
         self,

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
@@ -57,6 +58,9 @@ POSITIONS_BY_DISTANCE = {"bloom", "mpt"}
 
 CACHED_BY_COLUMN = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types, as model configs name them, that keep keys and values per token."""
+
+if hasattr(DynamicCache, "is_recording_past"):  # before, caches of short convolutions could not keep all columns
+    CACHED_BY_COLUMN.add("conv")
 
 
 class TokenKind(IntEnum):
@@ -529,6 +533,7 @@ class _Alignment:
         self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
         columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]
         self.columns = columns.clamp(min=0)  # padding may hold any column
+        self.is_new_padding = columns < 0
 
     def select(self, values: Tensor) -> Tensor:
         """Return the rows of requests that are not finished."""
@@ -557,12 +562,18 @@ class _CachedModel:
         if not callable(model) or not hasattr(config, "get_text_config"):
             raise TypeError(f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}")
         text_config = config.get_text_config()
-        others = set(getattr(text_config, "layer_types", None) or ()) - CACHED_BY_COLUMN
+        self.layer_types = list(getattr(text_config, "layer_types", None) or ())
+        others = set(self.layer_types) - CACHED_BY_COLUMN
         if config.is_encoder_decoder or getattr(model, "_is_stateful", False) or others:
             layers = f" with layers of type {', '.join(sorted(others))}" if others else ""
             raise ValueError(
                 f"{name}: expected a decoder that caches only keys and values, so that rejected drafts can be removed, "
                 f"got {type(model).__name__}{layers}"
+            )
+        if "conv" in self.layer_types and getattr(text_config, "conv_bias", False):
+            raise ValueError(
+                f"{name}: expected convolutions without a bias, got {type(model).__name__} with conv_bias=True, whose "
+                "padding is not zero to them"
             )
         if _attends_ahead(model, text_config):
             raise ValueError(
@@ -635,11 +646,20 @@ class _CachedModel:
         for layer in self._layers():
             layer.keys = alignment(layer.keys, num_columns, dim=-2)
             layer.values = alignment(layer.values, num_columns, dim=-2)
+        for layer in self._convolutions():
+            columns = alignment(layer.conv_states[0], num_columns, dim=-1)
+            padding = alignment.is_new_padding[:, None, :num_columns].to(columns.device)
+            layer.conv_states[0] = columns.masked_fill(padding, 0)  # unlike attention, a convolution sees padding
 
     def clear(self) -> None:
         """Forget all columns."""
         # Made without the config: sliding-window layers then keep all columns, so that rejected ones can be removed.
         self.cache = DynamicCache()
+        if "conv" in self.layer_types:
+            kinds: dict[bool, Any] = {True: LinearAttentionLayer, False: DynamicLayer}
+            self.cache.layers = [kinds[layer_type == "conv"]() for layer_type in self.layer_types]
+            for layer in self._convolutions():
+                layer.activate_past_recording()  # it keeps all columns too
 
     def check_lengths(self, shortest_prompt: int, longest: int) -> None:
         """Refuse requests that are too long, given the shortest prompt and the most tokens of any request."""
@@ -666,6 +686,9 @@ class _CachedModel:
 
     def _layers(self) -> list[Any]:
         return [layer for layer in self.cache.layers if getattr(layer, "is_initialized", False)]
+
+    def _convolutions(self) -> list[Any]:
+        return [layer for layer, kind in zip(self.cache.layers, self.layer_types) if kind == "conv"]
 
 
 def _attends_ahead(model: Any, text_config: Any) -> bool:

@@ -10,11 +10,13 @@ compares residual masses.
 | `arguments` | the bundles that kernels receive: the shape and type of every field |
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
-| `rows`, `distribution` | where rows lie, block statistics; from these to softmax, NaN and infinities included |
+| `packed` | where the rows and the state of a request are |
+| `rows`, `distribution` | how rows are read, block statistics; from these to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
+| `logprobs` | log-probabilities of emitted tokens |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
@@ -35,6 +37,7 @@ from specdecode.kernels.plan import (
     OF_TRUNCATION,
     TENSORS,
     AcceptRule,
+    Layout,
     layout,
     plan_step,
 )
@@ -84,8 +87,6 @@ def verify(
     *,
     large: bool | None = None,
     many: bool | None = None,
-    target_index: Tensor | None = None,
-    draft_index: Tensor | None = None,
 ) -> SamplerOutput:
     """Run one verification step.
 
@@ -96,23 +97,24 @@ def verify(
         large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
-        target_index: [batch] int32 or int64; request r's target rows are `target_logits[target_index[r]]`. With
-            overlapping strides, this addresses the rows of a ragged, packed batch. Then all ids behind a request's last
-            draft are to be -1, for the row after any other may be read.
-        draft_index: [batch] int32 or int64; likewise its slot in a cache of draft logits.
     """
-    requests, num_draft_tokens = batch.draft_token_ids.shape
-    device = batch.target_logits.device
+    packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
+    requests = len(batch.draft_token_ids) if packing is None else len(packing.row_starts) - 1
     outputs = {
         "token_ids": torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
         "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
         "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
         "invalid": torch.empty(requests, dtype=torch.bool, device=device),
     }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_draft_tokens + 1, dtype=torch.float32, device=device)
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
-    tensors = {"target": batch.target_logits, "target_index": target_index}
+    tensors: dict[str, Tensor | None] = {"target": batch.target_logits}
+    if packing is not None:
+        tensors |= {"row_starts": packing.row_starts.contiguous()}
+        tensors |= {"slots": None if packing.slots is None else packing.slots.contiguous()}
     if num_draft_tokens == 0:
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
@@ -121,7 +123,7 @@ def verify(
         check_truncation(rule, batch)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
-        tensors |= {"draft": batch.draft_logits, "draft_index": draft_index}
+        tensors["draft"] = batch.draft_logits
         tensors |= {"draft_logsumexp": batch.draft_logsumexp, "draft_cutoff": batch.draft_cutoff}
         reads_both = batch.draft_logsumexp is None
     tensors |= {
@@ -129,7 +131,10 @@ def verify(
         "rates": None if schedule is None else conditional_rates(schedule, device),
     }
     if large is None:
-        large = requests * (num_draft_tokens + 1 + num_draft_tokens * reads_both) >= rule.large_rows
+        rows = requests * (num_draft_tokens + 1)
+        if packing is not None:
+            rows = min(rows, len(batch.target_logits))
+        large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
@@ -138,10 +143,14 @@ def verify(
 
 def check_truncation(rule: AcceptRule, batch: VerificationBatch) -> None:
     """Raise if rows are to be truncated in a way that the eager backend alone has."""
-    num_draft_tokens = batch.draft_token_ids.shape[1]
-    if rule is not BY_SAMPLE and batch.draft_temperature is not None:
+    num_draft_tokens = batch.num_draft_tokens
+    # One tensor for both is known to be the same without reading it.
+    of_drafts, temperature = batch.draft_temperature, batch.temperature
+    is_same = of_drafts is temperature or (isinstance(of_drafts, float) and of_drafts == temperature)
+    if rule is not BY_SAMPLE and of_drafts is not None and not is_same:
         raise ValueError(
-            "draft_sampling: 'triton' takes drafts of the target's temperature only; use 'eager' or 'auto'"
+            "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
+            "'eager' or 'auto'"
         )
     if rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS:
         raise ValueError(f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}")
@@ -175,10 +184,31 @@ def run(
     target = tensors["target"]
     assert target is not None
     inputs = {name: tensors.get(name) for name in names}
-    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
-    shape = len(outputs["token_ids"]), *target.shape[1:]  # an index may choose among more target rows
-    plan = plan_step(rule, large, many, target.device, shape, layouts, "logsumexp" in outputs)
+    layouts = [None if tensor is None else layout(tensor) for tensor in inputs.values()]
+    shape: tuple[int, ...] = target.shape
+    seeds_by_request = False
+    samples, logprobs = "logsumexp" in outputs, batch.logprobs if isinstance(batch, VerificationBatch) else None
+    packing = batch.packing if isinstance(batch, VerificationBatch) else None
+    if packing is not None:
+        numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
+        for place in BY_ROW:
+            layouts[place] = row_layout(layouts[place])
+        shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
+    how = samples, seeds_by_request, logprobs
+    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), *how)
     plan.run({**outputs, **inputs}, numbers)
+
+
+BY_ROW = TENSORS.index("target"), TENSORS.index("ids")
+"""The places of the tensors that are by row in a packed call."""
+
+
+def row_layout(of: Layout | None) -> Layout | None:
+    """Return how a tensor that is by row lies, as if it were by request and offset: both go on by rows."""
+    if of is None:
+        return None
+    dtype, (step, *others), is_aligned = of
+    return dtype, (step, step, *others), is_aligned
 
 
 def add_limits(
@@ -198,6 +228,11 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
+    ways = (False, False), (False, True), (True, False)
+    if batch.packing is not None:  # the drafts of its requests may be fewer at any call
+        for large, many in ways:
+            verify(method, batch, schedule, large=large, many=many)
+        return
     most = batch.draft_token_ids.shape[1]
     for num_draft_tokens in {0, min(most, 1), most}:
         drafts = slice(num_draft_tokens)
@@ -208,5 +243,5 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
             draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
             draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
         )
-        for large, many in ((False, False), (False, True), (True, False)):
+        for large, many in ways:
             verify(method, fewer, schedule, large=large, many=many)

@@ -22,20 +22,31 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 
 
 class Rows(NamedTuple):
-    """Logits rows: row `offset` of request `r` starts at `r * stride_request + offset * stride_offset`."""
+    """Logits rows: a request's row at an offset starts at `place * stride_request + offset * stride_offset`.
 
-    ptr: AlignedPointer  # [batch, rows, vocab_size] any float, or None: there are none
-    index_ptr: Pointer  # [batch] int32 or int64: a request's place in a larger cache; None: the request itself
+    The place is the request's, among target rows its first row and among draft rows its slot; see `packed`.
+    """
+
+    ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
     stride_request: AlignedInt64
     stride_offset: AlignedInt64
     stride_token: Stride  # 1 where rows are dense
     ALIGNED: Constant  # rows are dense, and start and end at multiples of 16 logits
 
 
-class Drafts(NamedTuple):
-    """The draft tokens, and what is known of them besides their logits."""
+class Packing(NamedTuple):
+    """Where the rows and the state of the requests of a packed call are; all None if the call is not packed."""
 
-    ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft; None: no request has any
+    row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, which ends the rows of the one before
+    num_rows: Int64
+    slots_ptr: Pointer  # [batch] int32 or int64, or None: the request itself
+    num_slots: Int64
+
+
+class Drafts(NamedTuple):
+    """The draft tokens, and what is known of them besides their logits; in a packed call all but the tokens is by slot."""
+
+    ids_ptr: Pointer  # [batch, num_draft_tokens] int32 or int64, -1: no draft, or [num_rows]; None: no request has any
     stride_request: Int64
     stride_offset: Int64
     logsumexp_ptr: Pointer  # [batch, num_draft_tokens] float32 logsumexp(draft logits / temperature), or None
@@ -48,19 +59,20 @@ class Drafts(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """One number for each request, or one for all."""
+    """One number for each request, or one for all; in a packed call those of a request are at its slot."""
 
     temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
     temperature: Float32  # 0 is greedy
     seeds_ptr: Pointer  # [batch] int64, or None: first_seed, first_seed + 1, ...
+    SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
-    positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0
+    positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
     block_domain: Int32  # domains of the noise by which emitted tokens are drawn
     token_domain: Int32
 
 
 class Limits(NamedTuple):
-    """What truncates rows: a number for each request, or one for all; all None if nothing does."""
+    """What truncates rows: a number for each request (at its slot), or one for all; all None if nothing does."""
 
     top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
     top_k: Int32  # 0 keeps all tokens
@@ -73,6 +85,7 @@ class Limits(NamedTuple):
 class Inputs(NamedTuple):
     """All that a step is given."""
 
+    packing: Packing
     target: Rows
     draft: Rows
     drafts: Drafts
@@ -90,6 +103,7 @@ class Outputs(NamedTuple):
     invalid_ptr: Pointer  # [batch] bool
     logsumexp_ptr: Pointer  # [batch] float32 logsumexp(logits / temperature)
     cutoff_ptr: Pointer  # [batch] int64 the last token kept, -1 for all; None: rows are not truncated
+    logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN behind the last token; None: not asked for
 
 
 class Workspace(NamedTuple):
@@ -104,6 +118,8 @@ class Workspace(NamedTuple):
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
+    raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
+    logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
 
 
 class Sizes(NamedTuple):
@@ -136,6 +152,7 @@ class Truncating(NamedTuple):
 
     ALIKE: Constant  # draft rows have the target rows' dtype, and lie as they do
     POSTED: Constant  # rows behind a stop that was posted while reading were not read
+    WARPS: Constant  # of a program
     OVERLAPS: Constant
 
 
@@ -186,10 +203,20 @@ class TruncatedRow(NamedTuple):
     cutoff_token: Any
 
 
+class Request(NamedTuple):
+    """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
+
+    index: Any  # int64: of its output, its positions and its workspace
+    row: Any  # int64: of its target rows and draft tokens
+    slot: Any  # int64: of its draft rows and of its numbers
+    num_drafts: Any  # at most: some of its ids may be no tokens
+    vocab_size: Any  # of its target rows: 0 if it has none
+
+
 class Place(NamedTuple):
     """One offset of one request."""
 
-    request: Any  # int64
+    request: Request
     offset: Any
     token: Any  # the draft there, -1 for none
     key: Any  # (seed, position of offset 0), see `philox`

@@ -19,6 +19,8 @@ import triton.language as tl
 from specdecode.kernels.arguments import Place, Residual
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.logprobs import leave_logprob, normalizer_of
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
     NONE,
@@ -58,7 +60,7 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 @triton.jit
 def numbers_at(workspace, request, offset, sizes):
     """Return where the numbers of an offset are kept."""
-    return workspace.candidates_ptr + (request * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
+    return workspace.candidates_ptr + (request.index * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def undecided(decision, counts):
 @triton.jit
 def ratio_kernel(inputs, workspace, sizes, tuning):
     """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
-    request = (tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64)
+    request = locate((tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
     offset = tl.program_id(0) % sizes.num_draft_tokens
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
@@ -166,13 +168,15 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
         store_terms(
             numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
         )
+        if workspace.logprobs_ptr is not None:
+            leave_logprob(place, normalizer_of(terms.p), inputs, workspace, sizes)
 
 
 @triton.jit
 def decide_kernel(inputs, workspace, sizes, tuning):
     """Decide about one number of drafts of a request, if that takes no sum of all blocks; else list the residual for it."""
     num_rows = sizes.num_draft_tokens + 1
-    request = (tl.program_id(0) // num_rows).to(tl.int64)
+    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
     offset = tl.program_id(0) % num_rows
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
@@ -201,7 +205,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
                 is_wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if is_wanted:
                 place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
-                entry = request * sizes.num_draft_tokens + offset
+                entry = request.index * sizes.num_draft_tokens + offset
                 tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
         tl.store(numbers_ptr + DECISION, decision)
 
@@ -259,7 +263,8 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
-        request, offset = (entry // sizes.num_draft_tokens).to(tl.int64), entry % sizes.num_draft_tokens
+        request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
+        offset = entry % sizes.num_draft_tokens
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
         temperature = load_temperature(inputs.requests, request)
@@ -291,7 +296,7 @@ def settle(request, num_drafts, inputs, workspace, sizes):
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return that the draft at a place is not accepted, the row's maximum, and what is drawn from: max(0, p - q / c)."""
+    """Return that the draft at a place is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
@@ -299,4 +304,4 @@ def decide(place, noise, inputs, workspace, sizes):
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
         residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     p = combine(statistics, row, place.temperature, sizes)
-    return False, p.row_max, (p, residual)
+    return False, normalizer_of(p), (p, residual)

@@ -15,6 +15,7 @@ from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    LARGEST,
     LAST_TOKEN,
     base_2_scale,
     key_of,
@@ -27,7 +28,7 @@ STEPS = tl.constexpr(8)
 """By which a level is found, each halving what is left."""
 
 DEPTH = tl.constexpr(16.0)
-"""The lowest level is where a token is so many natural logarithms less likely than the first."""
+"""Where a mass is wanted, the lowest level is where a token is so many natural logarithms less likely than the first."""
 
 CANDIDATES = tl.constexpr(128)
 """So many at most: all pairs of them are compared."""
@@ -63,6 +64,10 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
     """
     chosen, chosen_blocks, chosen_mass = INFINITY, tl.full([], 0, tl.int32), 0.0
     has_enough = tl.full([], False, tl.int1)
+    depth = DEPTH * temperature
+    if count < ANY_NUMBER:  # however unlikely these tokens are
+        lowest = tl.min(tl.where(block_max > -INFINITY, block_max, row_max), 0)
+        depth = tl.minimum(row_max - lowest, LARGEST)
     high, low, level = 0.0, 1.0, floor  # the square roots of how deep levels lie that are not enough, and that are
     step = 0
     while step <= STEPS:
@@ -74,7 +79,7 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
         if step > 0:
             low, high = tl.where(is_enough | is_beyond, middle, low), tl.where(is_enough | is_beyond, high, middle)
             middle = (low + high) / 2
-        level = tl.maximum(row_max - DEPTH * middle * middle * temperature, floor)
+        level = tl.maximum(row_max - depth * middle * middle, floor)
         step = tl.where((step == 0) & (is_enough == 0) & (is_beyond == 0), STEPS, step) + 1  # the floor will do
     return chosen, chosen_blocks, chosen_mass
 

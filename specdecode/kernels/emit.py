@@ -14,6 +14,8 @@ import triton.language as tl
 from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
+from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
@@ -25,11 +27,13 @@ from specdecode.kernels.state import (
     draft_at,
     first_row,
     hand_in,
+    is_surely_accepted,
     is_to_finish,
     load_draft_ids,
     load_empty,
     load_stop,
     state_of_bits,
+    store_logprob,
     store_output,
     store_token,
 )
@@ -41,27 +45,32 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
     place = Place(request, 0, -1, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
-    token, row_max, sumexp = sample(place, noise, inputs, workspace, sizes)
-    tl.store(outputs.token_ids_ptr + request, token.to(tl.int64))
+    raw = load_raw(place, workspace, sizes)
+    token, p = sample(place, noise, inputs, workspace, sizes)
+    tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
     if outputs.logsumexp_ptr is not None:
         logsumexp = 0.0
         if temperature > 0:
-            logsumexp = row_max / temperature + tl.log(sumexp)
-        tl.store(outputs.logsumexp_ptr + request, logsumexp)
+            logsumexp = p.row_max / temperature + p.log_sum
+        tl.store(outputs.logsumexp_ptr + request.index, logsumexp)
+    if outputs.logprobs_ptr is not None:
+        asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+        store_logprob(outputs, place, logprob_asked(place, token, asked, inputs, workspace, sizes), sizes)
     if outputs.cutoff_ptr is not None:
         cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
-        tl.store(outputs.cutoff_ptr + request, cutoff.to(tl.int64))
+        tl.store(outputs.cutoff_ptr + request.index, cutoff.to(tl.int64))
     if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request, 0)
-        tl.store(outputs.num_drafts_ptr + request, 0)
-        tl.store(outputs.invalid_ptr + request, row_max == -INFINITY)
+        tl.store(outputs.num_accepted_ptr + request.index, 0)
+        tl.store(outputs.num_drafts_ptr + request.index, 0)
+        tl.store(outputs.invalid_ptr + request.index, p.row_max == -INFINITY)
 
 
 @triton.jit
 def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
     IS_DRAWN: tl.constexpr = tuning.DRAW is None
+    ASKED: tl.constexpr = outputs.logprobs_ptr is not None
     draft = load_draft_ids(inputs.drafts, request, offset, sizes)
     place = Place(request, offset, draft, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
@@ -71,22 +80,36 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
+    matters = offset <= last
     if tuning.POSTED:
         last = tl.minimum(last, load_stop(workspace.state_ptr, request, sizes))
-    if offset <= last:
-        accepted, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        stops, is_empty = accepted == 0, row_max == -INFINITY
+        if not ASKED:  # log-probabilities are of what truncation leaves
+            matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
+        matters &= offset <= last
+    if matters:
+        raw = load_raw(place, workspace, sizes)  # in flight while it is decided
+        accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        stops, is_empty = accepted == 0, p.row_max == -INFINITY
         if tuning.POSTED:
             stops |= offset == last
+        logprob = 0.0
+        if ASKED:
+            p = normalizer_asked(place, p, raw, inputs, workspace, sizes)
         if stops:
             if IS_DRAWN:
-                store_token(outputs, place, source, sizes)
+                if ASKED:
+                    logprob = logprob_asked(place, source, p, inputs, workspace, sizes)
+                store_token(outputs, place, source, logprob, sizes)
             else:
                 add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
                 token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-                bits = hand_in(outputs, bits_ptr, place, token, sizes)
+                if ASKED:
+                    logprob = logprob_asked(place, token, p, inputs, workspace, sizes)
+                bits = hand_in(outputs, bits_ptr, place, token, logprob, sizes)
+        elif ASKED:
+            store_logprob(outputs, place, logprob_asked(place, draft, p, inputs, workspace, sizes), sizes)
     if IS_DRAWN or stops == 0:
-        bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)
+        bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN or ASKED)
     if is_to_finish(bits_ptr, place, bits, sizes, IS_DRAWN):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
@@ -104,12 +127,17 @@ def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, t
         is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
     place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
-    _, row_max, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    raw = load_raw(place, workspace, sizes)  # in flight while the row is looked at
+    _, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:
         token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
-    store_token(outputs, place, token, sizes)
-    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (row_max == -INFINITY), sizes)
+    logprob = 0.0
+    if outputs.logprobs_ptr is not None:
+        asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+        logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
+    store_token(outputs, place, token, logprob, sizes)
+    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (p.row_max == -INFINITY), sizes)
 
 
 @triton.jit
@@ -118,7 +146,7 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request = (tl.program_id(0) // programs).to(tl.int64)
+    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:

@@ -16,8 +16,10 @@ UNROLLED = tl.constexpr(512)
 @triton.jit
 def load_key(requests, request):
     """Return a request's (seed, position of its token at offset 0), both int64."""
-    seed = requests.first_seed + request if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + request)
-    position = request * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + request)
+    index = request.index
+    place = index if requests.SEEDS_BY_REQUEST else request.slot
+    seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + place)
+    position = index * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + index)
     return seed, position
 
 

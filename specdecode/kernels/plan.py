@@ -13,11 +13,13 @@ import torch
 import triton
 from torch import Tensor
 
+from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Drafts,
     Inputs,
     Limits,
     Outputs,
+    Packing,
     Reading,
     Requests,
     Rows,
@@ -92,8 +94,8 @@ OPTIONAL = (
     "ids",
     "draft_logsumexp",
     "rates",
-    "target_index",
-    "draft_index",
+    "row_starts",
+    "slots",
     "temperatures",
     "seeds",
     "positions",
@@ -124,36 +126,42 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
 
 
-def rows_of(rows: Layout | None, ptr: Argument | None, index_ptr: Argument | None, vocab_size: int) -> Rows:
+def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
     """Return the bundle of [batch, rows, vocab] logits, or of [batch, vocab]."""
     if rows is None:
-        return Rows(None, None, 0, 0, 0, ALIGNED=True)
+        return Rows(None, 0, 0, 0, ALIGNED=True)
     _, (stride_request, *offsets, stride_token), is_aligned = rows
     stride_offset = offsets[0] if offsets else 0
     is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
-    return Rows(ptr, index_ptr, stride_request, stride_offset, stride_token, is_aligned)
+    return Rows(ptr, stride_request, stride_offset, stride_token, is_aligned)
 
 
-def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int) -> Inputs:
+def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_request: bool) -> Inputs:
     """Return the bundle of inputs, given how each of `TENSORS` lies, and of `OF_TRUNCATION` if rows are truncated."""
     names = TENSORS + OF_TRUNCATION
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, target_index, draft_index, temperatures, seeds, positions, *limits = (
-        pointers
-    )
+    target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, temperatures, seeds, positions, *limits = pointers
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
     of_ids, of_logsumexp, of_cutoff = [(per_request, per_offset) for per_request, per_offset in strides]
     cutoff = limits.pop() if limits else None
     numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
     return Inputs(
-        rows_of(target, target_ptr, target_index, vocab_size),
-        rows_of(draft, draft_ptr, draft_index, vocab_size),
+        packing_of(row_starts, slots),
+        rows_of(target, target_ptr, vocab_size),
+        rows_of(draft, draft_ptr, vocab_size),
         Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
-        Requests(temperatures, numbers[0], seeds, numbers[1], positions, numbers[2], numbers[3]),
+        Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),
     )
+
+
+def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
+    """Return the bundle of where rows and slots are; without pointers the call is not packed."""
+    if row_starts is None:
+        return Packing(None, None, None, None)
+    return Packing(row_starts, Argument("num_rows"), slots, None if slots is None else Argument("num_slots"))
 
 
 def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits:
@@ -163,14 +171,14 @@ def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits
     return Limits(*itertools.chain.from_iterable(zip(pointers, map(Argument, names))))
 
 
-def outputs_of(samples: bool, truncates: bool) -> Outputs:
+def outputs_of(samples: bool, truncates: bool, logprobs: Argument | None) -> Outputs:
     """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)
     if samples:
         cutoff = Argument("cutoff", torch.int64) if truncates else None
-        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff)
+        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff, None)
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
-    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None)
+    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None, logprobs)
 
 
 @functools.lru_cache(maxsize=PLANS)
@@ -182,6 +190,8 @@ def plan_step(
     shape: tuple[int, ...],
     layouts: tuple[Layout | None, ...],
     samples: bool,
+    seeds_by_request: bool = False,
+    logprobs: Logprobs | None = None,
 ) -> Plan:
     """Plan a step.
 
@@ -193,10 +203,12 @@ def plan_step(
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
+        seeds_by_request: whether a packed call has a seed for each request, not for each slot.
+        logprobs: of what the emitted tokens' log-probabilities are.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
-    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size)
+    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size, seeds_by_request)
     truncates = len(layouts) > len(TENSORS)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
@@ -216,12 +228,15 @@ def plan_step(
         "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
+        "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
-    workspace = Workspace(*[plan.part(name) for name in parts])
+    logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
+    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
     bundles = inputs, workspace, sizes
-    add_reading(plan, inputs, workspace._replace(cutoffs_ptr=None), sizes, while_reading if decides else None)
+    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
+    add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
     if settles:
@@ -233,7 +248,7 @@ def plan_step(
     plan.add(
         emit_kernel,
         (requests * (num_draft_tokens + 1) if per_row else requests,),
-        (inputs, outputs_of(samples, truncates), workspace, sizes, tuning),
+        (inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning),
         num_warps=8 if has_draft_rows else rule.num_warps,
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
@@ -291,9 +306,9 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
         rows += sizes.batch * sizes.num_draft_tokens
         kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
         is_alike = kinds[0] == kinds[1]
-    tuning = Truncating(is_alike, posted, can_overlap(plan.device))
-    bundles = inputs, workspace, sizes, tuning
-    plan.add(truncate_kernel, (rows,), bundles, num_warps=4 if large else 8, max_registers=TRUNCATION_REGISTERS)
+    num_warps = 4 if large else 8
+    bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
+    plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

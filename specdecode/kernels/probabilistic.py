@@ -15,6 +15,7 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Normalizer, Residual, Terms
 from specdecode.kernels.distribution import combine, combine_both, logprob
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -67,7 +68,7 @@ def is_trusted(logsumexp):
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
     """Return the logsumexp that came with a draft."""
-    place = request * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
+    place = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
     return tl.load(drafts.logsumexp_ptr + place, mask=wanted, other=0.0)
 
 
@@ -190,7 +191,7 @@ def residual_sums(target, draft, residual, temperature):
 @triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
     """Return where the block sums of a draft's residual are, if they are kept."""
-    return workspace.residual_sums_ptr + (request * sizes.num_draft_tokens + offset) * sizes.num_blocks
+    return workspace.residual_sums_ptr + (request.index * sizes.num_draft_tokens + offset) * sizes.num_blocks
 
 
 @triton.jit
@@ -290,9 +291,10 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, the row's maximum, and what is drawn from if it is not."""
+    """Return whether the draft at a place is accepted, the row's normalizer, and what is drawn from if it is not."""
     terms = acceptance_terms(place, inputs, workspace, sizes)
-    return accepts(terms, place, noise.uniform, inputs.drafts), terms.p.row_max, (terms.p, terms.residual)
+    accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+    return accepted, normalizer_of(terms.p), (terms.p, terms.residual)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Place
 from specdecode.kernels.launch import admit_next_launch
+from specdecode.kernels.logprobs import leave_logprob
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
@@ -21,9 +23,12 @@ from specdecode.kernels.rows import (
     draft_statistics,
     load_blocks,
     load_temperature,
-    row_at,
+    raw_statistics,
+    store_raw_statistics,
     store_statistics,
     target_statistics,
+    whole_draft_row_at,
+    whole_target_row_at,
 )
 from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
@@ -48,7 +53,7 @@ def place_in_grid(inputs, sizes, tuning):
         chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if inputs.drafts.ids_ptr is None:
         offset = 0  # known to the compiler
-    return chunk, request.to(tl.int64), offset
+    return chunk, locate(request.to(tl.int64), inputs.packing, sizes), offset
 
 
 @triton.jit
@@ -66,9 +71,12 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     if token >= 0:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         noise = noise_at(place, inputs.requests, sizes)
-        accepted, row_max, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        if row_max == -INFINITY:
+        accepted, p, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        if p.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
+        if workspace.logprobs_ptr is not None:
+            if accepted:
+                leave_logprob(place, p, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)
 
@@ -87,22 +95,27 @@ def read_kernel(inputs, workspace, sizes, tuning):
     if READS_DRAFT:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
     if HAS_LOGSUMEXP:
-        logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < sizes.num_draft_tokens)
+        logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < request.num_drafts)
     temperature = load_temperature(inputs.requests, request)
     matters = True
     if HAS_DRAFTS:
         if offset > 0:
-            matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all drafts was slower
+            if inputs.packing.row_starts_ptr is not None:
+                matters = offset <= request.num_drafts  # not waiting for an id: few are no tokens
+            else:
+                matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
             if DECIDES:
                 matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
         elif not DECIDES:
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
     if matters:
-        row = row_at(inputs.target, request, offset, sizes)
+        row = whole_target_row_at(request, offset, inputs)
         statistics = target_statistics(workspace, request, offset, sizes)
+        if workspace.raw_statistics_ptr is not None:
+            raw = raw_statistics(workspace, request, offset, sizes)
         if inputs.draft.ptr is not None:
-            draft_row = row_at(inputs.draft, request, offset, sizes)
+            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             its_statistics = draft_statistics(workspace, request, offset, sizes)
         if READS_DRAFT:
             reads_draft = (token >= 0) & (temperature > 0)
@@ -114,7 +127,9 @@ def read_kernel(inputs, workspace, sizes, tuning):
             if tuning.ADMITS_LATE:
                 if tile == tuning.tiles - 1:
                     admit_next_launch(tuning.OVERLAPS)
-            store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            if workspace.raw_statistics_ptr is not None:
+                store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if READS_DRAFT:
                 if reads_draft:
                     store_statistics(

@@ -34,7 +34,7 @@ def load_temperature(requests, request):
     """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
     temperature = requests.temperature
     if requests.temperature_ptr is not None:
-        given = tl.load(requests.temperature_ptr + request)
+        given = tl.load(requests.temperature_ptr + request.slot)
         # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
         clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
         temperature = tl.where(given > 0, clamped, 0.0)
@@ -55,21 +55,32 @@ def scaled(logits, row_max, temperature):
 
 
 @triton.jit
-def row_at(rows, request, offset, sizes):
-    """Return the row at an offset of a request."""
-    index = request
-    if rows.index_ptr is not None:
-        index = tl.load(rows.index_ptr + request).to(tl.int64)
-    start = index * rows.stride_request + offset * rows.stride_offset
-    return Row(rows.ptr + start, rows.stride_token, sizes.vocab_size)
+def row_at(rows, place, offset, vocab_size):
+    """Return the row at an offset of a request, given the place of its rows."""
+    start = place * rows.stride_request + offset * rows.stride_offset
+    return Row(rows.ptr + start, rows.stride_token, vocab_size)
+
+
+@triton.jit
+def whole_target_row_at(request, offset, inputs):
+    """Return the target row at an offset of a request."""
+    return row_at(inputs.target, request.row, offset, request.vocab_size)
+
+
+@triton.jit
+def whole_draft_row_at(request, offset, inputs, sizes):
+    """Return the draft row at an offset of a request."""
+    return row_at(inputs.draft, request.slot, offset, sizes.vocab_size)
 
 
 @triton.jit
 def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     """Return where the cutoff of a row is."""
-    index = request * (sizes.num_draft_tokens + 1) + offset
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
     if OF_DRAFT:
-        index = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request * sizes.num_draft_tokens + offset
+        index = (
+            sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request.index * sizes.num_draft_tokens + offset
+        )
     return workspace.cutoffs_ptr + index * 2
 
 
@@ -87,14 +98,14 @@ def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
 @triton.jit
 def target_row_at(request, offset, inputs, workspace, sizes):
     """Return the target row at an offset of a request, up to its cutoff."""
-    return with_cutoff(row_at(inputs.target, request, offset, sizes), workspace, request, offset, False, sizes)
+    return with_cutoff(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
 
 
 @triton.jit
 def draft_row_at(request, offset, inputs, workspace, sizes):
     """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
     inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
-    return with_cutoff(row_at(inputs.draft, request, offset, sizes), workspace, request, inside, True, sizes)
+    return with_cutoff(whole_draft_row_at(request, offset, inputs, sizes), workspace, request, inside, True, sizes)
 
 
 @triton.jit
@@ -245,22 +256,47 @@ def sum_in_order(weights):
 @triton.jit
 def target_statistics(workspace, request, offset, sizes):
     """Return where the statistics of a target row are."""
-    index = request * (sizes.num_draft_tokens + 1) + offset
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
     return workspace.statistics_ptr + index * sizes.num_blocks * 2
+
+
+@triton.jit
+def raw_statistics(workspace, request, offset, sizes):
+    """Return where the statistics at temperature 1 of a target row are, if they are kept."""
+    index = request.index * (sizes.num_draft_tokens + 1) + offset
+    return workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
 def draft_statistics(workspace, request, offset, sizes):
     """Return where the statistics of a draft row are: behind those of all target rows."""
     target_rows = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1)
-    index = target_rows + request * sizes.num_draft_tokens + offset
+    index = target_rows + request.index * sizes.num_draft_tokens + offset
     return workspace.statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
 def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts."""
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; return them."""
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+    return block_max, sumexp
+
+
+@triton.jit
+def store_raw_statistics(
+    pointer, statistics, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
+):
+    """Store statistics at temperature 1, given those at the request's temperature."""
+    block_max, sumexp = statistics
+    if temperature != 1:
+        _, sumexp = block_statistics(parts, tl.full([], 1.0, tl.float32), INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+
+
+@triton.jit
+def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
+    """Store the maxima and the sums of consecutive blocks."""
     # Each warp has a block, and its first lane stores. As a [BLOCKS] vector the numbers would first move between warps, for
     # which all of them would have to wait for each other.
     blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]

@@ -10,7 +10,7 @@ weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the fi
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Noise
+from specdecode.kernels.arguments import Noise, Normalizer
 from specdecode.kernels.distribution import combine, combine_again
 from specdecode.kernels.philox import accept_uniform, exponential
 from specdecode.kernels.rows import (
@@ -91,7 +91,7 @@ def guess_block(statistics, exponentials, scale):
 
 @triton.jit
 def sample(place, noise, inputs, workspace, sizes):
-    """Draw the token at a place from its target row; return it, the row's maximum and its sum relative to that."""
+    """Draw the token at a place from its target row; return it, and the row's normalizer."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     token_domain = inputs.requests.token_domain
@@ -99,12 +99,14 @@ def sample(place, noise, inputs, workspace, sizes):
         # The logits of a block are loaded while it is computed which block they are wanted of.
         guessed = guess_block(statistics, noise.exponentials, base_2_scale(place.temperature))
         loaded = load_block(row, place, guessed, token_domain)
-        row_max, sumexp, token, block_sums = combine(statistics, row, place.temperature, sizes)
+        row_max, sumexp, one_hot, block_sums = combine(statistics, row, place.temperature, sizes)
+        token = one_hot
         if token < 0:
             block = select_block(block_sums, noise.exponentials)
             if block != guessed:
                 loaded = load_block(row, place, block, token_domain)
             token = draw_from_block(loaded, block, row_max, place.temperature)
     else:
-        row_max, sumexp, token, _ = combine_again(statistics, row, place.temperature, sizes)
-    return tl.minimum(token, sizes.vocab_size - 1), row_max, sumexp
+        row_max, sumexp, one_hot, _ = combine_again(statistics, row, place.temperature, sizes)
+        token = one_hot
+    return tl.minimum(token, sizes.vocab_size - 1), Normalizer(row_max, tl.log(sumexp), one_hot)

@@ -12,7 +12,8 @@ number. A token that the decision has drawn is written before, and the last prog
 token is drawn afterwards. By then the bits of all rows are usually complete, and the program at whose row the request stops
 writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
 early, sets the EARLY bit and exits, and those that complete the bits write the rest. (Always early: 2 to 8 % slower for 1 to
-32 requests of `probabilistic`.)
+32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added, and
+published with them, because those behind the stop are then replaced by NaN.
 """
 
 import triton
@@ -20,10 +21,11 @@ import triton.language as tl
 
 TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
+SURELY_ACCEPTED = tl.constexpr(-1)
 LISTED = STOP
 """A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
-finished each row; and, where rows are truncated after some stops were posted, each request's stop bits. In block
-verification only one number is kept, at the start: how many residuals are listed."""
+finished each row, or that its draft is surely accepted; and, where rows are truncated after some stops were posted, each
+request's stop bits. In block verification only one number is kept, at the start: how many residuals are listed."""
 
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
@@ -34,38 +36,38 @@ STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.
 @triton.jit
 def clear_state(state_ptr, request):
     """Set a request's state to zeros."""
-    tl.store(state_ptr + request * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
+    tl.store(state_ptr + request.index * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
 
 
 @triton.jit
 def post_stop(state_ptr, request, offset, sizes):
     """Note that a request stops at an offset, if not before."""
-    tl.atomic_max(state_ptr + request * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
+    tl.atomic_max(state_ptr + request.index * FIELDS + STOP, sizes.num_draft_tokens - offset, sem="relaxed")
 
 
 @triton.jit
 def post_empty(state_ptr, request, offset, sizes):
     """Note that a request's target row has no finite logit."""
-    tl.atomic_max(state_ptr + request * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
+    tl.atomic_max(state_ptr + request.index * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
 
 
 @triton.jit
 def peek_stop(state_ptr, request, sizes):
     """Return the first stop posted so far, while other programs may be posting: never less than the final one."""
     # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
-    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request * FIELDS + STOP, 0, sem="relaxed")
+    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + STOP, 0, sem="relaxed")
 
 
 @triton.jit
 def load_stop(state_ptr, request, sizes):
     """Return the offset that a request stops at, when all stops are posted."""
-    return sizes.num_draft_tokens - tl.load(state_ptr + request * FIELDS + STOP)
+    return sizes.num_draft_tokens - tl.load(state_ptr + request.index * FIELDS + STOP)
 
 
 @triton.jit
 def load_empty(state_ptr, request, sizes):
     """Return the offset of a request's first target row without a finite logit, likewise."""
-    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request * FIELDS + EMPTY)
+    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request.index * FIELDS + EMPTY)
 
 
 @triton.jit
@@ -78,7 +80,19 @@ def is_last(count_ptr, programs):
 @triton.jit
 def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
-    return state_ptr + sizes.batch * FIELDS + request * (sizes.num_draft_tokens + 1) + offset
+    return state_ptr + sizes.batch * FIELDS + request.index * (sizes.num_draft_tokens + 1) + offset
+
+
+@triton.jit
+def post_acceptance(state_ptr, place, sizes):
+    """Note that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
+    tl.store(row_finished_ptr(state_ptr, place.request, place.offset, sizes), SURELY_ACCEPTED)
+
+
+@triton.jit
+def is_surely_accepted(state_ptr, request, offset, sizes):
+    """Return whether that was noted of a row."""
+    return tl.load(row_finished_ptr(state_ptr, request, offset, sizes)) == SURELY_ACCEPTED
 
 
 @triton.jit
@@ -93,20 +107,20 @@ def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
 @triton.jit
 def bits_at(state_ptr, request):
     """Return where a request's stop bits are."""
-    return (state_ptr + request * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+    return (state_ptr + request.index * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
-def add_stop_bits(state_ptr, place, stops, is_empty, IS_DRAWN: tl.constexpr):
+def add_stop_bits(state_ptr, place, stops, is_empty, PUBLISHES: tl.constexpr):
     """Add what is known of one row: whether the request can stop there, and whether it has no finite logit.
 
-    Return all bits. If the row's token is drawn already, it is published with them.
+    Return all bits. What is written of the row already, its token or log-probability, is published with them.
     """
     stop_bit, empty_bit = stops.to(tl.int64) << STOP_BITS, is_empty.to(tl.int64) << EMPTY_BITS
     bits = 1 + ((stop_bit + empty_bit) << place.offset)
-    if IS_DRAWN:
-        tl.debug_barrier()  # all threads have written, before one of them publishes the token
-    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if IS_DRAWN else "relaxed")
+    if PUBLISHES:
+        tl.debug_barrier()  # all threads have written, before one of them publishes that
+    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
 
 
 @triton.jit
@@ -124,15 +138,16 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
 
 
 @triton.jit
-def hand_in(outputs, state_ptr, place, token, sizes):
+def hand_in(outputs, state_ptr, place, token, logprob, sizes):
     """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
 
     Before all bits are there that is not known: the token is written early, and the EARLY bit set.
     """
-    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="relaxed")
+    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
+    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire" if REPLACES else "relaxed")
     complete = are_complete(bits, sizes)
     if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
-        store_token(outputs, place, token, sizes)
+        store_token(outputs, place, token, logprob, sizes)
     if complete == 0:
         tl.debug_barrier()  # all threads have written, before one of them publishes the token
         bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
@@ -158,8 +173,8 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
     """Return draft ids as int32, -1 for what is no token."""
-    inside = (offsets >= 0) & (offsets < sizes.num_draft_tokens)
-    pointers = drafts.ids_ptr + request * drafts.stride_request + offsets * drafts.stride_offset
+    inside = (offsets >= 0) & (offsets < request.num_drafts)
+    pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
     ids = tl.load(pointers, mask=inside, other=-1)
     return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
 
@@ -188,9 +203,18 @@ def draft_at(counted, drafts, request, offset, sizes):
 
 
 @triton.jit
-def store_token(outputs, place, token, sizes):
+def store_token(outputs, place, token, logprob, sizes):
     """Write the token at a place."""
-    tl.store(outputs.token_ids_ptr + place.request * (sizes.num_draft_tokens + 1) + place.offset, token)
+    tl.store(outputs.token_ids_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, token)
+    store_logprob(outputs, place, logprob, sizes)
+
+
+@triton.jit
+def store_logprob(outputs, place, logprob, sizes):
+    """Write the log-probability of the token at a place, if it is asked for."""
+    if outputs.logprobs_ptr is not None:
+        index = place.request.index * (sizes.num_draft_tokens + 1) + place.offset
+        tl.store(outputs.logprobs_ptr + index, logprob)
 
 
 @triton.jit
@@ -203,7 +227,10 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
-        tl.store(outputs.token_ids_ptr + request * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
-    tl.store(outputs.num_accepted_ptr + request, stop)
-    tl.store(outputs.num_drafts_ptr + request, num_drafts)
-    tl.store(outputs.invalid_ptr + request, invalid)
+        tl.store(outputs.token_ids_ptr + request.index * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
+        if outputs.logprobs_ptr is not None:
+            logprobs_ptr = outputs.logprobs_ptr + request.index * (sizes.num_draft_tokens + 1)
+            tl.store(logprobs_ptr + offsets, tl.full([TILE], float("nan"), tl.float32), mask=others & (offsets > stop))
+    tl.store(outputs.num_accepted_ptr + request.index, stop)
+    tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
+    tl.store(outputs.invalid_ptr + request.index, invalid)

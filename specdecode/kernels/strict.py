@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, target_row_at, target_statistics
 from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
 from specdecode.kernels.synthetic import is_scheduled
@@ -19,25 +20,25 @@ def decide_while_reading(place, noise, inputs, workspace, sizes):
     """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-    row_max, _, one_hot, block_sums = combine(statistics, row, place.temperature, sizes)
+    p = combine(statistics, row, place.temperature, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    elif one_hot >= 0:
-        accepted = place.token == one_hot
+    elif p.one_hot >= 0:
+        accepted = place.token == p.one_hot
     else:
-        block = select_block(block_sums, noise.exponentials)
+        block = select_block(p.block_sums, noise.exponentials)
         accepted = block == place.token // BLOCK_SIZE
         if accepted:
             loaded = load_block(row, place, block, inputs.requests.token_domain)
-            accepted = place.token == draw_from_block(loaded, block, row_max, place.temperature)
-    return accepted, row_max, place.token
+            accepted = place.token == draw_from_block(loaded, block, p.row_max, place.temperature)
+    return accepted, normalizer_of(p), place.token
 
 
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, the row's maximum, and y."""
-    token, row_max, _ = sample(place, noise, inputs, workspace, sizes)
+    """Return whether the draft at a place is accepted, the row's normalizer, and y."""
+    token, p = sample(place, noise, inputs, workspace, sizes)
     accepted = place.token == token
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    return accepted, row_max, token.to(tl.int64)
+    return accepted, p, token.to(tl.int64)

@@ -25,6 +25,8 @@ from specdecode.kernels.candidates import (
 )
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.logprobs import normalizer_of
+from specdecode.kernels.packed import locate
 from specdecode.kernels.probabilistic import (
     acceptance_terms,
     accepts,
@@ -36,15 +38,17 @@ from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
+    draft_statistics,
     load_logit,
     load_statistics,
     load_temperature,
     logit_of,
-    row_at,
     scaled,
     target_statistics,
+    whole_draft_row_at,
+    whole_target_row_at,
 )
-from specdecode.kernels.state import count_drafts, load_stop
+from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
@@ -57,50 +61,101 @@ def load_limits(limits, request, sizes):
     """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
     top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
     if limits.top_k_ptr is not None:
-        top_k = tl.load(limits.top_k_ptr + request)
+        top_k = tl.load(limits.top_k_ptr + request.slot)
     if limits.top_p_ptr is not None:
-        top_p = tl.load(limits.top_p_ptr + request).to(tl.float32)
+        top_p = tl.load(limits.top_p_ptr + request.slot).to(tl.float32)
     if limits.min_p_ptr is not None:
-        min_p = tl.load(limits.min_p_ptr + request).to(tl.float32)
+        min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
     top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
     return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
 
 
 @triton.jit
-def may_accept(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
+def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
+    """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
 
-    After top_p, p(x) is at most p(x) / top_p. The k largest tokens weigh k / n of the largest ones of n blocks at least. And
-    a draft is left out if enough blocks have a more likely token.
+    The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
     """
-    terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted = place.token >= 0
-    if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    elif terms.p.one_hot >= 0:
-        accepted = accepts(terms, place, noise.uniform, inputs.drafts)
-    else:
-        top_k, top_p, min_p = load_limits(inputs.limits, place.request, sizes)
-        block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-        shares = tl.exp(scaled(block_max, terms.p.row_max, place.temperature))
-        shares = tl.where((shares >= min_p) & (block_max > -INFINITY), shares / terms.p.sumexp, 0.0)
-        share = tl.exp(terms.log_p)
-        is_above = (shares > share * (1 + ERROR)).to(tl.int32)
-        above, mass_above = tl.reduce((is_above, tl.where(is_above == 1, shares, 0.0)), 0, add_both)
-        blocks, mass = tl.reduce(((shares > 0).to(tl.int32), shares), 0, add_both)
-        least = mass * tl.minimum(top_k.to(tl.float32) / tl.maximum(blocks, 1).to(tl.float32), 1.0)
-        least = tl.where((top_k < sizes.vocab_size) | (min_p > 0), tl.minimum(least, 1.0), 1.0)
-        log_kept = tl.log(tl.minimum(top_p, 1.0) * least)
-        is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
-        is_kept &= share * terms.p.sumexp >= min_p * (1 - ERROR)
-        is_likely = tl.log(noise.uniform) <= terms.log_p - terms.log_q - log_kept + ERROR
-        accepted = accepted & is_possible(terms) & is_kept & is_likely
-    return accepted, terms.p.row_max, place.token
+    top_k, top_p, min_p = limits
+    least = 1.0
+    if (top_k < sizes.vocab_size) | (min_p > 0):
+        weights = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+        weights = tl.where(weights >= min_p, weights, 0.0)
+        floor = tl.full([], -LARGEST, tl.float32)
+        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k)
+        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
+    return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
 
 @triton.jit
-def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes):
+def is_surely_kept(log_share, log_sum, limits, sizes):
+    """Return whether a token is kept, given its log-probability before truncation: if not, it still may be.
+
+    Fewer than 1 / p(x) tokens are more likely than x, and all others together weigh 1 - p(x).
+    """
+    top_k, top_p, min_p = limits
+    share = tl.exp(log_share) * (1 - ERROR)
+    in_top_k = (top_k == sizes.vocab_size) | (share * top_k.to(tl.float32) >= 1)
+    return in_top_k & (share > 1 - top_p + ERROR) & (share * tl.exp(log_sum) >= min_p)
+
+
+@triton.jit
+def may_be_kept(log_share, block_max, p, temperature, limits):
+    """Return whether a token may be kept: not if the largest tokens of other blocks alone leave it out."""
+    top_k, top_p, min_p = limits
+    shares = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, p.row_max, temperature)) / p.sumexp, 0.0)
+    share = tl.exp(log_share)
+    is_above = (shares > share * (1 + ERROR)) & (shares * p.sumexp >= min_p)
+    above, mass_above = tl.reduce((is_above.to(tl.int32), tl.where(is_above, shares, 0.0)), 0, add_both)
+    is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
+    return is_kept & (share * p.sumexp >= min_p * (1 - ERROR))
+
+
+@triton.jit
+def may_accept(place, noise, inputs, workspace, sizes):
+    """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
+
+    If it surely is, that is noted: then its rows need not be truncated. The mass that is kept of either row is known within
+    bounds, and p'(x) / q'(x) with it.
+    """
+    terms = acceptance_terms(place, inputs, workspace, sizes)
+    accepted, is_sure = place.token >= 0, place.token >= 0
+    temperature = place.temperature
+    if inputs.drafts.rates_ptr is not None:
+        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+        is_sure = accepted
+    elif (terms.p.one_hot >= 0) | (accepted == 0):
+        accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+        is_sure = accepted & (temperature == 0)
+    else:
+        limits = load_limits(inputs.limits, place.request, sizes)
+        block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
+        log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
+        accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
+        accepted &= may_be_kept(terms.log_p, block_max, terms.p, temperature, limits)
+        is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
+        log_draft_kept = 0.0
+        if inputs.draft.ptr is not None:
+            limits = load_limits(inputs.draft_limits, place.request, sizes)
+            is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
+            if inputs.drafts.logsumexp_ptr is None:
+                if is_sure:
+                    statistics_ptr = draft_statistics(workspace, place.request, place.offset, sizes)
+                    block_max, _ = load_statistics(statistics_ptr, True, sizes)
+                    q_max, q_sumexp = terms.q.row_max, tl.exp(terms.q.log_sum)
+                    log_draft_kept = log_least_kept(block_max, q_max, q_sumexp, temperature, limits, sizes)
+            else:  # it tells the mass of what is kept, but not what that is
+                is_sure &= tl.full([], False, tl.int1)
+        is_sure &= log_ratio + log_draft_kept >= ERROR
+    if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
+        post_acceptance(workspace.state_ptr, place, sizes)
+    return accepted, normalizer_of(terms.p), place.token
+
+
+@triton.jit
+def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     top_k, top_p, min_p = limits
     block_max, row_max, total = statistics[0], p.row_max, p.sumexp
@@ -132,8 +187,8 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
         attempt += 1
     if resolved == 0:
-        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes)
-        store_kept(statistics_ptr, logit, token, row, temperature, sizes)
+        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
+        store_kept(statistics_ptr, logit, token, row, temperature, sizes, WARPS)
     return logit, token
 
 
@@ -148,11 +203,11 @@ def place_of(index, inputs, sizes):
         of_draft = draft >= 0
         request = tl.where(of_draft, draft // sizes.num_draft_tokens, request)
         offset = tl.where(of_draft, (draft % sizes.num_draft_tokens).to(tl.int32), offset)
-    return request, offset, of_draft
+    return locate(request, inputs.packing, sizes), offset, of_draft
 
 
 @triton.jit
-def truncate_row(row, index, temperature, limits, workspace, sizes):
+def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row, and leave the statistics of what is kept."""
     statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
     statistics = load_statistics(statistics_ptr, True, sizes)
@@ -161,7 +216,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
     logit, token = p.row_max, p.one_hot
     if token < 0:
         list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
-        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes)
+        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS)
     return logit, token
 
 
@@ -169,7 +224,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
 def given_cutoff(row, request, offset, inputs, sizes):
     """Return the cutoff that came with a draft, and whether it can be used: its logsumexp, too."""
     drafts = inputs.drafts
-    place = request * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
+    place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + place)
     logsumexp = load_logsumexp(drafts, request, offset, True)
     leaves_out = (token >= 0) & (token < sizes.vocab_size)
@@ -188,7 +243,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     limits = load_limits(inputs.limits, request, sizes)
-    row = row_at(inputs.target, request, offset, sizes)
+    row = whole_target_row_at(request, offset, inputs)
     is_read = offset <= num_drafts
     if inputs.draft.ptr is not None:
         if of_draft:
@@ -198,25 +253,27 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     if tuning.POSTED:
         is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
+        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
+            is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
     is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
-            draft_row = row_at(inputs.draft, request, offset, sizes)
+            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token, is_known = given_cutoff(draft_row, request, offset, inputs, sizes)
             is_truncated = is_known == 0
     if is_truncated:
         if inputs.draft.ptr is None:
-            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
         else:
-            draft_row = row_at(inputs.draft, request, offset, sizes)
+            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             if tuning.ALIKE:  # so the code is there once, which is faster
-                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, sizes.vocab_size)
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, request.vocab_size)
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             elif of_draft:
-                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
+                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             else:
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
+                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
     tl.store(workspace.cutoffs_ptr + index * 2, logit)
     tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))

@@ -30,9 +30,6 @@ from specdecode.kernels.rows import (
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
-BLOCKS = tl.constexpr(4)
-"""Blocks that are read at once."""
-
 SAMPLE = tl.constexpr(4)
 """Blocks that suggest where to begin."""
 
@@ -57,15 +54,15 @@ def number_of(logit, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_tile(first):
+def tokens_of_tile(first, BLOCKS: tl.constexpr):
     """Return the tokens of `BLOCKS` blocks."""
     return part_of_blocks(tl.arange(0, BLOCKS) + first, 0, BLOCK_SIZE, BLOCK_SIZE)
 
 
 @triton.jit
-def amounts(logits, row_max, by_count, scale):
-    """Return what each token adds to an amount: 1, or its weight relative to the row's maximum."""
-    return tl.where(by_count, tl.where(logits > -INFINITY, 1.0, 0.0), tl.exp2((logits - row_max) * scale))
+def amounts(logits, row_max, scale):
+    """Return what each token adds to an amount: its weight relative to the row's maximum, or 1 where `scale` is 0."""
+    return tl.exp2((logits - row_max) * scale)
 
 
 @triton.jit
@@ -79,16 +76,16 @@ def sum_neighbours(values):
 
 
 @triton.jit
-def amounts_from(first, second, third, row, row_max, by_count, scale, sizes):
-    """Return the amounts from three logits on."""
+def amounts_from(first, second, third, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
+    """Return the amounts from three finite logits on."""
     from_first = tl.zeros([BLOCKS * BLOCK_SIZE // NEIGHBOURS], tl.float32)
     from_second, from_third = from_first, from_first
-    raw = load_raw(row, tokens_of_tile(0), True)
+    raw = load_raw(row, tokens_of_tile(0, BLOCKS), True)
     for block in range(0, sizes.num_blocks, BLOCKS):
         logits = raw.to(tl.float32)
-        raw = load_raw(row, tokens_of_tile(block + BLOCKS), True)  # in flight meanwhile
-        logits = tl.where(logits == logits, logits, -INFINITY)
-        each = amounts(logits, row_max, by_count, scale)
+        raw = load_raw(row, tokens_of_tile(block + BLOCKS, BLOCKS), True)  # in flight meanwhile
+        each = amounts(logits, row_max, scale)
+        # No comparison holds of NaN, nor of -inf.
         from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
         from_second += sum_neighbours(tl.where(logits >= second, each, 0.0))
         from_third += sum_neighbours(tl.where(logits >= third, each, 0.0))
@@ -100,16 +97,19 @@ def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT:
     """Return two numbers between which a logit with the amount `goal` probably is, by a few blocks of the row."""
     blocks = tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE
     logits = load_logits(row, part_of_blocks(blocks, 0, BLOCK_SIZE, BLOCK_SIZE), True)
-    each = amounts(logits, row_max, by_count, scale)
+    logits = tl.reshape(logits, [SAMPLE * BLOCK_SIZE])
+    each = tl.where(logits > -INFINITY, amounts(logits, row_max, scale), 0.0)
     share = SAMPLE / sizes.num_blocks
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
-    amount, error = tl.sum(tl.sum(each, 1), 0) - (total - goal) * share, DOUBT * (total - goal) * share
+    amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
     low_more, high_more, low_less, high_less = low, high, low, high
     for _ in range(33 - SHIFT):
         more, less = (low_more + high_more + 1) >> 1, (low_less + high_less + 1) >> 1
-        from_more = tl.sum(tl.sum(tl.where(logits >= logit_at(more, SHIFT), each, 0.0), 1), 0)
-        from_less = tl.sum(tl.sum(tl.where(logits >= logit_at(less, SHIFT), each, 0.0), 1), 0)
+        both = tl.join(
+            tl.where(logits >= logit_at(more, SHIFT), each, 0.0), tl.where(logits >= logit_at(less, SHIFT), each, 0.0)
+        )
+        from_more, from_less = tl.split(tl.sum(both, 0))
         is_more, is_less = from_more >= amount + error, from_less >= amount - error
         low_more, high_more = tl.where(is_more, more, low_more), tl.where(is_more, high_more, more - 1)
         low_less, high_less = tl.where(is_less, less, low_less), tl.where(is_less, high_less, less - 1)
@@ -129,9 +129,10 @@ def narrow(bracket, number, amount, goal):
 
 
 @triton.jit
-def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr):
+def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond."""
     high = tl.maximum(number_of(row_max, SHIFT), low)
+    scale = tl.where(by_count, 0.0, scale)
     more, less = suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT)
     first, second, third = low, tl.minimum(tl.maximum(more, low), high), tl.minimum(tl.maximum(less, low), high)
     bracket = low, high, 0.0, 0.0
@@ -143,9 +144,9 @@ def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.con
             logit_at(third, SHIFT),
             row,
             row_max,
-            by_count,
             scale,
             sizes,
+            BLOCKS,
         )
         bracket = narrow(bracket, first, from_first, goal)
         bracket = narrow(bracket, second, from_second, goal)
@@ -180,44 +181,47 @@ def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr):
+def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the mass from a number on, of whose own tokens so many are kept."""
     this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
-    with_ties, without, _ = amounts_from(this, following, following, row, row_max, False, scale, sizes)
+    with_ties, without, _ = amounts_from(this, following, following, row, row_max, scale, sizes, BLOCKS)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
 
 
 @triton.jit
-def least_logit(lowest, row, sizes):
+def least_logit(lowest, row, sizes, BLOCKS: tl.constexpr):
     """Return the least logit of a row from `lowest` on."""
     least = tl.full([BLOCKS, BLOCK_SIZE], INFINITY, tl.float32)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        logits = load_logits(row, tokens_of_tile(block), True)
+        logits = load_logits(row, tokens_of_tile(block, BLOCKS), True)
         least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
     return tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit
-def token_of_tie(logit, number, row, sizes):
+def token_of_tie(logit, number, row, sizes, BLOCKS: tl.constexpr):
     """Return the token with a logit that has `number - 1` tokens of the same logit before it, or the last of these."""
     seen, token = 0.0, tl.full([], -1, tl.int32)
     for block in range(0, sizes.num_blocks, BLOCKS):
         if seen < number:
-            token_ids = tokens_of_tile(block)
-            logits = load_logits(row, token_ids, True)
-            is_tie = logits == logit
+            token_ids = tokens_of_tile(block, BLOCKS)
+            is_tie = load_logits(row, token_ids, True) == logit
             ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
-            if ties > 0:
+            if seen + ties >= number:
                 counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [BLOCKS * BLOCK_SIZE]), 0).to(tl.float32)
-                wanted = tl.reshape(is_tie, [BLOCKS * BLOCK_SIZE]) & (counted <= number)
-                token = tl.max(tl.where(wanted, tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE]), -1), 0)
+                is_tie &= tl.reshape(counted, [BLOCKS, BLOCK_SIZE]) <= number
+            if ties > 0:
+                token = tl.max(tl.max(tl.where(is_tie, token_ids, -1), 1), 0)
             seen += ties
     return token
 
 
 @triton.jit
-def wide_cutoff(row, row_max, total, temperature, limits, sizes):
-    """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0."""
+def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.constexpr):
+    """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0.
+
+    `BLOCKS` are read at once: one by each warp is best.
+    """
     dtype: tl.constexpr = row.ptr.dtype.element_ty
     # By so many bits keys can be shifted: those of different logits remain different.
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
@@ -229,24 +233,27 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
-                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT)
+                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT, BLOCKS)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = number
-            number, from_number, beyond = search(before, by_count, goal, row, row_max, total, scale, sizes, SHIFT)
+            number, from_number, beyond = search(
+                before, by_count, goal, row, row_max, total, scale, sizes, SHIFT, BLOCKS
+            )
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_number >= goal, needed, EVERY_TIE)
             ties = tl.where(number > before, needed, tl.minimum(needed, ties))
     logit = logit_at(number, SHIFT)
     if ties == EVERY_TIE:
-        logit = least_logit(logit, row, sizes)
-    return logit, token_of_tie(logit, ties, row, sizes)
+        logit = least_logit(logit, row, sizes, BLOCKS)
+    return logit, token_of_tie(logit, ties, row, sizes, BLOCKS)
 
 
 @triton.jit
-def store_kept(statistics_ptr, logit, token, row, temperature, sizes):
+def store_kept(statistics_ptr, logit, token, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
+    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
     kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
     for first in range(0, sizes.num_blocks, BLOCKS):
-        logits = load_blocks(kept, first + tl.arange(0, BLOCKS), True, False, BLOCK_SIZE)
-        store_statistics(statistics_ptr, logits, first, temperature, sizes, BLOCKS, False)
+        logits = load_blocks(kept, first + tl.arange(0, BLOCKS), True, False, LANES)
+        store_statistics(statistics_ptr, logits, first, temperature, sizes, BLOCKS, True)

@@ -12,6 +12,7 @@ try:
 
     from specdecode.kernels.arguments import Constant, Place, Pointer
     from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
+    from specdecode.kernels.packed import locate
     from specdecode.kernels.state import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
@@ -119,15 +120,16 @@ if triton is not None:
         and the top blocks; of the blocks' logits the sums, and which is best; of the last block's the first largest.
         """
         num_rows, seed = sizes.num_draft_tokens + 1, inputs.requests.first_seed
-        request, offset = (tl.program_id(0) // num_rows).to(tl.int64), tl.program_id(0) % num_rows
+        index, offset = (tl.program_id(0) // num_rows).to(tl.int64), tl.program_id(0) % num_rows
+        request = locate(index, inputs.packing, sizes)
         row = tl.minimum(offset, sizes.num_draft_tokens - 1)
-        target_ptr = inputs.target.ptr + request * inputs.target.stride_request + row * inputs.target.stride_offset
-        draft_ptr = inputs.draft.ptr + request * inputs.draft.stride_request + row * inputs.draft.stride_offset
+        target_ptr = inputs.target.ptr + index * inputs.target.stride_request + row * inputs.target.stride_offset
+        draft_ptr = inputs.draft.ptr + index * inputs.draft.stride_request + row * inputs.draft.stride_offset
         await_launch(tuning.OVERLAPS)
         blocks = tl.arange(0, sizes.MAX_BLOCKS)
-        statistics_ptr = workspace.statistics_ptr + (request * num_rows + offset) * sizes.num_blocks * 2
+        statistics_ptr = workspace.statistics_ptr + (index * num_rows + offset) * sizes.num_blocks * 2
         found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < sizes.num_blocks, other=0.0)
-        place = Place(request, offset, -1, (seed, request), 0.0)
+        place = Place(request, offset, -1, (seed, index), 0.0)
         add_stop_bits(workspace.state_ptr, place, offset == sizes.num_draft_tokens, offset < 0, False)
         first = (reduced(found.to(tl.int32), 3 + tuning.TOP if tuning.SUMMED else 1) * seed).to(tl.int32)
         places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
@@ -139,7 +141,7 @@ if triton is not None:
         bits = tl.atomic_or(bits_at(workspace.state_ptr, request), 0, sem="relaxed")
         tl.store(outputs.token_ids_ptr + tl.program_id(0), token)
         if are_complete(bits, sizes):
-            tl.store(outputs.num_accepted_ptr + request, first_row(bits, STOP_BITS))
+            tl.store(outputs.num_accepted_ptr + index, first_row(bits, STOP_BITS))
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):

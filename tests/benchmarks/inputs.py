@@ -87,6 +87,26 @@ def verification(
     return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
 
 
+def packed_verification(
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, **options: Any
+) -> Callable[[], SamplerOutput]:
+    """Return a packed call that verifies the drafts; all that is by slot is in the reverse order of the requests."""
+    batch, num_rows, _ = inputs.target_logits.shape
+    device = inputs.target_logits.device
+    by_slot = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in options.items()}
+    where = {name: options[name] for name in ("positions",) if name in options}
+    call = functools.partial(
+        sampler.packed,
+        inputs.target_logits.flatten(0, 1),
+        torch.nn.functional.pad(draft.token_ids, (0, 1)).flatten(),
+        num_rows * torch.arange(batch + 1, dtype=torch.int32, device=device),
+        None if sampler.method == "strict" else inputs.draft_logits.flip(0),
+        num_draft_tokens=num_rows - 1,
+        slots=torch.arange(batch, dtype=torch.int32, device=device).flip(0),
+    )
+    return functools.partial(call, **{"temperature": inputs.temperature, "seeds": 0, **by_slot, **where})
+
+
 def straightforward(target_logits: Tensor, token_ids: Tensor, draft_logits: Tensor, temperature: float) -> Tensor:
     """Softmax of both, gather, compare, residual, multinomial. It does not wait for the device."""
     num_draft_tokens = token_ids.shape[1]

@@ -7,6 +7,7 @@ the same logits, so the logits of small batches are in the GPU's cache.
 """
 
 import functools
+import importlib.util
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
+from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import (
     VOCAB,
     Inputs,
     describe,
     flat_rows,
+    packed_verification,
     peaked_rows,
     served_rows,
     straightforward,
@@ -58,15 +61,17 @@ class Verifier(NamedTuple):
     method: str
     backend: str = "triton"
     with_logsumexp: bool = False
+    packed: bool = False
 
     def __call__(
-        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **numbers: Tensor
+        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
     ) -> Callable[[], SamplerOutput]:
         draft = inputs.drafts(self.method, seed, **(truncation or {}))
-        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **numbers}
+        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **others}
         if self.with_logsumexp:
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
-        return verification(inputs, RejectionSampler(self.method, backend=self.backend), draft, **options)
+        sampler = RejectionSampler(self.method, backend=self.backend)
+        return (packed_verification if self.packed else verification)(inputs, sampler, draft, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
@@ -121,6 +126,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
     "triton greedy": Verifier("strict"),
+    "triton packed": Verifier("probabilistic", packed=True),
     "eager": Verifier("probabilistic", "eager"),
     "straightforward": plain,
     "straightforward compiled": compiled,
@@ -256,7 +262,29 @@ def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
     temperature = torch.full(requests.shape, inputs.temperature, device="cuda")
     verifier = PROVIDERS[provider]
     call = verifier(inputs, temperature=temperature, seeds=requests, positions=torch.zeros_like(requests))
-    assert all(map(torch.equal, call(), verifier(inputs)()))  # they are the same numbers
+    assert all(map(torch.equal, call()[:4], verifier(inputs)()[:4]))  # they are the same numbers
+    measure(benchmark, Recording(call))
+
+
+PACKED = [Shape(*sizes, "bfloat16", 0.7) for sizes in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7))]
+
+
+@pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", [*FAST, "triton, top-p .95"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_packed_rows(benchmark, request, inputs, provider, packed, environment):
+    """Time calls as engines make them, with state in slots in another order, and beside each the same call padded."""
+    benchmark.group = f"packed, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{provider}{', packed' * packed}", "environment": environment}
+    name, _, truncation = provider.partition(", ")
+    verifier, options = PROVIDERS[name]._replace(packed=packed), TRUNCATIONS[truncation or "plain"]
+    requests = torch.arange(len(inputs.target_logits), device="cuda")
+    numbers = {"temperature": torch.full(requests.shape, inputs.temperature, device="cuda"), "seeds": requests}
+    numbers |= {"positions": torch.zeros_like(requests)}
+    call, other = (
+        each(inputs, truncation=options, **numbers) for each in (verifier, verifier._replace(packed=not packed))
+    )
+    assert all(map(torch.equal, call(), other()))
     measure(benchmark, Recording(call))
 
 
@@ -300,6 +328,36 @@ def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, w
     verifier, options = Verifier(method, with_logsumexp=with_logsumexp), TRUNCATIONS[truncation]
     call = verifier(inputs, truncation=options)
     check(inputs, verifier, call(), options)
+    measure(benchmark, Recording(call))
+
+
+def logprobs_cases():
+    """Yield shapes, methods and what truncates their rows; each is timed without log-probabilities, and with either kind."""
+    for batch, drafts in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
+        for temperature in (0.7, 1.0):  # at 1, raw sums are the processed ones
+            for method in ("probabilistic", "strict", "block"):
+                yield Shape(batch, drafts, "bfloat16", temperature), method, "plain"
+        yield Shape(batch, drafts, "bfloat16", 0.0), "strict", "plain"
+    for batch in (1, 32, 256):
+        yield Shape(batch, 3, "bfloat16", 0.7), "probabilistic", "top-p .95"
+
+
+@pytest.mark.parametrize(("inputs", "method", "truncation"), list(logprobs_cases()), indirect=["inputs"], ids=str)
+@pytest.mark.parametrize("of", [None, "processed", "raw"])
+def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of, environment):
+    """Time calls that return log-probabilities, beside the same call without them."""
+    benchmark.group = f"log-probabilities, {request.node.callspec.params['inputs']}"
+    name = method if truncation == "plain" else f"{method}, {truncation}"
+    benchmark.extra_info |= {"provider": f"{name}, {of or 'none'}", "environment": environment}
+    verifier, options = Verifier(method), TRUNCATIONS[truncation]
+    call, output = (
+        Verifier(method, backend)(inputs, truncation=options, logprobs=of) for backend in ("triton", "eager")
+    )
+    got, want = call(), output()
+    check(inputs, verifier, got, options)
+    if of is not None:
+        same = (got.token_ids == want.token_ids).all(dim=1)
+        torch.testing.assert_close(got.logprobs[same], want.logprobs[same], rtol=1e-6, atol=1e-4, equal_nan=True)
     measure(benchmark, Recording(call))
 
 
@@ -490,16 +548,10 @@ def test_launches_that_do_nothing(benchmark, environment):
     benchmark.extra_info |= {"provider": "nothing", "environment": environment, "after_us": after}
 
 
-@pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
-@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict"])
-def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
-    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there.
-
-    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
-    """
-    benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
-    benchmark.extra_info |= {"provider": provider, "environment": environment}
-    call, until_return, until_result = PROVIDERS[provider](inputs), [], []
+def time_calls(benchmark, call: Callable[[], Any]) -> None:
+    """Time a call from Python, without a graph: many in a row; alone until it returns; alone until its result is there."""
+    until_return: list[float] = []
+    until_result: list[float] = []
 
     def timed() -> None:
         start = time.perf_counter()
@@ -516,9 +568,6 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
         torch.cuda.synchronize()
         return microseconds
 
-    call()
-    if provider != "nothing":
-        check(inputs, PROVIDERS[provider], call())
     torch.cuda.synchronize()
     benchmark.pedantic(timed, rounds=200, warmup_rounds=20)
     benchmark.extra_info |= {
@@ -526,3 +575,50 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
         "call_us": quartiles(until_return[-200:]),
         "call_and_wait_us": quartiles(until_result[-200:]),
     }
+
+
+@pytest.mark.parametrize("inputs", [Shape(1, 3, "bfloat16", 0.7)], indirect=True, ids=["1"])
+@pytest.mark.parametrize("provider", ["nothing", "triton", "triton block", "triton strict", "triton packed"])
+def test_eager_call_of_one_request(benchmark, request, inputs, provider, environment):
+    """Time a call from Python.
+
+    Beside it the least that any call must do: allocate its output and its workspace, and make two launches.
+    """
+    benchmark.group = f"eager call, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    call = PROVIDERS[provider](inputs)
+    call()
+    if provider != "nothing":
+        check(inputs, PROVIDERS[provider], call())
+    time_calls(benchmark, call)
+
+
+IN_VLLM = [
+    pytest.param(Shape(batch, 3, "bfloat16", 0.7), with_draft_logits, truncation, id=f"{batch}-{name}")
+    for batch in (1, 32, 256)
+    for name, with_draft_logits, truncation in (
+        ("one-hot", False, "plain"),
+        ("drawn", True, "plain"),
+        ("one-hot, top-p", False, "top-p .95"),
+    )
+]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("inputs", "with_draft_logits", "truncation"), IN_VLLM, indirect=["inputs"])
+@pytest.mark.parametrize("provider", ["vllm", "probabilistic", "block", "strict"])
+def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncation, provider, environment):
+    """Time vLLM's `_verify` and the adapter's, on the device and from Python: the host's work is part of both."""
+    drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
+    benchmark.group = f"in vLLM, {drafts}, {truncation}, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    call = engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation])
+    _, token_ids, num_tokens = call()
+    emitted = torch.arange(token_ids.shape[1], device="cuda") < num_tokens[:, None]
+    assert ((token_ids >= 0) & (token_ids < VOCAB))[emitted].all()
+    recording = Recording(call)
+    for _ in range(REPLAYS):
+        recording.replay()
+    benchmark.extra_info["device_us"] = recording.device_us()
+    time_calls(benchmark, call)

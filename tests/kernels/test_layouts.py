@@ -1,4 +1,4 @@
-"""Rows may have any layout: strides, dtypes, packed rows, cached draft rows, offsets beyond 2^31."""
+"""Rows may have any layout: strides, dtypes, offsets beyond 2^31."""
 
 import itertools
 from dataclasses import replace
@@ -7,17 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode import kernels
-from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
 from tests.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.kernels.common import (
     DEVICE,
-    FEW_KINDS,
-    SCHEDULE,
     assert_same,
     expected,
-    given,
     needs_gpu,
     sliced,
     strided,
@@ -85,49 +80,6 @@ def test_target_and_draft_may_differ_in_dtype_and_layout(kind, target, draft):
     assert_same_tokens(verify(kind, cast).token_ids, expected(kind, batch), FLOAT32_BAND)
     for layout in (sliced, strided):
         assert_same(verify(kind, replace(batch, draft_logits=layout(batch.draft_logits))), whole)
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32] if ON_GPU else [torch.int64])
-def test_packed_rows_and_cached_draft_rows_need_no_copy(kind, index_dtype):
-    # Requests of 3, 1, 0 and 2 drafts, their target rows packed one after another, their draft rows in a cache of 9 slots.
-    drafts, vocab = [3, 1, 0, 2], 1025 if ON_GPU else 30
-    batch = case(4, 3, vocab, torch.bfloat16, greedy=0.3, seed=11).to(DEVICE)
-    token_ids = batch.draft_logits.argmax(2)
-    for request, count in enumerate(drafts):
-        token_ids[request, count:] = -1
-    padded = replace(batch, draft_token_ids=token_ids)
-    packed = torch.cat([rows[: count + 1] for rows, count in zip(padded.target_logits, drafts)])
-    packed = torch.cat([packed, packed.new_full((3, vocab), torch.nan)])  # what lies behind is nobody's
-    firsts = torch.tensor(
-        [0, *itertools.accumulate(count + 1 for count in drafts)][:4], device=DEVICE, dtype=index_dtype
-    )
-    slots = torch.tensor([7, 2, 8, 0], device=DEVICE, dtype=torch.int32)
-    cache = torch.full((9, 3, vocab), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    cache[slots.long()] = padded.draft_logits
-    view = packed.as_strided((len(packed) - 3, 4, vocab), (vocab, vocab, 1))
-    method, draft, logsumexp = given(kind, padded)
-
-    def call(target_logits, draft_logits, **options):
-        draft_logits = None if draft is None else draft_logits
-        numbers = padded.temperature, padded.seeds, padded.positions
-        fields = VerificationBatch(target_logits, padded.draft_token_ids, draft_logits, logsumexp, *numbers)
-        return kernels.verify(method, fields, SCHEDULE if method == "synthetic" else None, **options)
-
-    usual = call(padded.target_logits, padded.draft_logits)
-    for large in (False, True):
-        assert_same(call(view, cache, target_index=firsts, draft_index=slots, large=large), usual)
-
-
-@pytest.mark.parametrize("slots", [[1, 0], [2, 2]], ids=str)
-def test_rows_without_drafts_may_be_packed_too(slots):
-    batch = case(3, 0, 40, torch.float32, greedy=0, seed=12).to(DEVICE)
-    chosen = replace(batch, **{name: value[slots] for name, value in vars(batch).items()})
-    fields = VerificationBatch(
-        batch.target_logits, chosen.draft_token_ids, None, None, chosen.temperature, chosen.seeds, chosen.positions
-    )
-    output = kernels.verify("strict", fields, target_index=torch.tensor(slots, device=DEVICE))
-    assert_same(output, verify("strict", chosen))
 
 
 def test_rows_of_large_vocabularies_are_read_to_the_end():

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from reference import philox as reference
-from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Requests
+from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Request, Requests
 from specdecode.kernels.philox import accept_uniform, exponential, load_key, philox4x32, uniform
 from tests.kernels.common import DEVICE, run_kernel
 
@@ -38,7 +38,7 @@ def draw_kernel(numbers):
     request = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, numbers.COUNT)
     index = tl.load(numbers.index_ptr + places)
-    key = load_key(numbers.requests, request)
+    key = load_key(numbers.requests, Request(request, request, request, 0, 0))
     words = philox4x32(key[0], index, key[1] + numbers.offset, numbers.domain)
     first, second = numbers.count * 2 * request, numbers.count * (2 * request + 1)
     tl.store(numbers.words_ptr + first + places, words[0].to(tl.int64))
@@ -56,7 +56,7 @@ def draw(seeds, positions, index, offset, domain):
     words = torch.zeros(requests, 2, count, dtype=torch.int64, device=DEVICE)
     floats = torch.zeros(requests, 3, count, device=DEVICE)
     uniforms, exponentials = floats[:, :2].contiguous(), floats[:, 2].contiguous()
-    of_requests = Requests(None, 0, integers[0], 0, integers[1], 0, 0)
+    of_requests = Requests(None, 0, integers[0], False, 0, integers[1], 0, 0)
     index = torch.tensor(index, dtype=torch.int32, device=DEVICE)
     run_kernel(
         draw_kernel, requests, Numbers(of_requests, index, words, uniforms, exponentials, offset, domain, count, count)

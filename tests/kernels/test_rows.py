@@ -12,7 +12,8 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.distribution import combine
-from specdecode.kernels.rows import load_statistics, row_at, target_statistics
+from specdecode.kernels.packed import locate
+from specdecode.kernels.rows import load_statistics, target_statistics, whole_target_row_at
 from tests.conftest import combine as pairs
 from tests.differential import case
 from tests.kernels.common import DEVICE, DTYPES, Steps, sliced, strided
@@ -29,14 +30,15 @@ class Found(NamedTuple):
 
 @triton.jit
 def combine_kernel(inputs, workspace, sizes, found):
-    request = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
+    request = locate(index, inputs.packing, sizes)
     statistics = load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes)
-    temperature = tl.load(inputs.requests.temperature_ptr + request)
-    p = combine(statistics, row_at(inputs.target, request, 0, sizes), temperature, sizes)
-    tl.store(found.scalars_ptr + 3 * request, p.row_max)
-    tl.store(found.scalars_ptr + 3 * request + 1, p.sumexp)
-    tl.store(found.scalars_ptr + 3 * request + 2, p.one_hot.to(tl.float32))
-    places = 3 * request * sizes.MAX_BLOCKS + tl.arange(0, sizes.MAX_BLOCKS)
+    temperature = tl.load(inputs.requests.temperature_ptr + index)
+    p = combine(statistics, whole_target_row_at(request, 0, inputs), temperature, sizes)
+    tl.store(found.scalars_ptr + 3 * index, p.row_max)
+    tl.store(found.scalars_ptr + 3 * index + 1, p.sumexp)
+    tl.store(found.scalars_ptr + 3 * index + 2, p.one_hot.to(tl.float32))
+    places = 3 * index * sizes.MAX_BLOCKS + tl.arange(0, sizes.MAX_BLOCKS)
     tl.store(found.blocks_ptr + places, p.block_sums)
     tl.store(found.blocks_ptr + places + sizes.MAX_BLOCKS, statistics[0])
     tl.store(found.blocks_ptr + places + 2 * sizes.MAX_BLOCKS, statistics[1])

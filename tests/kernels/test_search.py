@@ -14,15 +14,17 @@ from specdecode.kernels import block, probabilistic
 from specdecode.kernels.arguments import Int32, Place, Pointer, Residual, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import ROW, load_both, log_quotient, residual_sums, select_residual_block
 from specdecode.kernels.rows import (
     LARGEST_TEMPERATURE,
     draft_statistics,
     load_statistics,
-    row_at,
     sum_in_order,
     target_statistics,
+    whole_draft_row_at,
+    whole_target_row_at,
 )
 from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
@@ -56,15 +58,16 @@ class Found(NamedTuple):
 
 @triton.jit
 def search_kernel(inputs, workspace, sizes, tuning, settling, found):
-    request = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(inputs.requests.temperature_ptr + request)
+    index = tl.program_id(0).to(tl.int64)
+    request = locate(index, inputs.packing, sizes)
+    temperature = tl.load(inputs.requests.temperature_ptr + index)
     place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
-    row, draft_row = row_at(inputs.target, request, 0, sizes), row_at(inputs.draft, request, 0, sizes)
+    row, draft_row = whole_target_row_at(request, 0, inputs), whole_draft_row_at(request, 0, inputs, sizes)
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
     q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)
     q = combine(q_statistics, draft_row, temperature, sizes)
     residual = Residual(p.row_max, q.row_max, log_quotient(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
-    sums_ptr = found.sums_ptr + request * sizes.num_blocks
+    sums_ptr = found.sums_ptr + index * sizes.num_blocks
     for first in range(0, sizes.num_blocks, tuning.BLOCKS):
         blocks = first + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
@@ -79,18 +82,18 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
         & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
         & (least_of(keys, sizes) <= bounds)
     )
-    tl.store(found.holds_ptr + request, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
+    tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(place, inputs.requests, sizes).exponentials
     searched = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
-    tl.store(found.blocks_ptr + 2 * request, searched)
+    tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
-    tl.store(found.blocks_ptr + 2 * request + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
-    tl.store(found.masses_ptr + 2 * request, mass)
-    tl.store(found.masses_ptr + 2 * request + 1, p.sumexp)
+    tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
+    tl.store(found.masses_ptr + 2 * index, mass)
+    tl.store(found.masses_ptr + 2 * index + 1, p.sumexp)
     for test in range(found.tests):
         least = mass * tl.load(found.fractions_ptr + test)
         decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, settling)
-        tl.store(found.decisions_ptr + request * found.tests + test, decision)
+        tl.store(found.decisions_ptr + index * found.tests + test, decision)
 
 
 FRACTIONS = torch.tensor([0.1, 0.9, 1 - 2**-23, 1 + 2**-23, 1.2, 10] + [1 - 1e-3, 1, 1 + 1e-3] * ON_GPU)

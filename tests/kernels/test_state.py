@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels import plan, state
-from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Sizes
+from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Request, Sizes
 from specdecode.kernels.state import (
     EMPTY_BITS,
     STOP_BITS,
@@ -25,6 +25,7 @@ from specdecode.kernels.state import (
     peek_stop,
     post_empty,
     post_stop,
+    store_logprob,
     store_output,
     store_token,
 )
@@ -37,7 +38,8 @@ def outputs_of(num_draft_tokens: int) -> Outputs:
     """The outputs of one request, with numbers in them that nobody writes."""
     token_ids = torch.full((num_draft_tokens + 1,), -7, device=DEVICE)
     counts = torch.full((2, 1), -7, dtype=torch.int32, device=DEVICE)
-    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None, None)
+    logprobs = torch.full(token_ids.shape, -7.0, device=DEVICE)
+    return Outputs(token_ids, *counts, torch.full((1,), True, device=DEVICE), None, None, logprobs)
 
 
 def drafts_of(ids: torch.Tensor) -> Drafts:
@@ -60,17 +62,25 @@ class Posts(NamedTuple):
 
 
 @triton.jit
+def the_request(index, sizes):
+    """Return a request whose drafts and rows are at its own index."""
+    index = tl.full([], index, tl.int64)
+    return Request(index, index, index, sizes.num_draft_tokens, sizes.vocab_size)
+
+
+@triton.jit
 def post_kernel(posts):
-    clear_state(posts.state_ptr, 1)
+    request = the_request(1, posts.sizes)
+    clear_state(posts.state_ptr, request)
     for i in range(posts.count + 1):
         found_ptr = posts.found_ptr + 3 * i
-        tl.store(found_ptr, peek_stop(posts.state_ptr, 1, posts.sizes))
-        tl.store(found_ptr + 1, load_stop(posts.state_ptr, 1, posts.sizes))
-        tl.store(found_ptr + 2, load_empty(posts.state_ptr, 1, posts.sizes))
+        tl.store(found_ptr, peek_stop(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr + 1, load_stop(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr + 2, load_empty(posts.state_ptr, request, posts.sizes))
         if i < posts.count:
             offset = tl.load(posts.offsets_ptr + i)
-            post_stop(posts.state_ptr, 1, offset, posts.sizes)
-            post_empty(posts.state_ptr, 1, offset, posts.sizes)
+            post_stop(posts.state_ptr, request, offset, posts.sizes)
+            post_empty(posts.state_ptr, request, offset, posts.sizes)
 
 
 @pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
@@ -114,7 +124,7 @@ def test_one_program_is_the_last():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
+class Verified(NamedTuple):
     """A request whose drafts are counted, and looked at one by one, and whose output is written."""
 
     drafts: Drafts
@@ -126,12 +136,14 @@ class Request(NamedTuple):
 
 
 @triton.jit
-def output_kernel(request):
-    counted = count_drafts(request.drafts, 0, request.sizes)
-    tl.store(request.count_ptr, counted[0])
-    for offset in range(request.sizes.num_draft_tokens + 1):
-        tl.store(request.ids_ptr + offset, draft_at(counted, request.drafts, 0, offset, request.sizes))
-    store_output(request.outputs, request.drafts, counted, 0, request.stop, request.stop > 1, request.sizes)
+def output_kernel(verified):
+    request = the_request(0, verified.sizes)
+    counted = count_drafts(verified.drafts, request, verified.sizes)
+    tl.store(verified.count_ptr, counted[0])
+    for offset in range(verified.sizes.num_draft_tokens + 1):
+        tl.store(verified.ids_ptr + offset, draft_at(counted, verified.drafts, request, offset, verified.sizes))
+    stop = verified.stop
+    store_output(verified.outputs, verified.drafts, counted, request, stop, stop > 1, verified.sizes)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +155,13 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     ids[2 * had : 2 * had + 1] = [-1, VOCAB, 2**40][drafts % 3]
     outputs, found = outputs_of(drafts), torch.full((drafts + 2,), -7, dtype=torch.int32, device=DEVICE)
     sizes = plan.sizes_of(1, drafts, VOCAB)
-    request = Request(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
-    run_kernel(output_kernel, 1, request)
+    verified = Verified(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
+    run_kernel(output_kernel, 1, verified)
     wanted = list(range(100, 100 + had))
     assert found.tolist() == [had, *wanted, *[-1] * (drafts + 1 - had)]
     assert outputs.token_ids_ptr.tolist() == [*wanted[:stop], -7, *[-1] * (drafts - stop)]
+    assert (outputs.logprobs_ptr[: stop + 1] == -7).all()  # those of tokens are written elsewhere
+    assert outputs.logprobs_ptr[stop + 1 :].isnan().all()
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, had]
     assert outputs.invalid_ptr.item() is (stop > 1)
 
@@ -173,25 +187,32 @@ class Rows(NamedTuple):
 
 @triton.jit
 def take_step(rows, offset, step):
-    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added."""
-    place = Place(tl.full([], 0, tl.int64), offset, -1, (0, 0), 1.0)
+    """Do what `emit.emit_row` does: a token that is drawn already is written first, another one after the bits are added.
+
+    The log-probability of an accepted draft is written before its row's bits are added.
+    """
+    request = the_request(0, rows.sizes)
+    place = Place(request, offset, -1, (0, 0), 1.0)
     stops = tl.load(rows.stops_ptr + offset) == 1
     is_empty = tl.load(rows.empty_ptr + offset) == 1
     bits = tl.full([], 0, tl.int64)
     if (step == 0) == (rows.IS_DRAWN == 0):
-        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, rows.IS_DRAWN)
+        if stops == 0:
+            store_logprob(rows.outputs, place, -1.0 - offset, rows.sizes)
+        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, True)
     elif rows.IS_DRAWN:
         if stops:
-            store_token(rows.outputs, place, 100 + offset, rows.sizes)
+            store_token(rows.outputs, place, 100 + offset, -100.0 - offset, rows.sizes)
     else:
-        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, rows.sizes)
+        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, -100.0 - offset, rows.sizes)
     finishes = tl.full([], False, tl.int1)
     if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
         finishes = is_to_finish(rows.state_ptr, place, bits, rows.sizes, rows.IS_DRAWN)
     if finishes:
         stop = first_row(bits, STOP_BITS)
-        counted = count_drafts(rows.drafts, 0, rows.sizes)
-        store_output(rows.outputs, rows.drafts, counted, 0, stop, first_row(bits, EMPTY_BITS) <= stop, rows.sizes)
+        counted = count_drafts(rows.drafts, request, rows.sizes)
+        is_invalid = first_row(bits, EMPTY_BITS) <= stop
+        store_output(rows.outputs, rows.drafts, counted, request, stop, is_invalid, rows.sizes)
 
 
 @triton.jit
@@ -221,6 +242,8 @@ def assert_output_is_right(steps: list[tuple[int, int]], stops: list[int], empty
     run_kernel(rows_kernel, 1, rows)
     stop = stops[0]
     assert outputs.token_ids_ptr.tolist() == [*[7, 8][:stop], 100 + stop, *[-1] * (ROWS - 1 - stop)], steps
+    logprobs = [*[-1.0, -2.0][:stop], -100.0 - stop, *[7.0] * (ROWS - 1 - stop)]
+    assert outputs.logprobs_ptr.nan_to_num(nan=7).tolist() == logprobs, steps
     assert [outputs.num_accepted_ptr.item(), outputs.num_drafts_ptr.item()] == [stop, ROWS - 1], steps
     assert outputs.invalid_ptr.item() is (empty is not None and empty <= stop), steps
 

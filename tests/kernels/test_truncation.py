@@ -60,16 +60,19 @@ def test_tokens_are_the_references(method, options, dtype, vocab, with_logits, l
 def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
     batch, options = case(6, 3 if ON_GPU else 1, 1040, torch.float32, seed=8), {"top_p": 0.9}
     how = {"temperature": batch.temperature, **draft_options}
-    arguments = VerificationBatch.check(
-        *(tensor.to(DEVICE) for tensor in (batch.target_logits, batch.draft_token_ids, batch.draft_logits)),
-        None,
-        *(tensor.to(DEVICE) for tensor in (batch.temperature, batch.seeds, batch.positions)),
-        **options,
-        draft_sampling=PackageSampling(**on(DEVICE, how)),
-    )
+    logits = *(tensor.to(DEVICE) for tensor in (batch.target_logits, batch.draft_token_ids, batch.draft_logits)), None
+    temperature, *numbers = (tensor.to(DEVICE) for tensor in (batch.temperature, batch.seeds, batch.positions))
+    numbers = temperature, *numbers
+
+    def arguments(temperature: Tensor) -> VerificationBatch:
+        how = PackageSampling(temperature, **on(DEVICE, draft_options))
+        return VerificationBatch.check(*logits, *numbers, **options, draft_sampling=how)
+
     with pytest.raises(ValueError, match="draft_sampling: 'triton' takes drafts of the target's temperature only"):
-        kernels.verify(method, arguments)
-    got = kernels.verify(method, arguments._replace(draft_temperature=None))
+        kernels.verify(
+            method, arguments(temperature.clone())
+        )  # to find out that it is the same, it would have to be read
+    got = kernels.verify(method, arguments(temperature))
     assert_same_tokens(got.token_ids, expected(method, batch, options, how, True), FLOAT32_BAND)
 
 

@@ -1,0 +1,95 @@
+"""Packed calls in PyTorch: each request's own numbers, and its rows by index, gathered when they are computed.
+
+What is small is gathered at once, so that everything else can work as if the call were not packed. Rows of logits are not:
+an index of rows takes the place of a padded tensor, and of it the rows of a few requests at a time are copied.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import Packing, SamplerOutput, Truncation, VerificationBatch
+
+
+class IndexedRows:
+    """Rows of logits chosen by an index: what a tensor of [..., vocab] logits is, but that no row has been copied."""
+
+    def __init__(self, logits: Tensor, index: tuple[Tensor, ...]) -> None:
+        """Choose `logits[index]`, the tensors of the index all having one shape."""
+        self.logits, self.index = logits, index
+        self.shape = torch.Size((*index[0].shape, logits.shape[-1]))
+        self.ndim, self.dtype, self.device = len(self.shape), logits.dtype, logits.device
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> "IndexedRows":
+        """Return some of the rows, still not copied."""
+        return IndexedRows(self.logits, tuple(index[key] for index in self.index))
+
+    def gather(self) -> Tensor:
+        """Copy the rows."""
+        return self.logits[self.index]
+
+
+def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each request's first row, how many drafts it has, and its slot, [batch] int64 each.
+
+    A request that has no rows, or whose rows or slot cannot be, has -1 drafts; its first row and its slot are 0.
+    """
+    starts = packing.row_starts.to(torch.int64)
+    first, end = starts[:-1], starts[1:]
+    slots = torch.arange(len(first), device=first.device) if packing.slots is None else packing.slots.to(torch.int64)
+    is_valid = (first >= 0) & (first < end) & (end <= num_rows) & (end - first <= packing.num_draft_tokens + 1)
+    is_valid &= (slots >= 0) & (slots < packing.num_slots)
+    return first * is_valid, torch.where(is_valid, end - first - 1, -1), slots * is_valid
+
+
+def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatch, Tensor]:
+    """Return a packed batch as one that is not packed, and which of its requests have rows, [batch] bool."""
+    logits, ids = batch.target_logits, batch.draft_token_ids
+    first, num_drafts, slots = locate(packing, len(logits))
+    if len(logits) == 0:  # so that there is a row to look at for requests that have none
+        logits, ids = logits.new_zeros(1, logits.shape[1]), ids.new_zeros(1)
+    offsets = torch.arange(packing.num_draft_tokens + 1, device=first.device)
+    # A row behind a request's last is never looked at: any will do.
+    rows = torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None])
+    token_ids = ids[rows[:, :-1]].masked_fill(offsets[:-1] >= num_drafts[:, None], -1)
+    draft_logits = None
+    if batch.draft_logits is not None:
+        draft_logits = IndexedRows(
+            batch.draft_logits, (slots[:, None].expand_as(token_ids), offsets[:-1].expand_as(token_ids))
+        )
+
+    def each(value: Any) -> Any:
+        return value[slots] if isinstance(value, Tensor) else value
+
+    def each_limit(truncation: Truncation | None) -> Truncation | None:
+        return None if truncation is None else Truncation(*map(each, truncation))
+
+    unpacked = VerificationBatch(
+        IndexedRows(logits, (rows,)),  # type: ignore[arg-type] # of which only what tensors have, too, is used
+        token_ids,
+        draft_logits,  # type: ignore[arg-type]
+        each(batch.draft_logsumexp),
+        each(batch.temperature),
+        batch.seeds if packing.seeds_by_request else each(batch.seeds),
+        batch.positions,
+        each_limit(batch.truncation),
+        each(batch.draft_temperature),
+        each_limit(batch.draft_truncation),
+        each(batch.draft_cutoff),
+        batch.logprobs,
+        shard=batch.shard,
+    )
+    return unpacked, num_drafts >= 0
+
+
+def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
+    """Have requests without rows emit token 0, and mark them."""
+    output.token_ids[:, 0].mul_(has_rows)
+    if output.logprobs is not None:  # the only token that such a request can emit
+        output.logprobs[:, 0].masked_fill_(~has_rows, 0)
+    return output._replace(invalid=output.invalid | ~has_rows)

@@ -1,0 +1,80 @@
+"""What the adapters of serving engines share: their switches, and their count of steps that they leave to the engine.
+
+Engines load these functions as plug-ins in every process, whether they are wanted or not. So this module imports neither
+PyTorch nor an engine.
+"""
+
+import logging
+import os
+from collections import Counter
+from typing import Literal, cast, get_args
+
+EngineMethod = Literal["probabilistic", "block", "strict"]
+
+VLLM_SWITCH = "SPECDECODE_VLLM"
+SGLANG_SWITCH = "SPECDECODE_SGLANG"
+
+
+def chosen_method(switch: str) -> EngineMethod | None:
+    """Return the method that an environment variable chooses, or None if it is unset or empty.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get(switch, "")
+    if value == "":
+        return None
+    if value not in get_args(EngineMethod):
+        choices = ", ".join(map(repr, get_args(EngineMethod)))
+        raise ValueError(f"{switch}: expected one of {choices}, or unset to leave the engine as it is, got {value!r}")
+    return cast(EngineMethod, value)
+
+
+def register_vllm() -> None:
+    """Let vLLM verify with this package, if `SPECDECODE_VLLM` says so: the entry point in `vllm.general_plugins`."""
+    method = chosen_method(VLLM_SWITCH)
+    if method is not None:
+        from specdecode.integrations import vllm
+
+        vllm.install(method)
+
+
+def register_sglang() -> None:
+    """Let SGLang verify with this package, if `SPECDECODE_SGLANG` says so: the entry point in `sglang.srt.plugins`.
+
+    SGLang logs exceptions of plug-ins and goes on without them. A server that verifies otherwise than it was told to must
+    not start, so a wrong value ends the process.
+    """
+    try:
+        method = chosen_method(SGLANG_SWITCH)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if method is not None:
+        from specdecode.integrations import sglang
+
+        sglang.install(method)
+
+
+class Fallbacks(Counter[str]):
+    """How many steps were left to the engine, by reason. The 1st, 10th, 100th, ... step of each reason is logged.
+
+    Example:
+        >>> import logging
+        >>> from specdecode.integrations.engines import Fallbacks
+        >>> fallbacks = Fallbacks(logging.getLogger("example"))
+        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
+        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
+        >>> fallbacks
+        Fallbacks({'watermarks': 2})
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.logger = logger
+
+    def add(self, reason: str, consequence: str) -> None:
+        """Count one step; now and then log what happens to steps like it."""
+        self[reason] += 1
+        # Not the first alone: an engine's own warm-up makes steps with every feature before there is any request.
+        if str(self[reason]).strip("0") == "1":
+            self.logger.warning("specdecode: step %d with %s: %s", self[reason], reason, consequence)

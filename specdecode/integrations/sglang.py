@@ -1,0 +1,238 @@
+"""Verification in SGLang: a hook around `eagle_sample`, which decides what a verify step of a draft chain emits.
+
+Every request has as many rows as the others, so that SGLang's tensors are views of what the sampler takes:
+
+| SGLang | the sampler |
+|---|---|
+| `next_token_logits` [batch * D, vocab] | `target_logits` [batch, D, vocab] |
+| `draft_token` [batch * D], column 0 is the last token | `draft_token_ids`: the other columns |
+| `seq_lens`, where the last token is | `positions`: one more |
+| `top_ks` 1 is greedy | `temperature` 0 |
+| `draft_probs` q, of rejection sampling | `draft_logits`: T log q, whose softmax at temperature T is q |
+| no `draft_probs` | `draft_logits=None`, a point mass |
+
+T log q is the only copy of vocabulary size. It costs 8 bytes per probability, read and written once by one kernel. Its
+logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler, SamplerOutput, Sampling
+from specdecode.integrations.engines import EngineMethod, Fallbacks
+
+__all__ = ["EagleSample", "Engine", "install"]
+
+TARGET = "sglang.srt.speculative.eagle_utils.eagle_sample"
+
+logger = logging.getLogger("specdecode")
+
+
+def install(method: EngineMethod) -> None:
+    """Register the hook; SGLang applies it when it has loaded its plug-ins.
+
+    `SPECDECODE_SGLANG` calls this in every process of SGLang.
+
+    Args:
+        method: `"probabilistic"`, `"block"` or `"strict"`.
+
+    Raises:
+        ImportError: SGLang is not installed, or has no hooks.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # AROUND and not REPLACE: the hook is given SGLang's function, for the steps that it leaves to it.
+    HookRegistry.register(TARGET, EagleSample(method, Engine()), HookType.AROUND)
+    logger.info("specdecode: %r verifies draft chains", method)
+
+
+class Engine:
+    """What the hook asks SGLang for."""
+
+    def settings(self) -> Any:
+        """Return the server's speculative settings."""
+        from sglang.srt.runtime_context import get_spec
+
+        return get_spec()
+
+    def simulates_acceptance(self) -> bool:
+        """Return whether SGLang will replace what is accepted (`SGLANG_SIMULATE_ACC_LEN`)."""
+        from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
+
+        return bool(SIMULATE_ACC_LEN > 0)
+
+    def sanitize_nan_logits(self, logits: Tensor) -> None:
+        """Run SGLang's checks for NaN logits, as it is configured to."""
+        from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+        sanitize_nan_logits(logits, "verify: target model logits")
+
+    def ranks(self) -> Any:
+        """Return the group of ranks that must emit the same tokens."""
+        from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
+
+
+class EagleSample:
+    """The hook: verify a chain of drafts per request by this package, leave everything else to SGLang.
+
+    Args:
+        method: `"probabilistic"`, `"block"` or `"strict"`.
+        engine: what SGLang is asked for.
+    """
+
+    def __init__(self, method: EngineMethod, engine: Engine) -> None:
+        self.verifier = RejectionSampler(method)
+        self.engine = engine
+        self.fallbacks = Fallbacks(logger)
+        self.warm: set[Any] = set()
+
+    def __call__(
+        self,
+        original: Any,
+        verify_input: Any,
+        batch: Any,
+        logits_output: Any,
+        grammar_mask: Any = None,
+        uno_target_max_top_k: int | None = None,
+        *,
+        watermark_state: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Verify one step, with the arguments and results of SGLang's `eagle_sample`.
+
+        Args:
+            original: SGLang's function.
+            verify_input: the drafts.
+            batch: the requests.
+            logits_output: the target's logits.
+            grammar_mask: is applied to them.
+            uno_target_max_top_k: of SGLang's Uno trees, which are left to it.
+            watermark_state: of requests with watermarks, which are left to it.
+            **options: are passed on.
+
+        Returns:
+            [batch * D] int32, the token that each row emits, 0 after the last one; [batch] int32 how many a request emits;
+            [batch, D] int32 the rows that emit, then -1.
+        """
+        reason = None
+        if not batch.forward_mode.is_idle():
+            has_watermarks = watermark_state is not None and batch.sampling_info.has_watermark_candidates
+            is_tree = uno_target_max_top_k is not None or not is_chain(verify_input)
+            reason = self.why_not(batch.sampling_info, is_tree, has_watermarks)
+        if batch.forward_mode.is_idle() or reason is not None:
+            if reason is not None:
+                self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
+            return original(  # type: ignore[no-any-return]
+                verify_input,
+                batch,
+                logits_output,
+                grammar_mask,
+                uno_target_max_top_k,
+                watermark_state=watermark_state,
+                **options,
+            )
+        self.engine.sanitize_nan_logits(logits_output.next_token_logits)
+        if grammar_mask is not None:
+            grammar_mask.apply(logits_output.next_token_logits)
+        results = as_results(self.verify(verify_input, batch, logits_output.next_token_logits))
+        ranks = self.engine.ranks()
+        if ranks.world_size > 1:  # seeds that SGLang does not give are drawn by every rank
+            for result in results:
+                ranks.broadcast(result, src=0)
+        return results
+
+    def why_not(self, info: Any, is_tree: bool, has_watermarks: bool) -> str | None:
+        """Return why a step is left to SGLang, or None."""
+        settings = self.engine.settings()
+        if is_tree:
+            return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
+        if has_watermarks:
+            return "watermarks"
+        if not info.acc_additive_penalties is info.acc_scaling_penalties is info.logit_bias is None:
+            return "penalties or logit_bias"
+        if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
+            return "speculative_accept_threshold_single or _acc below 1, which is not exact"
+        if self.engine.simulates_acceptance():
+            return "SGLANG_SIMULATE_ACC_LEN"
+        return None
+
+    def verify(self, verify_input: Any, batch: Any, logits: Tensor) -> SamplerOutput:
+        """Verify a chain of `verify_input.draft_token_num - 1` drafts per request."""
+        num_rows, info = verify_input.draft_token_num, batch.sampling_info
+        temperature = torch.where(info.top_ks <= 1, 0, info.temperatures.view(-1))  # how SGLang says greedy
+        call = {
+            "target_logits": logits.view(len(temperature), num_rows, -1),
+            "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
+            "temperature": temperature,
+            "seeds": info.sampling_seed,  # None unless SGLang's inference is deterministic
+            "positions": batch.seq_lens.to(torch.int64) + 1,
+        }
+        if self.engine.settings().speculative_use_rejection_sampling and self.verifier.method != "strict":
+            call |= drawn_from(verify_input.draft_probs, temperature)
+        self.warm_up_once(call, info)
+        truncates = is_truncated(batch, logits.shape[-1])
+        return self.verifier(**call, **truncation(call, info) if truncates else {})
+
+    def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
+        """Compile kernels, truncated and not, at the first call of its kind: SGLang's own warm-up makes that."""
+        kind = call["target_logits"].dtype, "draft_logits" in call
+        if kind in self.warm:
+            return
+        self.warm.add(kind)
+        for options in (call, call | truncation(call, info)):
+            first: dict[str, Any] = {}
+            for name, value in options.items():
+                first[name] = value[:1] if isinstance(value, Tensor) else value
+            if "draft_sampling" in first:
+                first["draft_sampling"] = Sampling(temperature=first["temperature"])
+            self.verifier.warmup(**first)
+
+
+def is_chain(verify_input: Any) -> bool:
+    """Return whether each draft follows the one before it."""
+    return bool(verify_input.tree_topk == 1 and verify_input.draft_token_num == verify_input.max_tree_depth)
+
+
+def is_truncated(batch: Any, vocab: int) -> bool:
+    """Return whether any request truncates; greedy requests have a top_k of 1 in SGLang, which is no truncation here."""
+    info = batch.sampling_info
+    if info.is_all_greedy:
+        return False
+    top_k = info.need_top_k_sampling and any(1 < request.sampling_params.top_k < vocab for request in batch.reqs)
+    return bool(top_k or info.need_top_p_sampling or info.need_min_p_sampling)
+
+
+def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
+    """Return what truncates. All of it is passed if any is: each selection would need kernels of its own."""
+    result = {"top_k": info.top_ks, "top_p": info.top_ps, "min_p": info.min_ps}
+    if "draft_logits" in call:  # the drafts were drawn from whole rows
+        result["draft_sampling"] = Sampling(temperature=call["temperature"])
+    return result
+
+
+def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
+    """Return what the sampler takes for drafts drawn from probabilities q: draft logits T log q, and their logsumexp, 0.
+
+    Args:
+        draft_probs: [batch, num_draft_tokens, vocab] float32.
+        temperature: [batch] float32, 0 for greedy requests, whose draft rows are not needed.
+    """
+    draft_logits = torch.xlogy(temperature[:, None, None], draft_probs)
+    draft_logsumexp = draft_logits.new_zeros(draft_probs.shape[:2])
+    return {"draft_logits": draft_logits, "draft_logsumexp": draft_logsumexp}
+
+
+def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`."""
+    token_ids = output.token_ids
+    rows = torch.arange(token_ids.numel(), dtype=torch.int32, device=token_ids.device).view_as(token_ids)
+    accept_index = rows.masked_fill_(token_ids < 0, -1)
+    return token_ids.clamp(min=0).to(torch.int32).view(-1), output.num_tokens, accept_index

@@ -1,0 +1,63 @@
+"""Log-probabilities of emitted tokens in Triton.
+
+    processed: log p'(y) = (l_y - M) / T - log sumexp        raw: log p(y) = l_y - M - log sum exp(l - M)
+
+Whoever decides about a draft has its row's distribution, from which the processed one takes the draft's logit and nothing
+else; whoever draws a token has it too. So no launch is added: decisions made in an earlier launch leave the draft's
+log-probability in the output, and the launch that emits writes the last token's, and NaN behind it.
+
+Raw ones take sums of exponentials at temperature 1. The launch that reads leaves them beside the others: 8 bytes for each
+block of a target row, its maximum again, because truncation replaces what is in the others' place. Reading the emitted rows
+again afterwards would need nothing of that launch, but in a large batch most of its time again.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.arguments import Normalizer
+from specdecode.kernels.distribution import combine, logprob
+from specdecode.kernels.rows import load_logit, load_statistics, raw_statistics, target_row_at, whole_target_row_at
+
+
+@triton.jit
+def normalizer_of(p):
+    """Return what gives log-probabilities under a distribution."""
+    return Normalizer(p.row_max, tl.log(p.sumexp), p.one_hot)
+
+
+@triton.jit
+def load_raw(place, workspace, sizes):
+    """Return the statistics at temperature 1 of the target row at a place, if raw log-probabilities are asked for."""
+    if workspace.raw_statistics_ptr is None:
+        return 0.0, 0.0
+    else:
+        return load_statistics(raw_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+
+
+@triton.jit
+def normalizer_asked(place, p, raw, inputs, workspace, sizes):
+    """Return what gives the log-probabilities asked for at a place, given that of what is sampled from and `load_raw`."""
+    if workspace.raw_statistics_ptr is None:
+        return p
+    else:
+        row = whole_target_row_at(place.request, place.offset, inputs)
+        return normalizer_of(combine(raw, row, tl.full([], 1.0, tl.float32), sizes))
+
+
+@triton.jit
+def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
+    """Return the log-probability of a token at a place, given what `normalizer_asked` returns."""
+    if workspace.raw_statistics_ptr is None:
+        row, temperature = target_row_at(place.request, place.offset, inputs, workspace, sizes), place.temperature
+        return logprob(load_logit(row, token, True), token, normalizer, temperature)
+    else:
+        row = whole_target_row_at(place.request, place.offset, inputs)
+        return logprob(load_logit(row, token, True), token, normalizer, tl.full([], 1.0, tl.float32))
+
+
+@triton.jit
+def leave_logprob(place, p, inputs, workspace, sizes):
+    """Leave the log-probability of the draft at a place in the output, for the case that it is emitted."""
+    normalizer = normalizer_asked(place, p, load_raw(place, workspace, sizes), inputs, workspace, sizes)
+    value = logprob_asked(place, place.token, normalizer, inputs, workspace, sizes)
+    tl.store(workspace.logprobs_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, value)

@@ -1,0 +1,60 @@
+"""Kernels return the log-probabilities of the tokens that they emit, in every way that calls compute."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode import kernels
+from specdecode.batch import VerificationBatch
+from tests.conftest import ON_GPU
+from tests.conftest import combine as pairs
+from tests.differential import Case, case
+from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, small
+from tests.test_logprobs import assert_right, hostile
+from tests.test_truncation import TRUNCATIONS, on
+
+FEW_KINDS = ["strict", "probabilistic", "block", "synthetic strict"]
+SIZES = (60, 3, 5003) if ON_GPU else (5, 1, 1040)
+
+
+def verify(kind: str, batch: Case, of: str | None, options: Any, large: bool) -> Any:
+    method, plain, schedule = checked(kind, batch.to(DEVICE))
+    numbers = plain.temperature, plain.seeds, plain.positions
+    tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
+    arguments = VerificationBatch.check(*tensors, **on(DEVICE, options), logprobs=of)
+    return kernels.verify(method, arguments, schedule, large=large)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "large", "dtype"),
+    pairs(
+        KINDS if ON_GPU else FEW_KINDS,
+        ["processed", "raw"],
+        [False, True],
+        DTYPES if ON_GPU else [torch.bfloat16, torch.float32],
+    ),
+)
+def test_logprobs_of_the_emitted_tokens_are_the_references(kind, of, large, dtype):
+    requests, drafts, vocab = SIZES
+    batch = hostile(case(requests, drafts, vocab, dtype, seed=5))
+    output = verify(kind, batch, of, {}, large)
+    assert_right(output, batch, {}, of, "triton")
+    if ON_GPU or (kind, of) == ("probabilistic", "raw"):  # what is asked for changes nothing else
+        assert_same(output._replace(logprobs=None), verify(kind, batch, None, {}, large))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "large", "options"),
+    small(
+        ("synthetic strict", "processed", True, {"top_k": 3}),  # which accepts drafts that are not kept
+        *pairs(
+            ["strict", "probabilistic", "block"], ["processed", "raw"], [False, True], list(TRUNCATIONS.values())[:5]
+        ),
+    ),
+)
+def test_processed_logprobs_are_of_what_is_kept_and_raw_ones_of_all(kind, of, large, options):
+    requests, drafts, vocab = SIZES
+    batch = case(requests if ON_GPU else 2, drafts, vocab, torch.bfloat16, greedy=0, seed=5)
+    for each in (of,) if ON_GPU else ("processed", "raw"):
+        assert_right(verify(kind, batch, each, options, large), batch, options, each, "triton")

@@ -1,0 +1,180 @@
+"""Packed calls of the kernels: rows in place, state in slots; nothing is read outside a tensor, whatever the places are."""
+
+import itertools
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode import kernels
+from specdecode.batch import VerificationBatch
+from specdecode.kernels.launch import Plan
+from specdecode.packing import check_packed
+from tests.conftest import ON_GPU
+from tests.differential import Case, case, like_a_device
+from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
+from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, in_slots, is_sound, packed_rows, with_counts
+
+NO_LIMITS = {
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "draft_sampling": None,
+    "draft_cutoff": None,
+    "logprobs": None,
+}
+
+
+def call(kind: str, checks: Any, tensors: dict, numbers: dict, where: tuple, **way: bool) -> Any:
+    """Run the kernels on the arguments of a call, packed or not."""
+    method, schedule = kind.split()[0], SCHEDULE if kind.startswith("synthetic") else None
+    method = method if method in kernels.METHODS else "probabilistic"
+    drafts = tensors.get("draft_logits"), tensors.get("draft_logsumexp")
+    rows = tensors["target_logits"], tensors["draft_token_ids"], *drafts
+    order = "temperature", "seeds", "positions", *NO_LIMITS
+    options = {**NO_LIMITS, "seeds": 4, "positions": None, **numbers}
+    return kernels.verify(method, checks(*rows, *[options[name] for name in order], *where), schedule, **way)
+
+
+def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: int, limits: dict, **way: bool) -> tuple:
+    """The outputs of a packed call, and of the call that is not."""
+    batch = with_counts(batch, counts)
+    _, draft_logits, logsumexp = given(kind, batch)
+    by_request = {"draft_logits": draft_logits, "draft_logsumexp": logsumexp}
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds, **limits}
+    padded = {"target_logits": batch.target_logits, "draft_token_ids": batch.draft_token_ids, **by_request}
+    usual = call(kind, VerificationBatch.check, padded, {**numbers, "positions": batch.positions}, (), **way)
+    rows = packed_rows(batch, counts, torch.int32)
+    where = rows.pop("row_starts"), rows.pop("num_draft_tokens"), slots
+    by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_request.items()}
+    numbers = {name: in_slots(value, slots, num_slots) for name, value in numbers.items()}
+    packed = call(kind, check_packed, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
+    return packed, usual
+
+
+WAYS = list(itertools.product(KINDS, [FEW, MANY, LARGE]))
+if not ON_GPU:
+    WAYS = [("strict", FEW), ("probabilistic", LARGE), ("given logsumexp", MANY), ("block", FEW)]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS, ids=str)
+def test_packed_is_padded_bit_for_bit(kind, way):
+    vocab = 1025 if kind == "probabilistic" else 1040  # aligned or not
+    batch = case(3, 2, vocab, torch.bfloat16, greedy=0.4, seed=14).to(DEVICE)
+    asked = {"logprobs": "processed" if kind == "block" else "raw" if kind == "strict" else None}
+    packed, usual = both(kind, batch, [2, 0, 1], torch.tensor([5, 2, 0], device=DEVICE), 7, asked, **way)
+    assert_same(packed, usual)
+    assert 0 < usual.num_accepted.sum() < 3
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS if ON_GPU else [("given logsumexp", FEW)], ids=str)
+def test_limits_are_by_slot(kind, way):
+    batch = case(2, 1, 1030, torch.bfloat16, greedy=0, seed=12).to(DEVICE)
+    limits = {"top_p": torch.tensor([0.9, 0.4], device=DEVICE), "top_k": torch.tensor([3, 50], device=DEVICE)}
+    if kind.endswith("given logsumexp"):
+        # Only the cutoff itself is kept, which the draft is not: so it is rejected, by the cutoff alone.
+        draft_token_ids = batch.target_logits[:, :1].argmax(2)
+        limits["draft_cutoff"] = (draft_token_ids + 1) % 1030
+        draft_logits = batch.draft_logits.scatter(2, limits["draft_cutoff"][..., None], 20.0)
+        batch = replace(batch, draft_token_ids=draft_token_ids, draft_logits=draft_logits)
+    packed, usual = both(kind, batch, [1, 1], torch.tensor([2, 1], device=DEVICE), 4, limits, **way)
+    assert_same(packed, usual)
+
+
+def test_rows_without_drafts_may_be_packed_too():
+    batch = case(3, 0, 40, torch.float32, greedy=0, seed=12).to(DEVICE)
+    packed, usual = both("strict", batch, [0, 0, 0], torch.tensor([0, 3, 1], device=DEVICE, dtype=torch.int32), 4, {})
+    assert_same(packed, usual)
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first and last byte."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    last = (span + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + last - 1
+
+
+@contextmanager
+def reads_and_writes_inside():
+    """Require of the interpreter that every address that is loaded or stored lies in a tensor of the call."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    places: list[tuple[int, int]] = []
+    interpret, builder = Plan.interpret, type(interpreter_builder)
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def check(pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[mask.data].astype(np.int64)
+        inside = np.zeros_like(addresses, dtype=bool)
+        for first, last in places:
+            inside |= (first <= addresses) & (addresses <= last)
+        assert inside.all(), "outside every tensor"
+
+    def noted(plan: Plan, values: dict) -> None:
+        places[:] = [place_of(value) for value in values.values() if isinstance(value, Tensor)]
+        interpret(plan, values)
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    with (
+        mock.patch.object(Plan, "interpret", noted),
+        mock.patch.multiple(builder, create_masked_load=checked_load, create_masked_store=checked_store),
+    ):
+        yield places
+
+
+def eight_rows(truncated: bool) -> tuple[dict, dict]:
+    """Tensors and numbers of a packed call of eight rows and five slots."""
+    batch = case(8, 3, 40, torch.bfloat16, greedy=0, seed=4).to(DEVICE)
+    tensors = {
+        "target_logits": batch.target_logits[:, 0].contiguous(),
+        "draft_token_ids": batch.draft_token_ids[:, 0].clamp(min=0).contiguous(),
+        "draft_logits": batch.draft_logits[:5].contiguous(),
+    }
+    numbers = {"temperature": torch.linspace(0.5, 1.5, 5, device=DEVICE), "seeds": batch.seeds[:5].contiguous()}
+    if truncated:
+        numbers["top_p"] = torch.full((5,), 0.9, device=DEVICE)
+    return tensors, numbers
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kind", "truncated", "way"),
+    [("probabilistic", True, LARGE), ("strict", False, MANY), ("block", False, LARGE)],
+)
+def test_places_that_cannot_be_are_never_read(kind, truncated, way):
+    tensors, numbers = eight_rows(truncated)
+    for starts, slots in zip(HOSTILE_STARTS, HOSTILE_SLOTS):
+        where = torch.tensor(starts), 3, torch.tensor(slots)
+        with like_a_device(), reads_and_writes_inside() as places:
+            output = call(kind, check_packed, tensors, numbers, where, **way)
+        assert places
+        for request in range(7):
+            if not is_sound(starts, slots, request):
+                assert [field[request].tolist() for field in output[:4]] == [[0, -1, -1, -1], 0, 0, True]
+        assert output.invalid.tolist() == [not is_sound(starts, slots, request) for request in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "truncated", "way"), [("strict", False, {}), ("probabilistic", True, {}), ("block", False, LARGE)]
+)
+def test_there_may_be_no_rows_and_no_requests(kind, truncated, way):
+    tensors, numbers = eight_rows(truncated)
+    nothing = {name: tensors[name][:0].clone() for name in ("target_logits", "draft_token_ids")}
+    for requests in (0, 2):
+        starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
+        with nullcontext() if ON_GPU else reads_and_writes_inside():
+            output = call(kind, check_packed, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
+        assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
+        assert output.invalid.all()

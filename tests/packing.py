@@ -1,0 +1,90 @@
+"""Packed calls that say what a padded call says: rows without gaps, state in slots, all that is unused poisoned."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode import Sampling
+from tests.differential import Case
+
+NAN = float("nan")
+NOBODYS = 2  # rows before the first request's and after the last one's
+
+
+def with_counts(batch: Case, counts: Sequence[int]) -> Case:
+    """The batch with so many drafts at most of each request."""
+    token_ids = batch.draft_token_ids.clone()
+    for ids, count in zip(token_ids, counts):
+        ids[count:] = -1
+    return replace(batch, draft_token_ids=token_ids)
+
+
+def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.int64) -> dict[str, Any]:
+    """The rows and draft tokens of a batch as a packed call takes them, [num_rows, ...], and where they start.
+
+    What nobody looks at is NaN or no token: rows of no request, ids after a -1. The id of a last row is a likely token.
+    """
+    device = batch.target_logits.device
+    none = [batch.target_logits.new_full((NOBODYS, batch.target_logits.shape[2]), NAN)]
+    rows = [logits[: count + 1] for logits, count in zip(batch.target_logits, counts)]
+    ids = [torch.tensor([-9, -9])]
+    for request, (token_ids, count) in enumerate(zip(batch.draft_token_ids.cpu(), counts)):
+        ended = (token_ids[:count] == -1).cumsum(0) > 1
+        likely = batch.target_logits[request, count].argmax().cpu()
+        ids += [token_ids[:count].masked_fill(ended, 2**30), likely[None]]
+    starts = [NOBODYS]
+    for count in counts:
+        starts.append(starts[-1] + count + 1)
+    return {
+        "target_logits": torch.cat(none + rows + none),
+        "draft_token_ids": torch.cat([*ids, ids[0]]).to(device, batch.draft_token_ids.dtype),
+        "row_starts": torch.tensor(starts, dtype=dtype, device=device),
+        "num_draft_tokens": batch.draft_token_ids.shape[1],
+    }
+
+
+def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
+    """What is by request as it is by slot, the unused ones holding what is no valid value; numbers stay as they are."""
+    if isinstance(value, Sampling):
+        return Sampling(*[in_slots(part, slots, num_slots) for part in value])
+    if not isinstance(value, Tensor):
+        return value
+    by_slot = value.new_full((num_slots, *value.shape[1:]), NAN if value.is_floating_point() else -(2**30))
+    by_slot[slots.long()] = value
+    return by_slot
+
+
+LOW, HIGH = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+HOSTILE_STARTS = [
+    [
+        HIGH,
+        LOW,
+        1,
+        4,
+        3,
+        8,
+        8,
+        10,
+    ],  # decreasing, from far before the first, sound, decreasing, five rows, none, too far
+    [0, 1, 2, 3, 5, 6, 7, 8],
+]
+"""Of seven requests of three drafts at most, where there are eight rows and five slots."""
+
+HOSTILE_SLOTS = [[4, 0, 1, 2, 3, 2, 2], [0, 5, -1, HIGH, LOW, 2**31, 4]]
+
+
+def is_sound(starts: Sequence[int], slots: Sequence[int], request: int) -> bool:
+    """Whether a request of those has rows and a slot."""
+    first, end = starts[request : request + 2]
+    return 0 <= first < end <= 8 and end - first <= 4 and 0 <= slots[request] < 5
+
+
+def in_one_slot(value: Any, slots: Tensor) -> Any:
+    """What is by request as it is if requests with the same slot share what the first of them has."""
+    if isinstance(value, Sampling):
+        return Sampling(*[in_one_slot(part, slots) for part in value])
+    firsts = [slots.tolist().index(slot) for slot in slots.tolist()]
+    return value[firsts] if isinstance(value, Tensor) else value

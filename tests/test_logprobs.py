@@ -1,0 +1,184 @@
+"""Log-probabilities of emitted tokens: what they are, in the reference and in the eager backend."""
+
+from contextlib import nullcontext
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from reference import logprobs
+from reference.logprobs import processed_logprobs, raw_logprobs
+from reference.truncation import Sampling, truncate_rows
+from specdecode import RejectionSampler, SamplerOutput
+from tests.conftest import combine
+from tests.differential import Case, band_of, case, like_a_device
+from tests.mutants import Mutant, assert_caught
+from tests.test_truncation import SCHEDULE, TRUNCATIONS, kept_tokens, of_request, on
+
+NAN, INF = float("nan"), float("inf")
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+FLOAT32_TOLERANCE = 2e-5
+"""Of a log-probability that is computed in float32, in nats: of logits below 20, at temperatures from 0.3 on, the largest
+numbers that are subtracted from each other are about 70, and a rounding of those is 4e-6. What is computed in float64 has
+only been rounded once, to the float32 that is returned."""
+
+
+def tolerance(dtype: torch.dtype, backend: str) -> dict[str, float]:
+    in_float64 = dtype == torch.float64 and backend == "eager"
+    return {"rtol": 1e-7, "atol": 1e-9} if in_float64 else {"rtol": 1e-6, "atol": FLOAT32_TOLERANCE}
+
+
+def assert_right(output: SamplerOutput, batch: Case, options: Any, of: str, backend: str) -> None:
+    """The log-probabilities of the tokens that were emitted are the reference's, and NaN behind them."""
+    assert (output.logprobs.dtype, output.logprobs.shape) == (torch.float32, output.token_ids.shape)
+    assert torch.equal(output.logprobs.isnan(), output.token_ids < 0)
+    compared, emitted, dtype = 0, output.token_ids >= 0, batch.target_logits.dtype
+    for index, (tokens, got) in enumerate(zip(output.token_ids.tolist(), output.logprobs.cpu().numpy())):
+        tokens, rows = tokens[: tokens.index(-1)] if -1 in tokens else tokens, batch.rows(index)[0]
+        sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
+        _, margins = truncate_rows(rows[: len(tokens)], sampling)
+        # Rounding may decide what is kept of a row.
+        clear = np.array(margins) > band_of(dtype, backend) if of == "processed" else np.full(len(tokens), True)
+        want = processed_logprobs(rows, tokens, sampling) if of == "processed" else raw_logprobs(rows, tokens)
+        np.testing.assert_allclose(got[: len(tokens)][clear], want[clear], **tolerance(dtype, backend))
+        compared += int(clear.sum())
+    assert compared >= 0.6 * int(emitted.sum())
+
+
+def hostile(batch: Case) -> Case:
+    """The batch with requests in it that are greedy, and rows that are empty, infinite or have NaN."""
+    batch.temperature[0], batch.temperature[1] = 1, 0
+    batch.target_logits[0, :, 2] = NAN
+    batch.target_logits[2, 0, [1, 4]] = INF
+    batch.target_logits[3] = -INF
+    batch.draft_token_ids[2, :1] = 1  # which is accepted, in a row that is a point mass
+    return batch
+
+
+def verify(method: str, batch: Case, device: str, backend: str, with_logits: bool = True, **options: Any) -> Any:
+    batch = batch.to(device)
+    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)(
+        batch.target_logits,
+        batch.draft_token_ids,
+        batch.draft_logits if with_logits else None,
+        temperature=batch.temperature,
+        seeds=batch.seeds,
+        positions=batch.positions,
+        **on(device, options),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_against_fractions(rows: int = 100) -> None:
+    """Of random rows of whole numbers as weights, log p' and log p are the logarithms of the fractions that they are."""
+    random = np.random.default_rng(0)
+    for _ in range(rows):
+        weights = random.integers(1, 40, size=8)
+        options = {"top_k": int(random.integers(0, 9)), "top_p": float(random.choice([1.0, 0.83])), "min_p": 0.0}
+        squared = [Fraction(int(weight) ** 2) for weight in weights]  # at temperature 1/2
+        kept = kept_tokens([weight / sum(squared) for weight in squared], **options)
+        token = int(random.choice(kept))
+        logits = np.log(weights.astype(float))
+        (got,) = logprobs.processed_logprobs([logits], [token], Sampling(0.5, **options))
+        assert abs(np.exp(got) - float(squared[token] / sum(squared[v] for v in kept))) < 1e-12
+        left_out = set(range(8)) - set(kept)
+        assert all(logprobs.processed_logprobs([logits], [v], Sampling(0.5, **options))[0] == -INF for v in left_out)
+        (got,) = logprobs.raw_logprobs([logits], [token])
+        assert abs(np.exp(got) - weights[token] / weights.sum()) < 1e-12
+    (greedy,) = logprobs.processed_logprobs([logits], [int(weights.argmax())], Sampling(0.0))
+    assert greedy == 0
+
+
+def test_the_reference_returns_logarithms_of_what_is_kept():
+    check_against_fractions()
+
+
+MUTANTS = [
+    Mutant(
+        "not truncated", logprobs.processed_logprobs, "in zip(rows", "in zip(target_logits", check_against_fractions
+    ),
+    Mutant(
+        "temperature 1",
+        logprobs.processed_logprobs,
+        "row, sampling.temperature)",
+        "row, 1.0)",
+        check_against_fractions,
+    ),
+    Mutant("processed", logprobs.raw_logprobs, "Sampling())", "Sampling(0.5))", check_against_fractions),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mistakes_in_the_reference_are_caught(mutant):
+    assert_caught(mutant)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The eager backend
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "of", "options", "dtype", "masked", "with_logits"),
+    combine(METHODS, ["processed", "raw"], ["nothing", *TRUNCATIONS], DTYPES, [False, True], [False, True]),
+)
+def test_logprobs_of_the_emitted_tokens_are_the_references(method, of, options, dtype, masked, with_logits):
+    batch, options = hostile(case(6, 3, 1040, dtype, seed=5)), {"nothing": {}, **TRUNCATIONS}[options]
+    with like_a_device() if masked else nullcontext():
+        output = verify(method, batch, "cpu", "eager", with_logits, **options, logprobs=of)
+    assert_right(output, batch, options, of, "eager")
+
+
+@pytest.mark.parametrize("of", ["processed", "raw"])
+def test_rows_that_are_point_masses(place, of):
+    """The first +inf, or token 0 of a row without a finite logit, has all the probability."""
+    rows: Tensor = torch.zeros(4, 2, 5, device=place[1])
+    rows[0, :, [2, 3]], rows[1], rows[2, 0, 3], rows[3, 0, 0] = INF, NAN, NAN, -INF
+    drafts = torch.tensor([[3], [0], [1], [1]], device=place[1])
+    sampler = RejectionSampler("synthetic", backend=place[0], schedule=SCHEDULE.from_rates([1.0]))
+    output = sampler(rows, drafts, seeds=0, logprobs=of)
+    assert output.token_ids[:, 0].tolist() == [3, 0, 1, 1]
+    assert output.logprobs[0].tolist() == [-INF, 0.0]
+    assert output.logprobs[1].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(output.logprobs[2:, 0].exp().cpu(), torch.full((2,), 0.25))
+    assert output.invalid.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_requests_have_0_or_the_rows_own_log_softmax(place, method):
+    batch = case(6, 2, 40, torch.float32, greedy=1)
+    processed, raw = (verify(method, batch, place[1], place[0], logprobs=of) for of in ("processed", "raw"))
+    emitted = processed.token_ids >= 0
+    argmax = batch.target_logits.argmax(dim=2).to(place[1])
+    is_argmax = (processed.token_ids == argmax)[emitted]
+    assert torch.equal(processed.logprobs[emitted] == 0, is_argmax)
+    assert is_argmax.all() == (method != "synthetic")
+    want = batch.target_logits.to(place[1]).log_softmax(2).gather(2, raw.token_ids.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(raw.logprobs[emitted], want[emitted], rtol=1e-6, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("of", ["processed", "raw"])
+def test_steps_without_drafts_or_without_requests(place, of):
+    batch = case(3, 0, 40, torch.float32, greedy=0.5, seed=1)
+    assert_right(verify("strict", batch, place[1], place[0], logprobs=of), batch, {}, of, place[0])
+    nothing = Case(*(value[:0] for value in vars(batch).values()))
+    assert verify("strict", nothing, place[1], place[0], logprobs=of).logprobs.shape == (0, 1)
+
+
+@pytest.mark.parametrize("wrong", ["raw_logprobs", True, 1, ["raw"]])
+def test_another_value_is_an_error_that_names_the_argument(place, wrong):
+    sampler, rows = RejectionSampler("strict", backend=place[0]), torch.zeros(1, 1, 5, device=place[1])
+    drafts = torch.zeros(1, 0, dtype=torch.int64, device=place[1])
+    for call in (sampler, sampler.warmup):
+        with pytest.raises(ValueError, match=r"^logprobs: expected one of 'processed', 'raw', got"):
+            call(rows, drafts, logprobs=wrong)
+    assert sampler(rows, drafts).logprobs is None

@@ -1,0 +1,270 @@
+"""A packed call gives each request, bit for bit, what the call with its rows padded gives it; bad places are refused."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
+from tests.differential import Case, case, like_a_device
+from tests.packing import (
+    HOSTILE_SLOTS,
+    HOSTILE_STARTS,
+    in_one_slot,
+    in_slots,
+    is_sound,
+    packed_rows,
+    with_counts,
+)
+
+SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=8)
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
+
+
+def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
+    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
+
+
+def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
+    for name, got, want in zip(one._fields, one, other):
+        if got is not want:  # what is absent is None
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def numbers_of(batch: Case, draw: random.Random, method: str, place: tuple[str, str]) -> dict:
+    """Options of a call, each a number, a tensor by request, or not given, and with draft logits what comes with them."""
+    requests, device = len(batch.seeds), place[1]
+
+    def limit(*values: float, dtype: torch.dtype = torch.float32) -> float | Tensor | None:
+        each = torch.tensor([draw.choice(values) for _ in range(requests)], dtype=dtype, device=device)
+        return draw.choice([None, values[0], each])
+
+    options = {
+        "temperature": draw.choice([0.7, 0.0, batch.temperature, batch.temperature]),
+        "seeds": draw.choice([5, batch.seeds, batch.seeds]),
+        "positions": draw.choice([None, batch.positions]),
+        "logprobs": draw.choice([None, "processed", "raw"]),
+    }
+    if draw.random() < 0.5:
+        options |= {
+            "top_k": limit(5, 0, 20, dtype=torch.int32),
+            "top_p": limit(0.9, 1.0, 0.3),
+            "min_p": limit(0.05, 0.0),
+        }
+    if draw.random() < 0.7:
+        options["draft_logits"] = batch.draft_logits
+        kind = draw.choice(["read", "given", "otherwise"])
+        if kind == "otherwise" and place[0] == "eager":
+            options["draft_sampling"] = Sampling(
+                draw.choice([1.2, batch.temperature.clamp(min=0.5)]), limit(9, 4, dtype=torch.int64)
+            )
+        if kind == "given":
+            with_draft = {name: options.get(name) for name in ("top_k", "top_p", "min_p")}
+            drafts = [
+                sampler_of(method, place[0]).draft(
+                    batch.draft_logits[:, i], options["temperature"], options["seeds"], offset=i, **with_draft
+                )
+                for i in range(batch.draft_logits.shape[1])
+            ]
+            if drafts:
+                options["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
+                if drafts[0].cutoff is not None:
+                    options["draft_cutoff"] = torch.stack([draft.cutoff for draft in drafts], 1)
+    return options
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_is_padded_bit_for_bit(place, method):
+    for trial in range(25):
+        draw = random.Random(f"{method} {trial}")
+        requests, drafts = draw.choice([1, 2, 7]), draw.choice([0, 1, 3, 8])
+        dtype = draw.choice([torch.float32, torch.bfloat16, torch.float64])
+        batch = case(requests, drafts, draw.choice([40, 1100]), dtype, seed=trial).to(place[1])
+        counts = [draw.randint(0, drafts) for _ in range(requests)]
+        options = numbers_of(batch, draw, method, place)
+        batch, integers = with_counts(batch, counts), draw.choice([torch.int32, torch.int64])
+        rows, slots, num_slots = packed_rows(batch, counts, integers), None, requests + draw.choice([0, 3])
+        shared = draw.random() < 0.3
+        if draw.random() < 0.8:
+            chosen = [draw.randrange(num_slots) for _ in counts] if shared else draw.sample(range(num_slots), requests)
+            slots = torch.tensor(chosen, dtype=draw.choice([torch.int32, torch.int64]), device=place[1])
+            options = {
+                name: value if name == "positions" else in_one_slot(value, slots) for name, value in options.items()
+            }
+        where = torch.arange(requests, device=place[1]) if slots is None else slots
+        by_slot = {n: v if n == "positions" else in_slots(v, where, num_slots) for n, v in options.items()}
+        sampler = sampler_of(method, place[0])
+        expected = sampler(batch.target_logits, batch.draft_token_ids, **options)
+        assert_same(sampler.packed(**rows, slots=slots, **by_slot), expected)
+        with like_a_device():
+            assert_same(
+                sampler.packed(**rows, slots=slots, **by_slot),
+                sampler(batch.target_logits, batch.draft_token_ids, **options),
+            )
+
+
+def eight_rows(device: str) -> dict:
+    """Three drafts at most, eight rows, five slots."""
+    batch = case(8, 3, 50, torch.float32).to(device)
+    return {
+        "target_logits": batch.target_logits[:, 0],
+        "draft_token_ids": batch.draft_token_ids[:, 0].clamp(min=0),
+        "draft_logits": batch.draft_logits[:5],
+        "temperature": batch.temperature[:5],
+        "seeds": batch.seeds[:5],
+        "num_draft_tokens": 3,
+    }
+
+
+def of_request(output: SamplerOutput, request: int) -> list:
+    """One request's output; where it has no log-probability, the number 1, which none can be."""
+    return [field[request].nan_to_num(1).tolist() for field in output]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("starts", HOSTILE_STARTS, ids=str)
+@pytest.mark.parametrize("slots", HOSTILE_SLOTS, ids=str)
+def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, method, starts, slots):
+    call, sampler = eight_rows(place[1]), sampler_of(method, place[0])
+    where = {"row_starts": torch.tensor(starts, device=place[1]), "slots": torch.tensor(slots, device=place[1])}
+    with like_a_device():
+        output = sampler.packed(**call, **where, logprobs="processed")
+        for request in range(7):
+            got = of_request(output, request)
+            if not is_sound(starts, slots, request):
+                assert got == [[0, -1, -1, -1], 0, 0, True, [0, 1, 1, 1]]
+                continue
+            alone = {name: value[[request]] for name, value in where.items() if name == "slots"}
+            its_rows = where["row_starts"][request : request + 2]
+            output_alone = sampler.packed(**call, **alone, row_starts=its_rows, logprobs="processed")
+            assert got == of_request(output_alone, 0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error"),
+    [
+        ("row_starts", [0, 5, 3, 6, 8], r"row_starts: expected numbers that do not decrease, got 3 at \[1\]"),
+        (
+            "row_starts",
+            [-1, 1, 3, 6, 8],
+            r"row_starts: expected numbers in \[0, 8\], the number of rows, got -1 at \[0\]",
+        ),
+        (
+            "row_starts",
+            [0, 1, 3, 6, 9],
+            r"row_starts: expected numbers in \[0, 8\], the number of rows, got 9 at \[4\]",
+        ),
+        (
+            "row_starts",
+            [0, 5, 5, 6, 8],
+            r"row_starts: expected at most num_draft_tokens \+ 1 = 4 rows for each.*got 5 at \[0\]",
+        ),
+        ("row_starts", torch.empty(0, dtype=torch.int64), r"row_starts: expected shape \[batch \+ 1\], got \[0\]"),
+        ("row_starts", [[0, 1]], r"row_starts: expected shape \[batch \+ 1\], got \[1, 2\]"),
+        ("row_starts", [0.0, 1.0], r"row_starts: expected dtype int32, int64, got float32"),
+        ("row_starts", None, r"row_starts: expected a torch.Tensor, got NoneType"),
+        (
+            "slots",
+            [4, 0, 5, 1],
+            r"slots: expected numbers in \[0, 5\), the number of slots in draft_logits, got 5 at \[2\]",
+        ),
+        ("slots", [4, 0, -1, 1], r"slots: expected numbers in \[0, 5\), .* got -1 at \[2\]"),
+        ("slots", [0, 1, 2], r"slots: expected shape \[4\], got \[3\]"),
+        ("num_draft_tokens", -1, r"num_draft_tokens: expected an int >= 0, got -1"),
+        ("num_draft_tokens", None, r"num_draft_tokens: expected an int >= 0, got None"),
+        ("num_draft_tokens", 2, r"row_starts: expected at most num_draft_tokens \+ 1 = 3 rows"),
+        (
+            "draft_token_ids",
+            [3, 50, 0, 0, 0, 0, 0, 0],
+            r"draft_token_ids: expected ids in \[0, 50\), .* got 50 at \[1\]",
+        ),
+        ("draft_token_ids", [3, -1, 99, 0, 0, 50, 0, 0], r"draft_token_ids: expected ids in .* got 50 at \[5\]"),
+        ("draft_token_ids", [[3] * 8], r"draft_token_ids: expected shape \[8\], got \[1, 8\]"),
+        ("target_logits", [[0.0]], r"draft_token_ids: expected shape \[1\], got \[8\]"),
+        ("temperature", [1.0] * 4, r"temperature: expected shape \[5\], got \[4\]"),
+        ("temperature", [1.0, 1.0, -1.0, 1.0, 1.0], r"temperature: expected finite numbers >= 0, got -1.0 at \[2\]"),
+        ("positions", [0] * 5, r"positions: expected shape \[4\], got \[5\]"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument(argument, value, error):
+    call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 4, 5, 8]), "slots": torch.tensor([4, 99, 2, 1])}
+    call["draft_token_ids"][3] = call["draft_token_ids"][7] = 10**6  # nobody's, and those of last rows
+    call["temperature"][3] = -1  # nobody's
+    sampler_of("block").packed(**call)
+    call[argument] = torch.tensor(value) if isinstance(value, list) else value
+    with pytest.raises((TypeError, ValueError), match="^" + error):
+        sampler_of("block").packed(**call)
+
+
+def test_without_slots_there_must_be_one_for_each_request():
+    call = {**eight_rows("cpu"), "row_starts": torch.arange(7)}
+    with pytest.raises(
+        ValueError, match=r"^draft_logits: expected a slot for each of 6 requests, because slots is None, got 5"
+    ):
+        sampler_of("block").packed(**call)
+    with pytest.raises(ValueError, match=r"^temperature: expected at least one slot, got 0"):
+        slots = torch.zeros(6, dtype=torch.int64)
+        sampler_of("block").packed(**{**call, "temperature": torch.ones(0), "draft_logits": None}, slots=slots)
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_without_rows_and_batches_without_requests(place, method, num_rows):
+    target = torch.zeros(num_rows, 30, device=place[1])
+    ids, sampler = torch.zeros(num_rows, dtype=torch.int64, device=place[1]), sampler_of(method, place[0])
+    for requests in (0, 3):
+        starts = torch.zeros(requests + 1, dtype=torch.int32, device=place[1])
+        draft = torch.zeros(requests, 2, 30, device=place[1])
+        output = sampler.packed(target, ids, starts, draft, num_draft_tokens=2, seeds=0)
+        assert output.token_ids.tolist() == [[0, -1, -1]] * requests
+        assert output.num_tokens.tolist() == [1] * requests
+        assert output.invalid.tolist() == [True] * requests
+
+
+def test_seeds_that_are_not_given_are_drawn_for_each_request(place):
+    """Not for each slot: requests that share one draw different tokens."""
+    batch = case(6, 0, 40, torch.float32, greedy=0).to(place[1])
+    even, slots = torch.zeros_like(batch.target_logits), torch.zeros(6, dtype=torch.int64, device=place[1])
+    sampler, temperature = sampler_of("strict", place[0]), torch.ones(1, device=place[1])
+    torch.manual_seed(3)
+    expected = sampler(even, batch.draft_token_ids)
+    torch.manual_seed(3)
+    rows = packed_rows(replace(batch, target_logits=even), [0] * 6)
+    assert_same(sampler.packed(**rows, slots=slots, temperature=temperature), expected)
+    assert len(set(expected.token_ids[:, 0].tolist())) > 1
+
+
+def test_statistics_count_packed_output(place):
+    counts = [3, 0, 2, 1] * 20
+    batch = with_counts(case(80, 3, 40, torch.float32), counts).to(place[1])
+    sampler, stats = sampler_of("probabilistic", place[0]), [AcceptanceStats(3), AcceptanceStats(3)]
+    stats[0].update(sampler(batch.target_logits, batch.draft_token_ids, batch.draft_logits, seeds=0))
+    stats[1].update(sampler.packed(**packed_rows(batch, counts), draft_logits=batch.draft_logits, seeds=0))
+    no_rows = torch.zeros(81, dtype=torch.int64, device=place[1])
+    no_logits = batch.target_logits[:0, 0]
+    stats[1].update(sampler.packed(no_logits, no_rows[:0], no_rows, num_draft_tokens=3))  # which count as nothing
+    assert str(stats[0]) == str(stats[1])
+    assert stats[1].accepted_tokens > 0
+
+
+def test_the_cpu_copies_no_row_that_is_not_computed(monkeypatch):
+    from specdecode.eager.packed import IndexedRows
+
+    gathered, gather = [], IndexedRows.gather
+    monkeypatch.setattr(IndexedRows, "gather", lambda rows: (gathered.append(rows.shape[:-1].numel()), gather(rows))[1])
+    batch, counts = case(50, 7, 40, torch.float32), [7] * 50
+    sampler_of("strict").packed(**packed_rows(batch, counts), temperature=batch.temperature, seeds=0)
+    output = sampler_of("strict")(batch.target_logits, batch.draft_token_ids, temperature=batch.temperature, seeds=0)
+    assert sum(gathered) == output.num_tokens.sum() < 8 * 50
+
+
+def test_warm_up_takes_what_a_packed_call_takes():
+    call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 8]), "slots": torch.tensor([4, 0])}
+    sampler_of("block").warmup(**call)
+    with pytest.raises(ValueError, match=r"^slots: expected numbers in"):
+        sampler_of("block").warmup(**{**call, "slots": torch.tensor([4, 5])})
+    with pytest.raises(ValueError, match=r"^row_starts: needed beside"):
+        sampler_of("block").warmup(torch.zeros(1, 1, 9), torch.zeros(1, 0, dtype=torch.int64), slots=torch.tensor([0]))
