@@ -16,17 +16,16 @@ from specdecode.sharding import VocabShard
 Backend = Literal["auto", "triton", "eager"]
 
 
-def choose(backend: Backend, logits: Tensor, is_truncated: bool = False, shard: VocabShard | None = None) -> ModuleType:
+def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) -> ModuleType:
     """Return the backend's module for these logits.
 
-    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. For truncated calls it is
-    eager: the present form of the kernels that truncate has not been on a GPU yet. Any other choice is never replaced.
-    Shards of the vocabulary are verified by eager alone.
+    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
+    replaced. Shards of the vocabulary are verified by eager alone.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
-    if backend == "eager" or shard is not None or (backend == "auto" and (logits.is_cpu or is_truncated)):
+    if backend == "eager" or shard is not None or (backend == "auto" and logits.is_cpu):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:

@@ -1,5 +1,6 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
+from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -171,7 +172,8 @@ class RejectionSampler:
                 tensor. None and 1 keep all tokens.
             min_p: keep the tokens whose probability is at least min_p times the largest: a number in [0, 1] or a [batch]
                 float tensor. None and 0 keep all tokens. The order is temperature, min_p, top_k, top_p, each on what the
-                ones before have kept. Backend `"auto"` is eager for truncated calls.
+                ones before have kept. Backend `"auto"` is eager for truncated calls of more than 27 drafts (but not with
+                `"block"`), and of drafts that were drawn at another temperature.
             draft_sampling: how the drafts were drawn from draft_logits, if otherwise than the target samples; its numbers
                 are for all requests or [batch] tensors. The output has the target's truncated distribution whatever it is,
                 if it is true.
@@ -373,7 +375,7 @@ class RejectionSampler:
         if self.shard is not None:
             self.shard.agree(target_logits)
             return
-        backend = backends.choose(self.backend, target_logits, batch.is_truncated)
+        backend = self._backend_for(batch)
         if backend is eager:
             return
         backend.warm_up(self.method, batch, self.schedule)
@@ -395,9 +397,15 @@ class RejectionSampler:
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Have a backend verify what has been checked."""
         batch = self._checked(batch)
-        backend = backends.choose(self.backend, batch.target_logits, batch.is_truncated, self.shard)
-        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
+        output: SamplerOutput = self._backend_for(batch).verify(self.method, batch, self.schedule)
         return output
+
+    def _backend_for(self, batch: VerificationBatch) -> ModuleType:
+        """Return the backend's module; `"auto"` is eager where the kernels cannot truncate rows as they are to be."""
+        backend = backends.choose(self.backend, batch.target_logits, self.shard)
+        if self.backend == "auto" and batch.is_truncated and backend is not eager:
+            return backend if backend.why_not_truncated(self.method, batch) is None else eager
+        return backend
 
     def draft(
         self,
@@ -454,5 +462,5 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        backend = backends.choose(self.backend, logits, batch.is_truncated, self.shard)
+        backend = backends.choose(self.backend, logits, self.shard)
         return DraftOutput(*backend.sample(batch, domains))

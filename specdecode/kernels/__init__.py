@@ -119,8 +119,8 @@ def verify(
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
     rule = METHODS[method][batch.draft_logits is None]
-    if batch.is_truncated:
-        check_truncation(rule, batch)
+    if batch.is_truncated and (why_not := why_not_truncated(method, batch)) is not None:
+        raise ValueError(why_not)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
         tensors["draft"] = batch.draft_logits
@@ -141,19 +141,20 @@ def verify(
     return output
 
 
-def check_truncation(rule: AcceptRule, batch: VerificationBatch) -> None:
-    """Raise if rows are to be truncated in a way that the eager backend alone has."""
-    num_draft_tokens = batch.num_draft_tokens
+def why_not_truncated(method: str, batch: VerificationBatch) -> str | None:
+    """Return why rows cannot be truncated as they are to be, which then the eager backend alone can; or None."""
+    rule = METHODS[method][batch.draft_logits is None]
     # One tensor for both is known to be the same without reading it.
     of_drafts, temperature = batch.draft_temperature, batch.temperature
     is_same = of_drafts is temperature or (isinstance(of_drafts, float) and of_drafts == temperature)
     if rule is not BY_SAMPLE and of_drafts is not None and not is_same:
-        raise ValueError(
+        return (
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
             "'eager' or 'auto'"
         )
-    if rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS:
-        raise ValueError(f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {num_draft_tokens}")
+    if rule is not IN_BLOCK and batch.num_draft_tokens >= MOST_ROWS:
+        return f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {batch.num_draft_tokens}"
+    return None
 
 
 def run(

@@ -284,7 +284,7 @@ def test_packed_rows(benchmark, request, inputs, provider, packed, environment):
     call, other = (
         each(inputs, truncation=options, **numbers) for each in (verifier, verifier._replace(packed=not packed))
     )
-    assert all(map(torch.equal, call(), other()))
+    assert all(map(torch.equal, call()[:4], other()[:4]))
     measure(benchmark, Recording(call))
 
 

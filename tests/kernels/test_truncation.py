@@ -256,3 +256,19 @@ def test_more_drafts_than_stop_bits_are_refused():
     batch = case(1, 28, 20, torch.float32)
     with pytest.raises(ValueError, match="'triton' truncates rows of at most 27 drafts, got 28"):
         verify("strict", batch, {"top_k": 3})
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
+    monkeypatch.setattr("specdecode.sampler.backends.choose", lambda *_: kernels)
+    sampler, otherwise = RejectionSampler("probabilistic", backend=backend), PackageSampling(temperature=0.5)
+    for drafts, options, is_possible in (
+        (27, {"top_k": 3}, True),
+        (28, {"top_k": 3}, False),
+        (28, {}, True),
+        (1, {"top_k": 3, "draft_sampling": otherwise}, False),
+    ):
+        batch = case(1, drafts, 20, torch.float32)
+        tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
+        chosen = sampler._backend_for(VerificationBatch.check(*tensors, **options))
+        assert (chosen is kernels) == (is_possible or backend == "triton"), (drafts, options)
