@@ -76,6 +76,6 @@ def test_inputs_of_the_benchmarks_are_drafts_that_a_method_takes(monkeypatch, me
     output = inputs.verification(batch, RejectionSampler(method), draft, **options)()
     assert 0 < int(output.num_accepted.sum()) <= 12
     packed = inputs.packed_verification(batch, RejectionSampler(method), draft, **options)()
-    assert all(map(torch.equal, packed, output))
+    assert all(map(torch.equal, packed[:4], output))
     tokens = inputs.straightforward(batch.target_logits, draft.token_ids, batch.draft_logits, 0.7)
     assert ((tokens >= -1) & (tokens < 1100)).all()
