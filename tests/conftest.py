@@ -17,13 +17,13 @@ if "--benchmark-only" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
-from tests.interpreter import prepare_once_per_launch
+from tests.interpreter import speed_up
 
 ON_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
-    prepare_once_per_launch()
+    speed_up()
 
 collect_ignore = ["benchmarks/block_size.py"]  # a script for a GPU, which needs Triton to be imported
 

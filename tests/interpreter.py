@@ -1,26 +1,45 @@
-"""Triton's interpreter, made faster: a launch prepares Triton's language once, not at every call of a device function.
+"""Triton's interpreter, made faster: what it does again and again in Python is done once, or for a whole tensor.
 
-To interpret a kernel, Triton replaces the functions of `triton.language`, and restores them after the launch. It replaces
-them again at each call of a function with `@triton.jit` inside the kernel, which changes nothing and takes more than half of
-the time of our kernels. Where a Triton release is built differently, it is left as it is.
+Where a Triton release is built differently, it is left as it is.
 """
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 
-def prepare_once_per_launch() -> None:
+def speed_up() -> None:
     """Change Triton's interpreter, once per process."""
-    from triton import language
     from triton.runtime import interpreter
 
-    patch, launch = getattr(interpreter, "_patch_lang", None), getattr(interpreter, "GridExecutor", None)
-    if patch is None or launch is None or hasattr(patch, "once"):
+    parts = ("_patch_lang", "GridExecutor", "ReduceOps", "_get_np_dtype", "interpreter_builder")
+    if hasattr(interpreter, "is_faster") or not all(hasattr(interpreter, part) for part in parts):
         return
+    interpreter.is_faster = True
+    prepare_once_per_launch(interpreter)
+    reduce_whole_tensors(interpreter)
+    look_up_types_once(interpreter)
+    leave_out_what_is_not_asserted(interpreter.interpreter_builder)
+
+
+def prepare_once_per_launch(interpreter: Any) -> None:
+    """Replace the functions of `triton.language` once per launch, not at every call of a device function.
+
+    To interpret a kernel, Triton replaces these functions, and restores them after the launch. It replaces them again at each
+    call of a function with `@triton.jit` inside the kernel, which changes nothing and takes more than half of the time.
+    """
+    from triton import language
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor
     call, patched = launch.__call__, set()
+
+    @cache
+    def modules_of(function: Any) -> set[int]:
+        return {id(language), id(language.core)} & {id(value) for value in function.__globals__.values()}
 
     def patch_lang(function: Any) -> Any:
         """Replace the functions of those language modules that the function's module imports, unless that is done."""
-        used = {id(language), id(language.core)} & {id(value) for value in function.__globals__.values()}
+        used = modules_of(function)
         if used and used <= patched:
             return None  # the scope to restore, which the interpreter uses at the launch only
         patched.update(used)
@@ -33,6 +52,52 @@ def prepare_once_per_launch() -> None:
         finally:
             patched.clear()
 
-    patch_lang.once = True
     interpreter._patch_lang = patch_lang
     launch.__call__ = call_kernel
+
+
+def reduce_whole_tensors(interpreter: Any) -> None:
+    """Combine halves of the tensors at once in `tl.reduce`, for which Triton calls the function for every two numbers.
+
+    Neighbours are combined, then those results, and so on: as on a GPU a tree, which is the same for any function that is
+    associative, be it commutative or not.
+    """
+    operations = interpreter.ReduceOps
+    reduce_numbers = operations.generic_reduce
+
+    def generic_reduce(self: Any, tensors: tuple) -> list:
+        count = tensors[0].handle.data.shape[self.axis] if self.axis is not None else 0
+        if count < 2 or count & (count - 1):
+            return reduce_numbers(self, tensors)
+        values, dtypes = [tensor.handle.data for tensor in tensors], [tensor.dtype for tensor in tensors]
+        while values[0].shape[self.axis] > 1:
+            sides = [
+                self.to_tensor(data.take(range(side, data.shape[self.axis], 2), self.axis), dtype)
+                for side in (0, 1)
+                for data, dtype in zip(values, dtypes)
+            ]
+            combined = self.combine_fn.fn(*sides)
+            values = [part.handle.data for part in (combined if isinstance(combined, tuple) else (combined,))]
+        if not self.keep_dims:
+            values = [data.squeeze(self.axis) for data in values]
+        return [self.to_tensor(data if data.shape else data.item(), dtype) for data, dtype in zip(values, dtypes)]
+
+    operations.generic_reduce = generic_reduce
+
+
+def look_up_types_once(interpreter: Any) -> None:
+    """Keep the NumPy dtype of each type of Triton, for which Triton builds a table at each operation."""
+    find, found = interpreter._get_np_dtype, {}
+
+    def numpy_dtype(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = find(kind)
+        return found[kind.name]
+
+    interpreter._get_np_dtype = numpy_dtype
+
+
+def leave_out_what_is_not_asserted(builder: Any) -> None:
+    """Compute no condition "this integer has not overflowed", which Triton asserts only where it is told to debug."""
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)

@@ -1,0 +1,51 @@
+"""What the tests change of Triton's interpreter computes what it did before."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdecode.kernels.arguments import Pointer
+from tests.kernels.common import DEVICE, run_kernel
+
+
+class Reduced(NamedTuple):
+    """A matrix, and what its rows and columns are reduced to."""
+
+    values_ptr: Pointer  # [4, 8] float32
+    rows_ptr: Pointer  # [2, 4] float32: the first and the last number of each row
+    columns_ptr: Pointer  # [2, 8] float32: those of each column
+    row_ptr: Pointer  # [2] float32: those of the first row
+
+
+@triton.jit
+def first_and_last(first, last, next_first, next_last):
+    """Return a number and another one: associative, and not commutative."""
+    return first, next_last
+
+
+@triton.jit
+def reduce_kernel(reduced):
+    rows, columns = tl.arange(0, 4), tl.arange(0, 8)
+    values = tl.load(reduced.values_ptr + rows[:, None] * 8 + columns[None, :])
+    first, last = tl.reduce((values, values), 1, first_and_last)
+    tl.store(reduced.rows_ptr + rows, first)
+    tl.store(reduced.rows_ptr + 4 + rows, last)
+    first, last = tl.reduce((values, values), 0, first_and_last, keep_dims=True)
+    tl.store(reduced.columns_ptr + columns[None, :], first)
+    tl.store(reduced.columns_ptr + 8 + columns[None, :], last)
+    row = tl.load(reduced.values_ptr + columns)
+    first, last = tl.reduce((row, row), 0, first_and_last)
+    tl.store(reduced.row_ptr, first)
+    tl.store(reduced.row_ptr + 1, last)
+
+
+def test_reductions_are_in_order_along_any_axis():
+    values = torch.arange(32.0, device=DEVICE).view(4, 8)
+    empty = [torch.full(size, torch.nan, device=DEVICE) for size in ((2, 4), (2, 8), (2,))]
+    run_kernel(reduce_kernel, 1, Reduced(values, *empty))
+    rows, columns, row = empty
+    assert torch.equal(rows, values[:, [0, -1]].T)
+    assert torch.equal(columns, values[[0, -1]])
+    assert torch.equal(row, values[0, [0, -1]])
