@@ -207,8 +207,8 @@ class RejectionSampler:
             ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where that cannot run. On a
                 CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
                 or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, a top_p of 0 or less keeps
-                one token, a min_p above 1 is 1. Of draft_vocab_ids, those outside the vocabulary are left out; of equal ones the
-                first counts.
+                one token, a min_p above 1 is 1. Of draft_vocab_ids, those outside the vocabulary are left out; of equal ones
+                the first counts.
 
         Example:
             >>> import torch
@@ -230,8 +230,8 @@ class RejectionSampler:
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         names: Any = {"draft_vocab_ids": draft_vocab_ids}
         if torch.compiler.is_compiling():
-            how = self.method, self.backend, self.schedule, self.shard
-            return compiled.verify(*how, *arguments, *truncation, **names)
+            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation
+            return compiled.verify(*how, **names)
         return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard, **names))
 
     def packed(
@@ -314,8 +314,8 @@ class RejectionSampler:
         names: Any = {"draft_vocab_ids": draft_vocab_ids}
         where = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
-            how = self.method, self.backend, self.schedule, self.shard
-            return compiled.verify(*how, *arguments, *truncation, *where, **names)
+            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
+            return compiled.verify(*how, **names)
         return self._verify(check_packed(*arguments, *truncation, *where, self.shard, **names))
 
     def warmup(

@@ -1,15 +1,18 @@
 """Drafters with only some of the target's tokens: the target's distribution, and what rows spread by hand give."""
 
+import importlib
 import random
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler, Sampling, VocabShard
+from specdecode import RejectionSampler, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
+from tests.conftest import HAS_TRITON, ON_GPU
 from tests.differential import case, like_a_device
 from tests.enumeration import Case, decode, distribution, history, iid, marginal, sequence_distribution, total_variation
 from tests.packing import in_slots, packed_rows, with_counts
@@ -67,7 +70,7 @@ def pair_of(trial: int, vocab: int, size: int, place: tuple[str, str], draw: ran
         if drafts[0].cutoff is not None:
             narrow["draft_cutoff"] = cutoff = torch.stack([draft.cutoff for draft in drafts], 1)
             wide["draft_cutoff"] = torch.where(cutoff < 0, -1, chosen[cutoff.clamp(min=0)])
-        elif limits:  # the draft keeps all of its tokens, which is said otherwise of rows of the target's width
+        elif limits.get("top_k", vocab) < vocab:  # all tokens of the draft, but not of the target
             wide["draft_cutoff"] = torch.full((5, 3), -1)
     elif draw.random() < 0.4:
         narrow["draft_sampling"] = wide["draft_sampling"] = Sampling(draw.choice([1.3, 0.0]), draw.choice([None, 4]))
@@ -79,7 +82,7 @@ def test_narrow_rows_give_bit_for_bit_what_rows_spread_by_hand_give(method):
     place, sampler, accepted = ("eager", "cpu"), sampler_of(method), 0
     for trial in range(24):
         draw = random.Random(f"{method} {trial}")
-        vocab, size = draw.choice([(40, 13), (40, 40), (1100, 37), (3000, 1100)][: 3 + (trial % 8 == 0)])
+        vocab, size = draw.choice([(40, 13), (40, 40), (1100, 37), (3000, 1100)][: 3 + (trial == 8)])
         batch, token_ids, options, narrow, wide = pair_of(trial, vocab, size, place, draw)
         options |= {"positions": batch.positions, "logprobs": "processed"}
         with draw.choice([nullcontext, nullcontext, like_a_device])():
@@ -115,9 +118,9 @@ def test_of_equal_logits_the_drafts_ids_decide():
 
 def test_hostile_ids_of_a_device_stay_inside():
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    hostile = torch.tensor([low, high, -1, 7, 2, 2, 0, 2**32])
-    assert places_of(hostile, 7).tolist() == [6, -1, 4, -1, -1, -1, -1]
-    target, draft, drafts = torch.randn(64, 3, 7), torch.randn(64, 2, 8), torch.randint(0, 7, (64, 2))
+    hostile = torch.tensor([low, high, -1, 8, 2, 2, 0, 2**32])
+    assert places_of(hostile, 8).tolist() == [6, -1, 4, -1, -1, -1, -1, -1]
+    target, draft, drafts = torch.randn(64, 3, 8), torch.randn(64, 2, 8), torch.randint(0, 8, (64, 2))
     draft[:9, 0, 1] = torch.inf  # a point mass on what is no token
     for method in ("probabilistic", "block"):
         with like_a_device(), pytest.MonkeyPatch.context() as patch:
@@ -128,7 +131,7 @@ def test_hostile_ids_of_a_device_stay_inside():
                 )
                 output = RejectionSampler(method, backend="eager")._verify(batch)
                 at_end = output.token_ids.gather(1, output.num_accepted[:, None].long())
-                assert ((at_end >= 0) & (at_end < 7)).all()
+                assert ((at_end >= 0) & (at_end < 8)).all()
                 assert not output.invalid.any()
 
 
@@ -180,10 +183,24 @@ def test_wrong_arguments_are_refused_by_name(options, kind, message):
         sampler.packed(rows, torch.zeros(3, dtype=torch.int64), starts, **options, num_draft_tokens=2, seeds=0)
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_the_kernels_refuse_them_but_for_strict_which_ignores_them():
+    kernels = importlib.import_module("specdecode.kernels")
+    target, drafts, device = torch.zeros(1, 3, 5), torch.tensor([[4, 2]]), "cuda" if ON_GPU else "cpu"
+    arguments = [tensor.to(device) for tensor in (target, drafts, ROWS)]
+    with pytest.raises(ValueError, match="draft_vocab_ids: 'triton' takes"):
+        RejectionSampler("probabilistic", backend="triton")(*arguments, seeds=0, draft_vocab_ids=IDS.to(device))
+    checked = VerificationBatch.check(*arguments, None, 1.0, 0, None, draft_vocab_ids=IDS.to(device))
+    assert kernels.why_not_verified("strict", checked) is None
+    assert "draft_vocab_ids" in kernels.why_not_verified("block", checked)
+
+
 def test_a_shard_refuses_them():
-    sharded = RejectionSampler("block", shard=VocabShard(None, 0, 5))
+    shard, drafts = SimpleNamespace(vocab_size=5), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="draft_vocab_ids: not supported with a shard"):
-        sharded(torch.zeros(1, 3, 5), torch.zeros(1, 2, dtype=torch.int64), ROWS, draft_vocab_ids=IDS, seeds=0)
+        VerificationBatch.check(
+            torch.zeros(1, 3, 5), drafts, ROWS, None, 1.0, 0, None, shard=shard, draft_vocab_ids=IDS
+        )
 
 
 def test_compiled_calls_take_them():
