@@ -73,6 +73,20 @@ def expected_tokens(alpha, num_draft_tokens: int):
     return sum(alpha**i for i in range(num_draft_tokens + 1))
 
 
+def spread(draft_logits, draft_vocab_ids, vocab_size: int):
+    """Return a draft's row over the target's tokens, where the draft has tokens of its own: -inf where it has none.
+
+    Draft token i is the target's token draft_vocab_ids[i]. Then q(v) = 0 for every token v that the draft lacks, and nothing
+    above asks for more. A row that is truncated is truncated before.
+
+    >>> spread([0.5, 1.5], draft_vocab_ids=[3, 1], vocab_size=4).tolist()
+    [-inf, 1.5, -inf, 0.5]
+    """
+    row = np.full(vocab_size, -np.inf)
+    row[np.asarray(draft_vocab_ids)] = draft_logits
+    return row
+
+
 def draft_log_softmax(draft_logits, offset: int, token: int, vocab_size: int, temperature: float):
     """Return log q at one position: the point mass on the draft if the drafter gave no logits."""
     if draft_logits is None:

@@ -191,6 +191,7 @@ class VerificationBatch(NamedTuple):
     logprobs: Logprobs | None = None
     packing: Packing | None = None
     shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
+    draft_vocab_ids: Tensor | None = None  # [draft_vocab] int32 or int64, tokens of draft_logits; None: the target's
 
     @property
     def num_draft_tokens(self) -> int:
@@ -221,6 +222,7 @@ class VerificationBatch(NamedTuple):
         logprobs: Logprobs | None = None,
         packing: Packing | None = None,
         shard: "VocabShard | None" = None,
+        draft_vocab_ids: Tensor | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -237,18 +239,24 @@ class VerificationBatch(NamedTuple):
             drafts, (used_slots, used_requests) = (num_slots, packing.num_draft_tokens), packing.used()
         device = target_logits.device
         for_seeds = seeds, batch if seeds is None else num_slots, device
+        draft_vocab = target_logits.shape[-1]
+        if draft_vocab_ids is not None:
+            draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, vocab, device, shard)
         if draft_logits is not None:
-            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, target_logits.shape[-1]), device)
+            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, draft_vocab), device)
         if draft_logsumexp is not None:
             check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
             if draft_logits is None:
                 raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
         if packing is None:
             check_token_ids(draft_token_ids, vocab)
-        sizes = num_slots, vocab, device
-        truncation = Truncation.check(Sampling(temperature, top_k, top_p, min_p), *sizes, used=used_slots)
+        sampling, sizes = Sampling(temperature, top_k, top_p, min_p), (num_slots, vocab, device)
+        truncation = Truncation.check(sampling, *sizes, used=used_slots)
         draft_truncation = None if draft_logits is None else truncation
         draft_temperature = None
+        if draft_vocab_ids is not None:  # a top_k may keep all tokens of the draft, but not of the target
+            sizes = num_slots, draft_vocab, device
+            draft_truncation = Truncation.check(sampling, *sizes, used=used_slots)
         if draft_sampling is not None:
             check_draft_sampling(draft_sampling, draft_logits)
             of = "draft_sampling."
@@ -272,6 +280,7 @@ class VerificationBatch(NamedTuple):
             logprobs,
             packing,
             shard,
+            None if draft_vocab_ids is None else plain(draft_vocab_ids),
         )
 
 
@@ -485,6 +494,42 @@ def check_draft_sampling(draft_sampling: Sampling, draft_logits: Tensor | None) 
         raise TypeError(f"draft_sampling: expected a Sampling, got {type(draft_sampling).__name__}")
     if draft_logits is None:
         raise ValueError("draft_sampling: given without the draft_logits that the drafts were drawn from")
+
+
+def check_draft_vocab_ids(
+    draft_vocab_ids: Tensor,
+    draft_logits: Tensor | None,
+    vocab: int,
+    device: torch.device,
+    shard: "VocabShard | None",
+) -> int:
+    """Raise unless they are distinct ids of the target's tokens, one for each of draft_logits; return how many.
+
+    Their values are checked only on the CPU.
+    """
+    name = "draft_vocab_ids"
+    if shard is not None:
+        raise ValueError(f"{name}: not supported with a shard of the vocabulary; spread draft_logits over the target's")
+    if draft_logits is None:
+        raise ValueError(f"{name}: given without the draft_logits whose tokens they are")
+    check_type("draft_logits", draft_logits, FLOATS)
+    size = draft_logits.shape[-1] if draft_logits.ndim > 0 else 0
+    if size == 0:
+        expected = "a last dimension of at least one token, those of draft_vocab_ids"
+        raise ValueError(f"draft_logits: expected {expected}, got shape {list(draft_logits.shape)}")
+    check_type(name, draft_vocab_ids, INTEGERS)
+    if draft_vocab_ids.shape != (size,):
+        expected = f"shape [{size}], one id for each token of draft_logits"
+        raise ValueError(f"{name}: expected {expected}, got {list(draft_vocab_ids.shape)}")
+    check_device(name, draft_vocab_ids, device)
+    if size > vocab:
+        raise ValueError(f"{name}: expected at most {vocab} ids, as many as the target has tokens, got {size}")
+    if on_host(draft_vocab_ids):
+        inside = (draft_vocab_ids >= 0) & (draft_vocab_ids < vocab)
+        check_values(name, draft_vocab_ids, inside, f"ids in [0, {vocab})")
+        is_only = draft_vocab_ids.bincount()[draft_vocab_ids.long()] == 1
+        check_values(name, draft_vocab_ids, is_only, "distinct ids")
+    return size
 
 
 def check_draft_cutoff(

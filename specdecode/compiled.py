@@ -52,6 +52,7 @@ def verify(
     row_starts: Tensor | None = None,
     num_draft_tokens: int = 0,
     slots: Tensor | None = None,
+    draft_vocab_ids: Tensor | None = None,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
 
@@ -75,6 +76,7 @@ def verify(
                 *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
                 positions,
                 draft_cutoff,
+                draft_vocab_ids,
                 logprobs,
                 row_starts,
                 num_draft_tokens,
@@ -168,6 +170,7 @@ def _verify(
     first_seed: int,
     positions: Tensor | None,
     draft_cutoff: Tensor | None,
+    draft_vocab_ids: Tensor | None,
     logprobs: str | None,
     row_starts: Tensor | None,
     num_draft_tokens: int,
@@ -183,13 +186,14 @@ def _verify(
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
     others: Any = positions, *truncation, drafts, draft_cutoff, logprobs
+    also: Any = {"draft_vocab_ids": draft_vocab_ids}
     if row_starts is None:
-        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
+        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others, **also)))
     where: Any = row_starts, num_draft_tokens, slots
     if not seeds_are_drawn:
-        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
+        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where, **also)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
-    batch = check_packed(*tensors, temperature, 0, *others, *where)
+    batch = check_packed(*tensors, temperature, 0, *others, *where, **also)
     packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
     return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
 

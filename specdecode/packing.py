@@ -44,6 +44,7 @@ def check_packed(
     num_draft_tokens: int | None,
     slots: Tensor | None,
     shard: VocabShard | None = None,
+    draft_vocab_ids: Tensor | None = None,
 ) -> VerificationBatch:
     """Build a batch from the arguments of a packed call.
 
@@ -58,7 +59,7 @@ def check_packed(
     packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request=seeds is None)
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
     return VerificationBatch.check(
-        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing, shard
+        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing, shard, draft_vocab_ids
     )
 
 

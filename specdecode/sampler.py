@@ -145,6 +145,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts.
@@ -184,6 +185,14 @@ class RejectionSampler:
                 reading the draft rows again, except in the eager backend on a GPU.
             draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]: needed beside
                 draft_logsumexp if the drafts were drawn from truncated rows.
+            draft_vocab_ids: [draft_vocab] int32 or int64, if the drafter has only some of the target's tokens: the id that
+                each has in the target, distinct and in any order. draft_logits are [batch, num_draft_tokens, draft_vocab]
+                then, q is 0 for all other tokens, and draft rows are truncated in the order of the draft's ids.
+                `draft_token_ids` stay the target's: of what [`draft`][specdecode.RejectionSampler.draft] draws from the
+                draft's rows, pass `draft_vocab_ids[draft.token_ids]`, and the logsumexp and the cutoff (a draft id) as they
+                are. Such drafts do not share the noise of the target's samples, so `"strict"` accepts fewer of them.
+                Backend `"auto"` is eager for these calls, but not with `"strict"`, which does not use draft_logits. None:
+                draft_logits are over the target's tokens.
             logprobs: of what the emitted tokens' log-probabilities are returned. `"processed"`: of the distribution sampled
                 from, that is the target's row with temperature and truncation applied, for accepted, recovered and bonus
                 tokens alike. It is 0 for greedy requests, which sample from a point mass; and -inf for drafts that the
@@ -198,7 +207,8 @@ class RejectionSampler:
             ValueError: an argument of the wrong shape, device or value, or `backend="triton"` where that cannot run. On a
                 CUDA device values are not checked: an id outside the vocabulary counts as -1, a temperature that is NaN
                 or negative as 0, a negative top_k as 0, a top_p or min_p that is NaN as None, a top_p of 0 or less keeps
-                one token, a min_p above 1 is 1.
+                one token, a min_p above 1 is 1. Of draft_vocab_ids, those outside the vocabulary are left out; of equal ones
+                the first counts.
 
         Example:
             >>> import torch
@@ -218,9 +228,11 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
+        names: Any = {"draft_vocab_ids": draft_vocab_ids}
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, self.shard, *arguments, *truncation)
-        return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
+            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation
+            return compiled.verify(*how, **names)
+        return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard, **names))
 
     def packed(
         self,
@@ -240,6 +252,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
@@ -268,6 +281,8 @@ class RejectionSampler:
             positions: [batch] int64, by request: the absolute position of its first draft token; None means 0.
             draft_logsumexp: [num_slots, num_draft_tokens] float32, by slot.
             draft_cutoff: [num_slots, num_draft_tokens] int64, by slot.
+            draft_vocab_ids: [draft_vocab] int32 or int64, as for a call; draft_logits are
+                [num_slots, num_draft_tokens, draft_vocab] then.
             logprobs: as for a call.
 
         Returns:
@@ -296,12 +311,12 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
+        names: Any = {"draft_vocab_ids": draft_vocab_ids}
         where = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
-            return compiled.verify(
-                self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
-            )
-        return self._verify(check_packed(*arguments, *truncation, *where, self.shard))
+            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
+            return compiled.verify(*how, **names)
+        return self._verify(check_packed(*arguments, *truncation, *where, self.shard, **names))
 
     def warmup(
         self,
@@ -318,6 +333,7 @@ class RejectionSampler:
         positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
+        draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
@@ -345,6 +361,7 @@ class RejectionSampler:
             positions: as for a call.
             draft_logsumexp: as for a call.
             draft_cutoff: as for a call.
+            draft_vocab_ids: as for a call.
             logprobs: as for a call.
             row_starts: if given, the kernels of [`packed`][specdecode.RejectionSampler.packed] calls are compiled, and all
                 arguments are as for those.
@@ -363,22 +380,24 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
+        names: Any = {"draft_vocab_ids": draft_vocab_ids}
         if row_starts is None:
             if slots is not None or num_draft_tokens is not None:
                 raise ValueError(
                     "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
                 )
-            batch = self._checked(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
+            batch = self._checked(VerificationBatch.check(*arguments, *truncation, shard=self.shard, **names))
         else:
             where = row_starts, num_draft_tokens, slots
-            batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard))
+            batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard, **names))
         if self.shard is not None:
             self.shard.agree(target_logits)
             return
-        backend = self._backend_for(batch)
-        if backend is eager:
+        if backends.choose(self.backend, target_logits, self.shard) is eager:
             return
-        backend.warm_up(self.method, batch, self.schedule)
+        backend = self._backend_for(batch)
+        if backend is not eager:
+            backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
             numbers: Any = (how.temperature, seeds, positions, *how[1:])
@@ -401,10 +420,10 @@ class RejectionSampler:
         return output
 
     def _backend_for(self, batch: VerificationBatch) -> ModuleType:
-        """Return the backend's module; `"auto"` is eager where the kernels cannot truncate rows as they are to be."""
+        """Return the backend's module; `"auto"` is eager where the kernels cannot verify the batch."""
         backend = backends.choose(self.backend, batch.target_logits, self.shard)
-        if self.backend == "auto" and batch.is_truncated and backend is not eager:
-            return backend if backend.why_not_truncated(self.method, batch) is None else eager
+        if self.backend == "auto" and backend is not eager:
+            return backend if backend.why_not_verified(self.method, batch) is None else eager
         return backend
 
     def draft(

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import reference
-from reference import block, philox, selection, truncation
+from reference import block, philox, probabilistic, selection, truncation
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
@@ -344,6 +344,9 @@ class Case:
     draft_truncation: Mapping[str, float] | None = None
     """By which drafts are drawn; None: as the target samples."""
 
+    draft_vocab_ids: tuple[int, ...] | None = None
+    """The target's id of each token of the draft, whose table is of its own tokens; None: they are the same."""
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
@@ -370,8 +373,18 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     if case.draft_truncation is not None:
         draft_sampling = of_verify["draft_sampling"] = truncation.Sampling(case.temperature, **case.draft_truncation)
 
+    names = case.draft_vocab_ids
+    if names is not None:  # its rows come truncated
+        of_verify["draft_sampling"] = truncation.Sampling(case.temperature)
+
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
         return logits(model(prefix), case.temperature)
+
+    def draft_row(prefix: tuple[int, ...]) -> np.ndarray:
+        if names is None:
+            return row(case.draft, prefix)
+        kept, _ = truncation.truncate(row(case.draft, prefix), draft_sampling)
+        return probabilistic.spread(kept, names, case.vocab_size)
 
     with ideal_noise(chance):
         for num_drafts in case.drafts:
@@ -384,13 +397,13 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
                     position=here,
                     domains=domains(offset) if callable(domains) else domains,
                 )
-                drafts += (proposal.index,)
+                drafts += (proposal.index if names is None else names[proposal.index],)
             padding = max(case.slots - num_drafts, 0)
             unused = [np.full(case.vocab_size, np.nan)] * padding
             outcome = verify(
                 [*(row(case.target, tokens + drafts[:offset]) for offset in range(num_drafts + 1)), *unused],
                 [*drafts, -1, *([0] * padding)][: num_drafts + padding],
-                [*(row(case.draft, tokens + drafts[:offset]) for offset in range(num_drafts)), *unused],
+                [*(draft_row(tokens + drafts[:offset]) for offset in range(num_drafts)), *unused],
                 **keywords,
                 **of_verify,
                 position=position + len(tokens),

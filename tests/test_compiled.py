@@ -202,7 +202,7 @@ def test_operators_keep_the_rules_of_operators(place, draft_logits):
     seeds = torch.arange(BATCH, device=place[1])
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
     numbers = [None] * 4, [0.7, 0.0, 1.0, 0.0]
-    arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None)
+    arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None, None)
     torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments, None, None, 0, None, False))
     without_values = ("test_schema", "test_faketensor")  # NaN is not equal to itself
     raw = (*arguments, "raw", None, 0, None, False)

@@ -150,6 +150,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 *SEEDED,
                 ("draft_logsumexp", None),
                 ("draft_cutoff", None),
+                ("draft_vocab_ids", None),
                 ("logprobs", None),
             ],
         ),

@@ -83,6 +83,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         each(batch.draft_cutoff),
         batch.logprobs,
         shard=batch.shard,
+        draft_vocab_ids=batch.draft_vocab_ids,
     )
     return unpacked, num_drafts >= 0
 

@@ -23,6 +23,7 @@ from specdecode.eager.selection import (
 from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
 from specdecode.eager.truncation import RowSampling, is_kept, read
+from specdecode.eager.vocabulary import DraftVocabRows
 from specdecode.noise import SELECT
 
 LARGEST_LOGSUMEXP = 256.0
@@ -53,6 +54,15 @@ def logprobs(
         is_point = result.isnan() if greedy is None else result.isnan() | greedy
         result = torch.where(is_point, (rows.first == token_ids).squeeze(-1).log(), result)
     return result, is_empty
+
+
+def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tensor | None) -> Tensor:
+    """Return the raw logit of one token per row, [...]; -inf if it is beyond the cutoff, or no token of the draft."""
+    if isinstance(draft, DraftVocabRows):
+        places = draft.places[token_ids]
+        return kept_logits(draft.tensor, places.clamp(min=0), cutoff).masked_fill(places < 0, -torch.inf)
+    logits = draft.gather(-1, token_ids[..., None]).squeeze(-1)
+    return logits if cutoff is None else logits.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
 
 
 def log_quotient(
@@ -87,10 +97,7 @@ def log_quotient(
         cutoff: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         (target_logprob,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
-        logit = draft.gather(-1, token_ids[..., None]).squeeze(-1)
-        draft_logprob = logit / draft_sampling.temperature - logsumexp
-        if cutoff is not None:
-            draft_logprob = draft_logprob.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
+        draft_logprob = kept_logits(draft, token_ids, cutoff) / draft_sampling.temperature - logsumexp
         return target_logprob - draft_logprob, is_empty
 
     if draft is None:

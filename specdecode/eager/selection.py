@@ -16,6 +16,7 @@ from specdecode.batch import on_host
 from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import exponential
+from specdecode.eager.vocabulary import DraftVocabRows
 from specdecode.noise import BLOCK_SIZE
 
 CHUNK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
@@ -26,10 +27,13 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: if they are `packed.IndexedRows`, also in a named tuple, they are copied now."""
+    """Return logits as a tensor: if they are `packed.IndexedRows`, also in a named tuple, they are copied now.
+
+    Those of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
+    """
     if isinstance(logits, tuple):
         return type(logits)(*map(gathered, logits))
-    return logits.gather() if isinstance(logits, IndexedRows) else logits
+    return logits.gather() if isinstance(logits, IndexedRows | DraftVocabRows) else logits
 
 
 def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:

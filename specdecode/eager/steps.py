@@ -12,6 +12,7 @@ from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, on_host
 from specdecode.eager.philox import uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
+from specdecode.eager.vocabulary import DraftVocabRows, places_of
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -25,6 +26,10 @@ class Steps:
     def __init__(self, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
         size, rows, self.vocab = batch.target_logits.shape
         self.target_logits, self.draft_logits = batch.target_logits, batch.draft_logits
+        if batch.draft_logits is not None and batch.draft_vocab_ids is not None:
+            places = places_of(batch.draft_vocab_ids, self.vocab)
+            # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
+            self.draft_logits = DraftVocabRows(batch.draft_logits, places)  # type: ignore[assignment]
         self.draft_logsumexp = batch.draft_logsumexp
         if batch.shard is not None:
             self.vocab = batch.shard.vocab_size

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import Truncation
-from specdecode.eager.selection import Rows
+from specdecode.eager.selection import Rows, point_masses
 from specdecode.eager.selection import read as read_whole
+from specdecode.eager.vocabulary import DraftVocabRows
 
 ALL = torch.iinfo(torch.int64).max
 
@@ -112,12 +113,14 @@ def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tupl
     """Copy rows of raw logits, each truncated as it was sampled, so that all have the temperature of the first model.
 
     Args:
-        models: [..., vocab] raw logits of the target, and of the draft if it is to be read.
+        models: [..., vocab] raw logits of the target, and of the draft if it is to be read, also `DraftVocabRows`.
         samplings: how tokens are drawn from the rows of each.
 
     Returns:
         The rows, and the cutoffs of the first model, [...] int64; None if it is not truncated.
     """
+    if isinstance(models[-1], DraftVocabRows):
+        return read_and_spread(*models, *samplings)
     cutoffs = None
     rows = read_whole(models, samplings[0].temperature.dtype)
     for model, (logits, row_max, sampling) in enumerate(zip(rows.logits, rows.row_max, samplings)):
@@ -130,6 +133,18 @@ def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tupl
             logits.copy_(torch.where(finite, (logits - row_max) * sampling.factor[..., None], logits))
             row_max.masked_fill_(finite, 0)
     return rows, cutoffs
+
+
+def read_and_spread(
+    target: Tensor, draft: DraftVocabRows, sampling: RowSampling, draft_sampling: RowSampling
+) -> tuple[Rows, Tensor | None]:
+    """Read rows of a target, and of a draft with a vocabulary of its own, which are truncated first and then spread."""
+    rows, cutoffs = read((target,), (sampling,))
+    drafts, _ = read((draft.tensor,), (draft_sampling,))
+    drafts = point_masses(drafts)  # where an order of ids decides, it is the draft's
+    spread = draft.spread(drafts.logits, rows.logits.shape[-1])
+    first = None if rows.first is None else torch.cat([rows.first, spread.argmax(dim=-1, keepdim=True)])
+    return Rows(torch.cat([rows.logits, spread]), torch.cat([rows.row_max, drafts.row_max]), first), cutoffs
 
 
 def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:

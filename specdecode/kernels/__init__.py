@@ -119,7 +119,7 @@ def verify(
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
     rule = METHODS[method][batch.draft_logits is None]
-    if batch.is_truncated and (why_not := why_not_truncated(method, batch)) is not None:
+    if (why_not := why_not_verified(method, batch)) is not None:
         raise ValueError(why_not)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
@@ -141,9 +141,16 @@ def verify(
     return output
 
 
-def why_not_truncated(method: str, batch: VerificationBatch) -> str | None:
-    """Return why rows cannot be truncated as they are to be, which then the eager backend alone can; or None."""
+def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
+    """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
     rule = METHODS[method][batch.draft_logits is None]
+    if rule is not BY_SAMPLE and batch.draft_vocab_ids is not None:
+        return "draft_vocab_ids: 'triton' takes draft logits over the target's vocabulary only; use 'eager' or 'auto'"
+    return why_not_truncated(rule, batch) if batch.is_truncated else None
+
+
+def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
+    """Return why rows cannot be truncated as they are to be, or None."""
     # One tensor for both is known to be the same without reading it.
     of_drafts, temperature = batch.draft_temperature, batch.temperature
     is_same = of_drafts is temperature or (isinstance(of_drafts, float) and of_drafts == temperature)

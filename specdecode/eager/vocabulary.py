@@ -1,0 +1,57 @@
+"""Draft rows over a vocabulary of their own, in PyTorch: truncated as they are, and spread a few at a time.
+
+Draft rows are short, and stay so until they are computed. Then those of the chunk are truncated in the order of the draft's
+ids, and their logits are moved to the places of the target's ids, with -inf where the draft has no token. From there on they
+are rows like others: softmax gives 0 for what the draft lacks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode.eager.packed import IndexedRows
+
+
+class DraftVocabRows:
+    """Raw logits over the draft's own vocabulary, [..., draft_vocab], and which token of the target each entry is."""
+
+    def __init__(self, logits: Tensor | IndexedRows, places: Tensor) -> None:
+        """Take rows, and the places of the target's tokens in them, [vocab] int64, -1 for those that the draft lacks."""
+        self.logits, self.places = logits, places
+        self.dtype = logits.dtype
+
+    def __getitem__(self, key: Any) -> "DraftVocabRows":
+        """Return some of the rows."""
+        return DraftVocabRows(self.logits[key], self.places)
+
+    def gather(self) -> "DraftVocabRows":
+        """Copy the rows, if they have only been indexed so far."""
+        return DraftVocabRows(self.logits.gather(), self.places) if isinstance(self.logits, IndexedRows) else self
+
+    @property
+    def tensor(self) -> Tensor:
+        """The logits of rows that have been gathered."""
+        assert isinstance(self.logits, Tensor)
+        return self.logits
+
+    def spread(self, logits: Tensor, width: int) -> Tensor:
+        """Move [..., draft_vocab or more] logits of such rows to the target's tokens, [..., width], -inf elsewhere."""
+        rows = logits.new_full((*logits.shape[:-1], width), -torch.inf)
+        of_target = logits.index_select(-1, self.places.clamp(min=0)).masked_fill_(self.places < 0, -torch.inf)
+        rows[..., : len(self.places)] = of_target
+        return rows
+
+
+def places_of(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
+    """Return the draft id of each token of the target, [vocab] int64, -1 for those that the draft lacks.
+
+    Values that could not be checked on the host are made harmless: an id outside the vocabulary is left out, and of equal
+    ids the first counts.
+    """
+    ids = draft_vocab_ids.to(torch.int64)
+    size = len(ids)
+    inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # an entry that is cut off again
+    places = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
+    places.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
+    return torch.where(places < size, places, -1)[:vocab]

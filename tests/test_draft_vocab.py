@@ -1,0 +1,213 @@
+"""Drafters with only some of the target's tokens: the target's distribution, and what rows spread by hand give."""
+
+import importlib
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler, Sampling
+from specdecode.batch import VerificationBatch
+from specdecode.eager.vocabulary import places_of
+from tests.conftest import HAS_TRITON, ON_GPU
+from tests.differential import case, like_a_device
+from tests.enumeration import Case, decode, distribution, history, iid, marginal, sequence_distribution, total_variation
+from tests.packing import in_slots, packed_rows, with_counts
+from tests.test_exactness import EXACT
+from tests.test_exactness import METHODS as REFERENCE
+from tests.test_packed import METHODS, assert_same, sampler_of
+
+CASES = {
+    "history": Case(history(1, 4), history(2, 2), (2,), 3, draft_vocab_ids=(3, 1)),
+    "ties": Case(iid(1, 2, 3), iid(2, 2), (2,), 3, draft_truncation={"top_k": 1}, draft_vocab_ids=(2, 0)),
+    "truncated": Case(
+        history(1, 4), history(2, 3), (2,), 3, 0.6, 3, draft_truncation={"top_p": 0.7}, draft_vocab_ids=(2, 0, 1)
+    ),
+    "one-token": Case(history(3, 3), iid(1), (2,), 3, draft_vocab_ids=(1,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_the_joint_distribution_of_the_tokens_is_the_targets(method, name):
+    how, chosen = REFERENCE[method], CASES[name]
+    joint = distribution(lambda chance: decode(chance, chosen, how.verify, how.domains))
+    tokens = marginal(joint, lambda outcome: outcome[0])
+    assert total_variation(tokens, sequence_distribution(chosen.target, chosen.num_tokens)) < EXACT
+    assert any(accepted[0] > 0 for _, accepted in joint), "no draft was ever accepted"
+
+
+def spread(draft_logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Rows over the draft's tokens as rows over the target's."""
+    rows = draft_logits.new_full((*draft_logits.shape[:-1], vocab), -torch.inf)
+    rows[..., ids.long()] = draft_logits
+    return rows
+
+
+def pair_of(trial: int, vocab: int, size: int, place: tuple[str, str], draw: random.Random) -> tuple:
+    """A batch, what is said of its drafts, drawn over tokens of their own, and the same with rows spread by hand."""
+    batch = case(5, 3, vocab, draw.choice([torch.float32, torch.bfloat16, torch.float64]), seed=trial)
+    chosen = torch.randperm(vocab, generator=torch.Generator().manual_seed(trial))[:size]
+    draft_logits = batch.draft_logits[..., chosen].contiguous()
+    # Equal logits come in another order by hand; so all differ: what is then left is no matter of the order of ids.
+    draft_logits += torch.arange(size).to(draft_logits.dtype) / 64
+    draft_logits = draft_logits.argsort(-1).argsort(-1).to(draft_logits.dtype) / 8
+    if draw.random() < 0.3:
+        draft_logits[0, 0, 3], draft_logits[1, :, ::2], draft_logits[2, 1] = torch.inf, torch.nan, -torch.inf
+    limits: dict = draw.choice([{}, {"top_k": draw.choice([3, size, size + 3])}, {"top_p": 0.9, "min_p": 0.01}])
+    options = {**limits, "temperature": draw.choice([0.7, batch.temperature]), "seeds": batch.seeds}
+    narrow: dict = {"draft_logits": draft_logits, "draft_vocab_ids": chosen.to(draw.choice([torch.int32, torch.int64]))}
+    wide: dict = {"draft_logits": spread(draft_logits, chosen, vocab)}
+    drafter = sampler_of("probabilistic", place[0])
+    drafts = [drafter.draft(draft_logits[:, i], **options, positions=batch.positions + i) for i in range(3)]
+    token_ids = chosen[torch.stack([draft.token_ids for draft in drafts], 1)].masked_fill(batch.draft_token_ids < 0, -1)
+    token_ids[3, 0] = draw.choice([int(token_ids[3, 0]), draw.randrange(vocab)])  # which the draft may lack
+    if draw.random() < 0.5:
+        narrow["draft_logsumexp"] = wide["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
+        if drafts[0].cutoff is not None:
+            narrow["draft_cutoff"] = cutoff = torch.stack([draft.cutoff for draft in drafts], 1)
+            wide["draft_cutoff"] = torch.where(cutoff < 0, -1, chosen[cutoff.clamp(min=0)])
+        elif limits.get("top_k", vocab) < vocab:  # all tokens of the draft, but not of the target
+            wide["draft_cutoff"] = torch.full((5, 3), -1)
+    elif draw.random() < 0.4:
+        narrow["draft_sampling"] = wide["draft_sampling"] = Sampling(draw.choice([1.3, 0.0]), draw.choice([None, 4]))
+    return batch, token_ids, options, narrow, wide
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_narrow_rows_give_bit_for_bit_what_rows_spread_by_hand_give(method):
+    place, sampler, accepted = ("eager", "cpu"), sampler_of(method), 0
+    for trial in range(24):
+        draw = random.Random(f"{method} {trial}")
+        vocab, size = draw.choice([(40, 13), (40, 40), (1100, 37), (3000, 1100)][: 3 + (trial == 8)])
+        batch, token_ids, options, narrow, wide = pair_of(trial, vocab, size, place, draw)
+        options |= {"positions": batch.positions, "logprobs": "processed"}
+        with draw.choice([nullcontext, nullcontext, like_a_device])():
+            expected = sampler(batch.target_logits, token_ids, **wide, **options)
+            assert_same(sampler(batch.target_logits, token_ids, **narrow, **options), expected)
+            counts, slots = [3, 2, 3, 1, 0], torch.tensor([6, 2, 0, 4, 1])
+            ragged = with_counts(type(batch)(**{**vars(batch), "draft_token_ids": token_ids}), counts)
+            expected = sampler(ragged.target_logits, ragged.draft_token_ids, **wide, **options)
+            by_call = "positions", "draft_vocab_ids"
+            every = {**narrow, **options}
+            by_slot = {n: v if n in by_call else in_slots(v, slots, 7) for n, v in every.items()}
+            assert_same(sampler.packed(**packed_rows(ragged, counts), slots=slots, **by_slot), expected)
+        accepted += int(expected.num_accepted.sum())
+    assert accepted > 0
+
+
+def test_of_equal_logits_the_drafts_ids_decide():
+    target, draft = torch.zeros(400, 2, 5), torch.zeros(400, 1, 3)
+    draft[0], draft[1, 0, 1:] = torch.nan, torch.inf
+    ids, sampler = torch.tensor([4, 2, 0]), RejectionSampler("probabilistic")
+    drawn = sampler.draft(draft[:, 0], seeds=0, top_k=2)
+    assert ids[drawn.token_ids].unique().tolist() == [2, 4]
+    assert drawn.cutoff[2:].unique().tolist() == [1]
+    given = {"draft_logsumexp": drawn.logsumexp[:, None], "draft_cutoff": drawn.cutoff[:, None]}
+    spread_rows = torch.full((400, 1, 5), -torch.inf)
+    spread_rows[2:, 0, [4, 2]], spread_rows[0, 0, 4], spread_rows[1, 0, 2] = 0.0, 0.0, 0.0
+    token_ids = ids[drawn.token_ids][:, None]
+    options = {"seeds": 0, "top_k": 2}
+    expected = sampler(target, token_ids, spread_rows, draft_sampling=Sampling(), **options)
+    for more in ({}, given):
+        assert_same(sampler(target, token_ids, draft, draft_vocab_ids=ids, **more, **options), expected)
+
+
+def test_hostile_ids_of_a_device_stay_inside():
+    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    hostile = torch.tensor([low, high, -1, 8, 2, 2, 0, 2**32])
+    assert places_of(hostile, 8).tolist() == [6, -1, 4, -1, -1, -1, -1, -1]
+    target, draft, drafts = torch.randn(64, 3, 8), torch.randn(64, 2, 8), torch.randint(0, 8, (64, 2))
+    draft[:9, 0, 1] = torch.inf  # a point mass on what is no token
+    for method in ("probabilistic", "block"):
+        with like_a_device(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("specdecode.batch.on_host", lambda _: False)
+            for options in ({}, {"top_k": 2}):
+                batch = VerificationBatch.check(
+                    target, drafts, draft, None, 1.0, 0, None, **options, draft_vocab_ids=hostile
+                )
+                output = RejectionSampler(method, backend="eager")._verify(batch)
+                at_end = output.token_ids.gather(1, output.num_accepted[:, None].long())
+                assert ((at_end >= 0) & (at_end < 8)).all()
+                assert not output.invalid.any()
+
+
+IDS, ROWS = torch.tensor([4, 2, 0]), torch.zeros(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"draft_logits": ROWS}, ValueError, r"draft_logits: expected shape \[1, 2, 5\], got \[1, 2, 3\]"),
+        ({"draft_vocab_ids": IDS}, ValueError, r"draft_vocab_ids: given without the draft_logits"),
+        ({"draft_vocab_ids": [4, 2, 0], "draft_logits": ROWS}, TypeError, r"draft_vocab_ids: expected a torch.Tensor"),
+        ({"draft_vocab_ids": IDS.short(), "draft_logits": ROWS}, TypeError, r"draft_vocab_ids: expected dtype int32"),
+        ({"draft_vocab_ids": IDS[:2], "draft_logits": ROWS}, ValueError, r"draft_vocab_ids: expected shape \[3\]"),
+        ({"draft_vocab_ids": IDS[None], "draft_logits": ROWS}, ValueError, r"draft_vocab_ids: expected shape \[3\]"),
+        (
+            {"draft_vocab_ids": IDS + 1, "draft_logits": ROWS},
+            ValueError,
+            r"draft_vocab_ids: .*\[0, 5\), got 5 at \[0\]",
+        ),
+        ({"draft_vocab_ids": IDS - 1, "draft_logits": ROWS}, ValueError, r"draft_vocab_ids: .*, got -1 at \[2\]"),
+        ({"draft_vocab_ids": IDS * 0 + 3, "draft_logits": ROWS}, ValueError, r"draft_vocab_ids: expected distinct ids"),
+        (
+            {"draft_vocab_ids": IDS, "draft_logits": ROWS[:, :1]},
+            ValueError,
+            r"draft_logits: expected shape \[1, 2, 3\]",
+        ),
+        (
+            {"draft_vocab_ids": IDS[:0], "draft_logits": ROWS[..., :0]},
+            ValueError,
+            r"draft_logits: .*at least one token",
+        ),
+        (
+            {"draft_vocab_ids": torch.arange(6), "draft_logits": torch.zeros(1, 2, 6)},
+            ValueError,
+            r"draft_vocab_ids: expected at most 5 ids",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(options, kind, message):
+    for method in ("strict", "block"):
+        sampler, drafts = RejectionSampler(method), torch.zeros(1, 2, dtype=torch.int64)
+        with pytest.raises(kind, match=message):
+            sampler(torch.zeros(1, 3, 5), drafts, **options, seeds=0)
+        with pytest.raises(kind, match=message):
+            sampler.warmup(torch.zeros(1, 3, 5), drafts, **options, seeds=0)
+    rows, starts = torch.zeros(3, 5), torch.tensor([0, 3])
+    with pytest.raises(kind, match=message):
+        sampler.packed(rows, torch.zeros(3, dtype=torch.int64), starts, **options, num_draft_tokens=2, seeds=0)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_the_kernels_refuse_them_but_for_strict_which_ignores_them():
+    kernels = importlib.import_module("specdecode.kernels")
+    target, drafts, device = torch.zeros(1, 3, 5), torch.tensor([[4, 2]]), "cuda" if ON_GPU else "cpu"
+    arguments = [tensor.to(device) for tensor in (target, drafts, ROWS)]
+    with pytest.raises(ValueError, match="draft_vocab_ids: 'triton' takes"):
+        RejectionSampler("probabilistic", backend="triton")(*arguments, seeds=0, draft_vocab_ids=IDS.to(device))
+    checked = VerificationBatch.check(*arguments, None, 1.0, 0, None, draft_vocab_ids=IDS.to(device))
+    assert kernels.why_not_verified("strict", checked) is None
+    assert "draft_vocab_ids" in kernels.why_not_verified("block", checked)
+
+
+def test_a_shard_refuses_them():
+    shard, drafts = SimpleNamespace(vocab_size=5), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="draft_vocab_ids: not supported with a shard"):
+        VerificationBatch.check(
+            torch.zeros(1, 3, 5), drafts, ROWS, None, 1.0, 0, None, shard=shard, draft_vocab_ids=IDS
+        )
+
+
+def test_compiled_calls_take_them():
+    sampler, target, drafts = RejectionSampler("block"), torch.randn(1, 3, 5), torch.tensor([[4, 2]])
+
+    def call(target: Tensor, drafts: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+        return sampler(target, drafts, rows, seeds=0, draft_vocab_ids=ids).token_ids
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(target, drafts, ROWS, IDS), call(target, drafts, ROWS, IDS))
