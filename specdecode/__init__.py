@@ -11,6 +11,7 @@ if typing.TYPE_CHECKING:
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
     from specdecode.sampler import RejectionSampler
+    from specdecode.sharding import VocabShard
     from specdecode.synthetic import AcceptanceSchedule
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "RejectionSampler",
     "SamplerOutput",
     "Sampling",
+    "VocabShard",
     "sample",
 ]
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ _MODULES = {
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
     "Sampling": "batch",
+    "VocabShard": "sharding",
     "sample": "drafting",
 }
 

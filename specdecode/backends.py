@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 
 from specdecode import eager
+from specdecode.sharding import VocabShard
 
 Backend = Literal["auto", "triton", "eager"]
 
 
-def choose(backend: Backend, logits: Tensor) -> ModuleType:
+def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) -> ModuleType:
     """Return the backend's module for these logits.
 
     `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
-    replaced.
+    replaced. Shards of the vocabulary are verified by eager alone.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
-    if backend == "eager" or (backend == "auto" and logits.is_cpu):
+    if backend == "eager" or shard is not None or (backend == "auto" and logits.is_cpu):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:

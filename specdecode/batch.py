@@ -2,10 +2,13 @@
 
 import math
 from numbers import Integral, Real
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdecode.sharding import VocabShard
 
 Logprobs = Literal["processed", "raw"]
 """Of what emitted tokens' log-probabilities are: the distribution sampled from, or softmax(logits)."""
@@ -110,6 +113,7 @@ class RowBatch(NamedTuple):
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
     truncation: Truncation | None = None
+    shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
 
     @property
     def is_truncated(self) -> bool:
@@ -126,6 +130,7 @@ class RowBatch(NamedTuple):
         top_k: Tensor | int | None = None,
         top_p: Tensor | float | None = None,
         min_p: Tensor | float | None = None,
+        shard: "VocabShard | None" = None,
     ) -> "RowBatch":
         """Build a batch from a caller's arguments.
 
@@ -133,13 +138,15 @@ class RowBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, vocab = check_logits("logits", logits, ("batch", "vocab"))
+        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), shard)
+        for_seeds = seeds, batch, logits.device
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
-            check_seeds(seeds, batch, logits.device),
+            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, logits),
             check_positions(positions, batch, logits.device),
             Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
+            shard,
         )
 
 
@@ -183,6 +190,7 @@ class VerificationBatch(NamedTuple):
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
     logprobs: Logprobs | None = None
     packing: Packing | None = None
+    shard: "VocabShard | None" = None  # which part of the vocabulary the logits are; None: all of it
 
     @property
     def num_draft_tokens(self) -> int:
@@ -212,6 +220,7 @@ class VerificationBatch(NamedTuple):
         draft_cutoff: Tensor | None = None,
         logprobs: Logprobs | None = None,
         packing: Packing | None = None,
+        shard: "VocabShard | None" = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -220,14 +229,16 @@ class VerificationBatch(NamedTuple):
             ValueError: an argument of the wrong shape, device or value.
         """
         if packing is None:
-            batch, rows, vocab = check_padded(target_logits, draft_token_ids, draft_logits)
+            batch, rows, vocab = check_padded(target_logits, draft_token_ids, draft_logits, shard)
             num_slots, drafts, used_slots, used_requests = batch, (batch, rows - 1), None, None
         else:
-            vocab, batch, num_slots = target_logits.shape[1], len(packing.row_starts) - 1, packing.num_slots
+            vocab = target_logits.shape[1] if shard is None else shard.vocab_size
+            batch, num_slots = len(packing.row_starts) - 1, packing.num_slots
             drafts, (used_slots, used_requests) = (num_slots, packing.num_draft_tokens), packing.used()
-        device, fresh_seeds = target_logits.device, seeds is None
+        device = target_logits.device
+        for_seeds = seeds, batch if seeds is None else num_slots, device
         if draft_logits is not None:
-            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, vocab), device)
+            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, target_logits.shape[-1]), device)
         if draft_logsumexp is not None:
             check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
             if draft_logits is None:
@@ -252,7 +263,7 @@ class VerificationBatch(NamedTuple):
             None if draft_logits is None else plain(draft_logits),
             None if draft_logsumexp is None else plain(draft_logsumexp),
             check_temperature(temperature, num_slots, device, used=used_slots),
-            check_seeds(seeds, batch if fresh_seeds else num_slots, device),
+            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, target_logits),
             check_positions(positions, batch, device, used_requests),
             truncation,
             draft_temperature,
@@ -260,6 +271,7 @@ class VerificationBatch(NamedTuple):
             None if draft_cutoff is None else plain(draft_cutoff),
             logprobs,
             packing,
+            shard,
         )
 
 
@@ -347,19 +359,26 @@ def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: 
         raise ValueError(f"{name}: expected {expected}, got {tensor[tuple(index)].item()} at {index}")
 
 
-def check_logits(name: str, logits: Tensor, dimensions: tuple[str, ...]) -> torch.Size:
-    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape."""
+def check_logits(
+    name: str, logits: Tensor, dimensions: tuple[str, ...], shard: "VocabShard | None" = None
+) -> tuple[int, ...]:
+    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
     check_type(name, logits, FLOATS)
     if logits.ndim != len(dimensions):
         raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(logits.shape)}")
+    if shard is not None:  # which may be empty
+        return *logits.shape[:-1], shard.vocab_size
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
     return logits.shape
 
 
-def check_padded(target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None) -> torch.Size:
-    """Raise unless target logits and draft tokens have shapes that fit together; return that of the logits."""
-    batch, rows, _ = shape = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
+def check_padded(
+    target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None, shard: "VocabShard | None"
+) -> tuple[int, ...]:
+    """Raise unless target logits and draft tokens have shapes that fit together; return that of the logits, unsharded."""
+    dimensions = "batch", "num_draft_tokens + 1", "vocab"
+    batch, rows, _ = shape = check_logits("target_logits", target_logits, dimensions, shard)
     if rows == 0:
         raise ValueError(
             "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"

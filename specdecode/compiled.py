@@ -1,7 +1,7 @@
 """The sampler under torch.compile: two operators that the compiler does not look into, one to verify and one to draw.
 
 Compiled code that calls the sampler calls such an operator, which then checks the arguments and runs the backend as usual.
-Calls that are not being compiled never come here.
+Calls that are not being compiled never come here. A call with a shard of the vocabulary is an error.
 
 An argument of an operator is either a tensor or a number, so temperature, truncation and seeds are two arguments each, of
 which one is used. Seeds that the caller does not give are drawn outside the operator: the compiler may replace two equal
@@ -27,6 +27,7 @@ from specdecode.batch import (
     check_logits,
 )
 from specdecode.packing import check_packed
+from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
 
@@ -34,6 +35,7 @@ def verify(
     method: str,
     backend: Backend,
     schedule: AcceptanceSchedule | None,
+    shard: VocabShard | None,
     target_logits: Tensor,
     draft_token_ids: Tensor,
     draft_logits: Tensor | None,
@@ -58,6 +60,7 @@ def verify(
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
     batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
+        target_logits = target_logits if shard is None else _refuse_shard(target_logits)
         output = SamplerOutput(
             *_verify(
                 method,
@@ -85,6 +88,7 @@ def verify(
 def sample(
     backend: Backend,
     domains: tuple[int, int],
+    shard: VocabShard | None,
     logits: Tensor,
     temperature: float | Tensor,
     seeds: int | Tensor | None,
@@ -96,6 +100,7 @@ def sample(
     """Draw one token per row in code that is being compiled; return what a backend's `sample` returns."""
     sampling = Sampling(temperature, top_k, top_p, min_p)
     with torch.no_grad():
+        logits = logits if shard is None else _refuse_shard(logits)
         token_ids, logsumexp, cutoff = _sample(
             backend,
             int(domains[0]),
@@ -133,6 +138,17 @@ def _seeds_for(batch: tuple[int, ...], device: torch.device, seeds: int | Tensor
     if seeds is None:
         return torch.randint(INT64.min, INT64.max, batch, dtype=torch.int64, device=device)
     return seeds
+
+
+@torch.library.custom_op("specdecode::refuse_shard", mutates_args=())
+def _refuse_shard(logits: Tensor) -> Tensor:
+    """Raise. An error in the compiled function itself would make the compiler try its parts, one after the other."""
+    raise ValueError("shard: calls with a shard cannot be compiled; put them in torch.compiler.disable")
+
+
+@_refuse_shard.register_fake
+def _(logits: Tensor) -> Tensor:
+    return torch.empty_like(logits)
 
 
 @torch.library.custom_op("specdecode::verify", mutates_args=())

@@ -8,6 +8,7 @@ from torch import Tensor
 from specdecode import backends, compiled
 from specdecode.batch import RowBatch
 from specdecode.noise import SELECT
+from specdecode.sharding import VocabShard, check_shard
 
 
 class DraftOutput(NamedTuple):
@@ -35,6 +36,7 @@ def sample(
     top_k: int | Tensor | None = None,
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> Tensor:
     """Draw one token per row from softmax(logits / temperature), truncated, reproducibly.
 
@@ -51,6 +53,8 @@ def sample(
         top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
         top_p: likewise.
         min_p: likewise.
+        shard: which part of the vocabulary the logits are, under tensor parallelism; every rank gets the same tokens. None:
+            all of it.
 
     Returns:
         [batch] int64 token ids. A row without a finite logit gives token 0.
@@ -69,9 +73,12 @@ def sample(
         tensor([1, 2])
     """
     token_ids: Tensor
+    if shard is not None:
+        check_shard(shard, "auto")
     if torch.compiler.is_compiling():
-        token_ids, *_ = compiled.sample("auto", SELECT, logits, temperature, seeds, positions, top_k, top_p, min_p)
+        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
+        token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
         return token_ids
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-    token_ids, *_ = backends.choose("auto", logits).sample(batch, SELECT)
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard)
+    token_ids, *_ = backends.choose("auto", logits, shard).sample(batch, SELECT)
     return token_ids

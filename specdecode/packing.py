@@ -23,6 +23,7 @@ from specdecode.batch import (
     on_host,
     plain,
 )
+from specdecode.sharding import VocabShard
 
 
 def check_packed(
@@ -42,6 +43,7 @@ def check_packed(
     row_starts: Tensor,
     num_draft_tokens: int | None,
     slots: Tensor | None,
+    shard: VocabShard | None = None,
 ) -> VerificationBatch:
     """Build a batch from the arguments of a packed call.
 
@@ -49,14 +51,14 @@ def check_packed(
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, device or value.
     """
-    most = check_rows(target_logits, draft_token_ids, row_starts, num_draft_tokens)
+    most = check_rows(target_logits, draft_token_ids, row_starts, num_draft_tokens, shard)
     truncation = top_k, top_p, min_p, draft_sampling
     by_slot = draft_logits, temperature, seeds, *truncation, draft_logsumexp, draft_cutoff
     num_slots, slots = check_slots(slots, row_starts, by_slot)
     packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request=seeds is None)
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
     return VerificationBatch.check(
-        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing
+        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing, shard
     )
 
 
@@ -74,9 +76,15 @@ BY_SLOT = (
 """The arguments of which some may be tensors by slot."""
 
 
-def check_rows(target_logits: Tensor, draft_token_ids: Tensor, row_starts: Tensor, num_draft_tokens: int | None) -> int:
+def check_rows(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    row_starts: Tensor,
+    num_draft_tokens: int | None,
+    shard: VocabShard | None,
+) -> int:
     """Raise unless logits, tokens and the rows of each request fit together; return the most drafts of a request."""
-    num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"))
+    num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), shard)
     device = target_logits.device
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (num_rows,), device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)

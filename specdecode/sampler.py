@@ -21,6 +21,7 @@ from specdecode.batch import (
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
 from specdecode.packing import check_packed
+from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 
 Method = Literal["strict", "probabilistic", "block", "synthetic"]
@@ -58,6 +59,9 @@ class RejectionSampler:
         backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32; `"eager"` is batched PyTorch for any
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
+        shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
+            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the
+            eager backend takes a shard so far. None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -98,7 +102,12 @@ class RejectionSampler:
     """
 
     def __init__(
-        self, method: Method, *, backend: Backend = "auto", schedule: AcceptanceSchedule | None = None
+        self,
+        method: Method,
+        *,
+        backend: Backend = "auto",
+        schedule: AcceptanceSchedule | None = None,
+        shard: VocabShard | None = None,
     ) -> None:
         check_choice("method", method, get_args(Method))
         check_choice("backend", backend, get_args(Backend))
@@ -108,14 +117,18 @@ class RejectionSampler:
             raise ValueError("schedule: method 'synthetic' needs one, such as AcceptanceSchedule.from_mean_rate(...)")
         if method != "synthetic" and schedule is not None:
             raise ValueError(f"schedule: only method 'synthetic' takes one, got one for {method!r}")
+        if shard is not None:
+            check_shard(shard, backend)
         self.method = method
         self.backend = backend
         self.schedule = schedule
+        self.shard = shard
 
     def __repr__(self) -> str:
         """Return the call that makes this sampler."""
         schedule = "" if self.schedule is None else f", schedule={self.schedule!r}"
-        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule})"
+        shard = "" if self.shard is None else f", shard={self.shard!r}"
+        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard})"
 
     def __call__(
         self,
@@ -206,8 +219,8 @@ class RejectionSampler:
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation)
-        return self._verify(VerificationBatch.check(*arguments, *truncation))
+            return compiled.verify(self.method, self.backend, self.schedule, self.shard, *arguments, *truncation)
+        return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
 
     def packed(
         self,
@@ -285,8 +298,10 @@ class RejectionSampler:
         truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
         where = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *truncation, *where)
-        return self._verify(check_packed(*arguments, *truncation, *where))
+            return compiled.verify(
+                self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
+            )
+        return self._verify(check_packed(*arguments, *truncation, *where, self.shard))
 
     def warmup(
         self,
@@ -353,9 +368,13 @@ class RejectionSampler:
                 raise ValueError(
                     "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
                 )
-            batch = self._checked(VerificationBatch.check(*arguments, *truncation))
+            batch = self._checked(VerificationBatch.check(*arguments, *truncation, shard=self.shard))
         else:
-            batch = self._checked(check_packed(*arguments, *truncation, row_starts, num_draft_tokens, slots))
+            where = row_starts, num_draft_tokens, slots
+            batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard))
+        if self.shard is not None:
+            self.shard.agree(target_logits)
+            return
         backend = self._backend_for(batch)
         if backend is eager:
             return
@@ -383,7 +402,7 @@ class RejectionSampler:
 
     def _backend_for(self, batch: VerificationBatch) -> ModuleType:
         """Return the backend's module; `"auto"` is eager where the kernels cannot truncate rows as they are to be."""
-        backend = backends.choose(self.backend, batch.target_logits)
+        backend = backends.choose(self.backend, batch.target_logits, self.shard)
         if self.backend == "auto" and batch.is_truncated and backend is not eager:
             return backend if backend.why_not_truncated(self.method, batch) is None else eager
         return backend
@@ -439,9 +458,9 @@ class RejectionSampler:
         """
         offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
         domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
+        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         if torch.compiler.is_compiling():
-            arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-            return DraftOutput(*compiled.sample(self.backend, domains, *arguments))
-        batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p)
-        backend = backends.choose(self.backend, logits)
+            return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
+        batch = RowBatch.check(*arguments, self.shard)
+        backend = backends.choose(self.backend, logits, self.shard)
         return DraftOutput(*backend.sample(batch, domains))

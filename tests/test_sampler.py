@@ -135,7 +135,11 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
 @pytest.mark.parametrize(
     ("function", "positional", "keyword"),
     [
-        (RejectionSampler.__init__, [("method", REQUIRED)], [("backend", "auto"), ("schedule", None)]),
+        (
+            RejectionSampler.__init__,
+            [("method", REQUIRED)],
+            [("backend", "auto"), ("schedule", None), ("shard", None)],
+        ),
         (
             RejectionSampler.__call__,
             [("target_logits", REQUIRED), ("draft_token_ids", REQUIRED), ("draft_logits", None)],
@@ -150,7 +154,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
             ],
         ),
         (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
-        (sample, [("logits", REQUIRED), *SAMPLING], TRUNCATION),
+        (sample, [("logits", REQUIRED), *SAMPLING], [*TRUNCATION, ("shard", None)]),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],
 )

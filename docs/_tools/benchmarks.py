@@ -122,6 +122,10 @@ def environment_table(record: str) -> str:
     if "commit" in about:
         changes = " with uncommitted changes" if about.get("uncommitted_changes") else ""
         rows.append(("Commit", f"`{about['commit']}`{changes}, {about['date']}"))
+    results = [cell for cells in about["results"].values() for cell in cells.values()]
+    if earlier := sorted({cell["commit"] for cell in results if "commit" in cell}):
+        number = sum("commit" in cell for cell in results)
+        rows.append(("Not measured again", f"{number} of {len(results)} results, of commit `{'`, `'.join(earlier)}`"))
     if "how" in about:
         rows.append(("How", about["how"]))
     return html_table(["", "Measured on"], rows).replace(' class="number"', "")
@@ -182,6 +186,26 @@ def launches_table(record: str) -> str:
     headings = ["µs after launch 1", *[f"launch {launch}" for launch in range(2, most + 1)]]
     rows = [[*row, *[""] * (most + 1 - len(row))] for row in rows]
     return html_table(["Method, requests or rows", *headings], rows)
+
+
+def truncated_table(record: str, method: str = "probabilistic", rows: str = "peaked", temperature: str = "0.7") -> str:
+    """Compare truncated calls with the same call without truncation."""
+    results = cells(record, kind="truncated", rows=rows, temperature=float(temperature))
+    named = [(cell, *cell.provider.partition(", ")[::2]) for cell in results]
+    named = [(cell, how) for cell, whose, how in named if whose == method]
+    plain, given = "plain", " with draft_logsumexp"
+    titles = list(dict.fromkeys(how.removesuffix(given) for _, how in named))
+    times = {(cell.count, how): cell.values["device_us"]["median"] for cell, how in named}
+
+    def content(count: int, how: str) -> str:
+        after = f" ({shown(times[count, how + given])})" if (count, how + given) in times else ""
+        return shown(times[count, how]) + after
+
+    counts = list(dict.fromkeys(count for count, _ in times))
+    headings = ["no truncation" if title == plain else title for title in titles]
+    return html_table(
+        ["Requests", *headings], [[f"{count:,}", *[content(count, how) for how in titles]] for count in counts]
+    )
 
 
 def share_table(
@@ -396,6 +420,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "environment": environment_table,
     "verification": verification_table,
     "served": served_table,
+    "truncated": truncated_table,
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,

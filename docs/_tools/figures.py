@@ -1,7 +1,7 @@
 """Drawings that explain, as a fence.
 
 `step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `packed` where
-the rows and the state of requests are.
+the rows and the state of requests are, `shards` a step on two ranks.
 """
 
 import itertools
@@ -693,6 +693,48 @@ def band_figure() -> str:
     )
 
 
+SHARD_STEPS = [
+    ("the maximum of each row", "exchange 1: 8 bytes a row"),
+    ("block sums; the logits of the drafts", "exchange 2: 12 bytes for 1,024 pairs of logits"),
+    ("the same accept decisions", ""),
+    ("its best token after the last draft", "exchange 3: 24 bytes a request"),
+    ("the same tokens", ""),
+]
+"""What each rank computes from its shard and what came before, and what then travels."""
+
+
+def shards_figure() -> str:
+    """Draw a step of probabilistic verification on two ranks: what each computes, and what they exchange."""
+    left, gap, width, height = 4, 24, 204, 28
+    columns = [left, left + width + gap]
+    parts, y = [], 12.0
+    for rank, x in enumerate(columns):
+        parts.append(text(x + width / 2, y, f"rank {rank}: half of the vocabulary", "label"))
+        for block in range(6):
+            parts.append(rect(x + block * width / 6, y + 10, width / 6 - 3, 20, "box row", 2))
+    y += 30
+    for computed, exchanged in SHARD_STEPS:
+        for x in columns:
+            middle = x + width / 2
+            parts.append(path([(middle, y + 2), (middle, y + 16)], "arrow"))
+            look = "box good" if not exchanged else "box"
+            parts += [rect(x, y + 16, width, height, look), text(middle, y + 34, computed, "small")]
+        y += 16 + height
+        if exchanged:
+            parts += [path([(x + width / 2, y + 2), (x + width / 2, y + 12)], "arrow") for x in columns]
+            parts += [rect(left, y + 12, 2 * width + gap, 24, "box read"), text(220, y + 28, exchanged)]
+            y += 36
+    return picture(
+        parts,
+        y + 6,
+        "A step on two ranks",
+        "Each rank holds half of each row's logits. "
+        + " ".join(
+            f"It computes {computed}. {exchanged and f'Then {exchanged}.'}" for computed, exchanged in SHARD_STEPS
+        ),
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "step": step_figure,
     "launches": launches_figure,
@@ -707,4 +749,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "block-tree": block_tree_figure,
     "block-bars": block_bars_figure,
     "band": band_figure,
+    "shards": shards_figure,
 }

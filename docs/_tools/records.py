@@ -16,13 +16,15 @@ KINDS = {
     "eight seeds": "seeds",
     "numbers in tensors": "served",
     "packed": "packed",
+    "truncated": "truncated",
+    "log-probabilities": "log-probabilities",
 }
 """What a group is about, by the words that it starts with; most have none of these."""
 
 GROUP = re.compile(
     rf"((?P<of>{'|'.join(KINDS)}), )?"
     r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
-    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?"
+    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?(, (?P<rows>\w+) rows)?"
 )
 
 TITLES = {
@@ -51,6 +53,7 @@ class Cell(NamedTuple):
     temperature: float | None
     provider: str
     values: dict[str, Any]
+    rows: str = "peaked"
 
     @property
     def title(self) -> str:
@@ -97,6 +100,7 @@ def all_cells(name: str) -> Iterator[Cell]:
                 None if temperature is None else float(temperature),
                 provider,
                 values,
+                match["rows"] or "peaked",
             )
 
 

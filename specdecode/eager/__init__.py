@@ -34,6 +34,10 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     if batch.packing is not None:
         batch, has_rows = unpack(batch, batch.packing)
     steps = Steps(batch, schedule)
+    if batch.shard is not None:
+        from specdecode.eager.sharded import ShardedRows
+
+        steps.sharded = ShardedRows(steps, batch.shard)
     output = METHODS[method](steps)
     if batch.logprobs is not None:
         of_tokens = emitted_logprobs(steps, output.token_ids, output.num_accepted, batch.logprobs)
@@ -51,6 +55,11 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
     seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
-    sampling = row_sampling(temperature, batch.truncation, batch.logits.shape[-1])
+    vocab = batch.logits.shape[-1] if batch.shard is None else batch.shard.vocab_size
+    sampling = row_sampling(temperature, batch.truncation, vocab)
+    if batch.shard is not None:
+        from specdecode.eager.sharded import sample_rows
+
+        return sample_rows(batch.shard, batch.logits, sampling, seeds, positions, greedy, domains)
     token_ids, logsumexp, _, *cutoff = strict.sample(batch.logits, sampling, seeds, positions, greedy, domains)
     return token_ids, logsumexp.to(torch.float32), cutoff[0] if cutoff else None

@@ -82,6 +82,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         each_limit(batch.draft_truncation),
         each(batch.draft_cutoff),
         batch.logprobs,
+        shard=batch.shard,
     )
     return unpacked, num_drafts >= 0
 

@@ -106,6 +106,8 @@ def log_quotient(
 
 def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
     """Return `log_quotient` of some requests' drafts at some offsets, [rows, offsets] each."""
+    if steps.sharded is not None:  # then all are asked for
+        return steps.sharded.quotients()
 
     def match(
         target: Tensor, _: Tensor | None, token_ids: Tensor, sampling: RowSampling, *__: Any
@@ -199,6 +201,23 @@ class Comparison(NamedTuple):
         return weight_left(self.target_weights, self.difference, (self.log_sum_ratio + log_ratio)[..., None])
 
 
+def log_sum_ratio(sums: Tensor, change: Tensor | None) -> Tensor:
+    """Return log(sum of the draft's weights / sum of the target's).
+
+    Args:
+        sums: [2, ...] the sums of the target's and of the draft's weights.
+        change: [...] the sum of what changes the target's weights to the draft's, NaN where some weight changes much; None:
+            everywhere some does.
+    """
+    log_sums = sums.log()
+    difference = log_sums[1] - log_sums[0]
+    if change is None:
+        return difference
+    # Where no weight changes much, log(1 + change) is more precise than the difference of two logarithms.
+    change = change / sums[0]
+    return torch.where(change.isnan(), difference, change.log1p())
+
+
 def compare(
     target: Tensor, draft: Tensor, sampling: RowSampling, draft_sampling: RowSampling, greedy: Tensor | None = None
 ) -> Comparison:
@@ -209,13 +228,10 @@ def compare(
     difference = log_difference(*rows.logits, *rows.row_max, temperature)
     weights = exp_scaled(rows.logits, rows.row_max, temperature)
     sums = block_sums(weights).sum(dim=-1)
-    log_sums = sums.log()
-    log_sum_ratio = log_sums[1] - log_sums[0]
+    change = None
     if not on_host(difference) or bool((difference.abs().amax(dim=-1) <= 1).any()):
-        # Where no weight changes much, log(1 + change) is more precise than the difference of two logarithms.
-        change = block_sums(weight_change(weights[0], difference)).sum(dim=-1) / sums[0]
-        log_sum_ratio = torch.where(change.isnan(), log_sum_ratio, change.log1p())
-    return Comparison(weights[0], sums[0], difference, log_sum_ratio, is_empty)
+        change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
+    return Comparison(weights[0], sums[0], difference, log_sum_ratio(sums, change), is_empty)
 
 
 def residual(
@@ -292,6 +308,8 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
     Returns:
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
     """
+    if steps.sharded is not None:
+        return steps.sharded.emit(num_accepted, log_ratio)
 
     def bonus(requests: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         token_ids, _logsumexp, is_empty, *_cutoff = sample(

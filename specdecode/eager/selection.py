@@ -26,7 +26,9 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: if they are `packed.IndexedRows`, they are copied now."""
+    """Return logits as a tensor: if they are `packed.IndexedRows`, also in a named tuple, they are copied now."""
+    if isinstance(logits, tuple):
+        return type(logits)(*map(gathered, logits))
     return logits.gather() if isinstance(logits, IndexedRows) else logits
 
 

@@ -99,9 +99,13 @@ def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
     kept[..., 0] = True
     logits.scatter_(-1, token_ids, values.masked_fill(~kept, -torch.inf))
     cutoffs = token_ids.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
-    neutral = ((top_k, ALL), (top_p, 2.0), (min_p, 0.0))
-    is_whole = functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
-    return cutoffs.masked_fill(is_whole & row_max.isfinite(), -1).squeeze(-1)
+    return cutoffs.squeeze(-1).masked_fill(is_whole(sampling) & row_max.squeeze(-1).isfinite(), -1)
+
+
+def is_whole(sampling: RowSampling) -> Tensor:
+    """Return for which rows of a sampling that truncates nothing is asked to be left out, in its shape, bool."""
+    neutral = zip(sampling[2:], (ALL, 2.0, 0.0))
+    return functools.reduce(torch.logical_and, [limit == value for limit, value in neutral if limit is not None])
 
 
 def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tuple[Rows, Tensor | None]:

@@ -2,8 +2,9 @@
 
 `python tests/benchmarks/record.py RAW.json RECORD.json` keeps medians and quartile ranges, versions, commit and how long the
 run took. It leaves out single rounds and host names. `--commit HASH` names the commit if the run could not know it. Of a run
-on a GPU the GPU's benchmarks are kept, of any other run the CPU's. `python tests/benchmarks/record.py RECORD.json` prints a
-record as Markdown tables.
+on a GPU the GPU's benchmarks are kept, of any other run the CPU's. With `--part` the run was of some benchmarks only: what
+`RECORD.json` has of others stays, each result marked with the commit that it was measured at.
+`python tests/benchmarks/record.py RECORD.json` prints a record as Markdown tables.
 """
 
 import argparse
@@ -28,6 +29,17 @@ def make_record(raw: dict, commit: str | None = None) -> dict:
         **({"benchmarks": len(kept), "seconds": raw["seconds"]} if len(kept) == len(raw["benchmarks"]) else {}),
     }
     return {**about, "results": results_of(kept)}
+
+
+def with_earlier(record: dict, earlier: dict) -> dict:
+    """Return a record with what an earlier one has besides, marked with the earlier commit."""
+    results = {group: dict(cells) for group, cells in record["results"].items()}
+    for group, cells in earlier["results"].items():
+        for provider, cell in cells.items():
+            if provider not in results.get(group, {}):
+                results.setdefault(group, {})[provider] = {"commit": earlier["commit"], **cell}
+    whole = {key: value for key, value in record.items() if key not in ("benchmarks", "seconds")}
+    return {**whole, "results": results}
 
 
 def is_on_gpu(benchmark: dict) -> bool:
@@ -176,11 +188,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="the raw JSON of a run, or a record to print")
     parser.add_argument("record", type=Path, nargs="?", help="where to write the record of a run")
+    parser.add_argument("--part", action="store_true", help="keep what the record has of benchmarks that were not run")
     parser.add_argument("--commit", help="the commit that was measured, where the run could not know it")
     arguments = parser.parse_args()
     content = json.loads(arguments.run.read_text())
     if arguments.record:
         record = make_record(content, arguments.commit)
+        if arguments.part:
+            record = with_earlier(record, json.loads(arguments.record.read_text()))
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     else:
         print(markdown(content))

@@ -69,7 +69,7 @@ def test_packed_is_padded_bit_for_bit(kind, way):
     asked = {"logprobs": "processed" if kind == "block" else "raw" if kind == "strict" else None}
     packed, usual = both(kind, batch, [2, 0, 1], torch.tensor([5, 2, 0], device=DEVICE), 7, asked, **way)
     assert_same(packed, usual)
-    assert 0 < usual.num_accepted.sum() < 3
+    assert 0 < usual.num_accepted.sum() < 3 + kind.startswith("synthetic")  # whose schedule may accept all
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS if ON_GPU else [("given logsumexp", FEW)], ids=str)

@@ -1,0 +1,251 @@
+"""Vocabulary shards: which tokens each rank holds, and the one collective by which ranks tell each other what they found.
+
+Under tensor parallelism the last layer leaves each rank the logits of a part of the vocabulary. Verification asks little of
+most of a row: its maximum, the sums of its blocks, and the logits of single tokens. Ranks exchange these, a small fraction
+of the logits, and then all compute the same decisions from the same bits.
+"""
+
+import math
+
+import torch
+from torch import Tensor, distributed
+
+from specdecode.batch import check_count, check_seeds
+from specdecode.noise import BLOCK_SIZE
+
+MOST_TOKENS = 2**31 - 1
+"""The largest vocabulary: ranks exchange token ids as int32."""
+
+
+class VocabShard:
+    """Say which part of the vocabulary this rank's logits are: `logits[..., start : start + local]` of the whole rows.
+
+    Pass it to [`RejectionSampler`][specdecode.RejectionSampler] or [`sample`][specdecode.sample], on every rank of the
+    group. Logits are then [..., local], while token ids, top_k, temperatures, seeds and results are those of the whole
+    vocabulary, the same on every rank.
+
+    The ranks' shards must tile the vocabulary, in any order of the ranks. Shards may have different lengths, and be empty.
+    Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the block of 1,024
+    tokens that two shards divide is summed in two parts, and a decision closer than this rounding may differ.
+
+    In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
+    captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.
+
+    Args:
+        group: a process group of torch.distributed, such as a tensor-parallel group; None is the default group.
+        start: the first token of this rank's shard, >= 0.
+        vocab_size: tokens in the whole vocabulary, the same on every rank.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a start beyond the vocabulary, or a group that this process is not in. At the first call: shards that
+            leave a gap, overlap, or disagree about the vocabulary.
+
+    Example:
+        >>> import torch, torch.distributed
+        >>> from specdecode import VocabShard, sample
+        >>> store = torch.distributed.HashStore()  # torchrun sets up a group of several processes; here it is this one alone
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> shard = VocabShard(None, start=0, vocab_size=3)
+        >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0.8, seeds=7, shard=shard)
+        tensor([1])
+        >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(self, group: "distributed.ProcessGroup | None", start: int, vocab_size: int) -> None:
+        if not distributed.is_available():
+            raise ValueError("group: this build of PyTorch has no torch.distributed")
+        if group is None:
+            if not distributed.is_initialized():
+                raise ValueError("group: None is the default group, which torch.distributed.init_process_group makes")
+            group = distributed.group.WORLD
+        if not isinstance(group, distributed.ProcessGroup):
+            if group == distributed.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to others
+                raise ValueError("group: this process is not in it")
+            raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+        self.group = group
+        self.vocab_size = check_count("vocab_size", vocab_size, most=MOST_TOKENS)
+        self.start = check_count("start", start, most=self.vocab_size, least=0)
+        self._layouts: dict[torch.device, Layout] = {}
+
+    def __repr__(self) -> str:
+        """Return what this rank holds."""
+        rank = f"rank {self.group.rank()} of {self.group.size()}"
+        return f"VocabShard(<{rank}>, start={self.start}, vocab_size={self.vocab_size})"
+
+    def agree(self, logits: Tensor) -> "Layout":
+        """Return where all shards lie; the first call on a device asks the other ranks.
+
+        Raises:
+            ValueError: the shards do not tile the vocabulary, or this rank's has another length than before.
+        """
+        local = logits.shape[-1]
+        layout = self._layouts.get(logits.device)
+        if layout is None:
+            mine = torch.tensor([self.start, local, self.vocab_size], device=logits.device)
+            table = all_gather(mine, self.group).tolist()
+            check_tiling(table)
+            shards = [(start, length) for start, length, _ in table]
+            layout = self._layouts[logits.device] = Layout(shards, self.group.rank(), self.vocab_size, logits.device)
+        if layout.local != local:
+            raise ValueError(
+                f"shard: this rank holds {layout.local} tokens, as it told the other ranks, got logits of {local}"
+            )
+        return layout
+
+    def gather(self, layout: "Layout", *tensors: Tensor) -> list[Tensor]:
+        """Exchange tensors in one collective; return each as [ranks, ...], in the order of the vocabulary.
+
+        Their shapes and dtypes must be the same on every rank. What travels is their bytes, the largest elements first, so
+        that all are aligned.
+        """
+        if tensors[0].numel() == 0:  # no requests: every rank knows
+            return [tensor.new_zeros(self.group.size(), *tensor.shape) for tensor in tensors]
+        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
+        parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
+        packed = all_gather(torch.cat(parts), self.group)
+        if layout.order is not None:
+            packed = packed.index_select(0, layout.order)
+        results = list(tensors)
+        for i, part in zip(order, torch.split(packed, [len(part) for part in parts], dim=1)):
+            results[i] = part.contiguous().view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
+        return results
+
+    def check_seeds(self, seeds: Tensor | int | None, batch: int, device: torch.device, logits: Tensor) -> Tensor | int:
+        """Return checked seeds; None draws them from the generator of the group's first rank, in one more exchange."""
+        checked = check_seeds(seeds, batch, device)
+        if seeds is not None or not isinstance(checked, Tensor) or batch == 0:
+            return checked
+        self.agree(logits)  # before anything else is exchanged, so that wrong shards are named
+        return all_gather(checked, self.group)[0]
+
+
+def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
+    """Return the tensors of all ranks, [ranks, ...]."""
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    # PyTorch 2.13 has renamed the function and warns of its old name.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(gathered, tensor.reshape(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+def check_shard(shard: VocabShard, backend: str) -> None:
+    """Raise unless this is a shard, and a backend takes it."""
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
+    if backend == "triton":
+        raise ValueError("backend: 'triton' takes no shard of the vocabulary yet; use 'eager' or 'auto'")
+
+
+def check_tiling(table: list[list[int]]) -> None:
+    """Raise unless the ranks' (start, length, vocab_size) tile one vocabulary; the error is the same on every rank."""
+    sizes = {vocab_size for _, _, vocab_size in table}
+    if len(sizes) > 1:
+        said = ", ".join(f"{vocab_size} (rank {rank})" for rank, (_, _, vocab_size) in enumerate(table))
+        raise ValueError(f"vocab_size: expected the same on every rank, got {said}")
+    reached, before, (vocab_size,) = 0, None, sizes
+    for rank, (start, length, _) in sorted(enumerate(table), key=lambda item: item[1][:2]):
+        if length == 0:
+            continue
+        if start > reached:
+            raise ValueError(f"shard: no rank holds tokens {reached} to {start - 1}; {shown_ranges(table)}")
+        if start < reached:
+            raise ValueError(f"shard: ranks {before} and {rank} both hold token {start}; {shown_ranges(table)}")
+        reached, before = start + length, rank
+    if reached < vocab_size:
+        raise ValueError(f"shard: no rank holds tokens {reached} to {vocab_size - 1}; {shown_ranges(table)}")
+    if reached > vocab_size:
+        raise ValueError(
+            f"shard: rank {before} holds tokens up to {reached - 1}, beyond the vocabulary of {vocab_size}; "
+            f"{shown_ranges(table)}"
+        )
+
+
+def shown_ranges(table: list[list[int]]) -> str:
+    """Return every rank's range, for an error message."""
+    ranges = (f"rank {rank} [{start}, {start + length})" for rank, (start, length, _) in enumerate(table))
+    return f"ranks hold {', '.join(ranges)}"
+
+
+class Layout:
+    """Where all shards lie, and how what they found is put together: the same on every rank but for its own place.
+
+    A rank's logits are copied into a *frame*, the whole blocks that its shard touches, so that blocks are those of the
+    whole vocabulary. A block that several shards divide is in several frames.
+
+    Args:
+        shards: (start, length) of each rank.
+        rank: this one.
+        vocab_size: of the whole vocabulary.
+        device: of the logits.
+    """
+
+    def __init__(self, shards: list[tuple[int, int]], rank: int, vocab_size: int, device: torch.device) -> None:
+        by_start = sorted(range(len(shards)), key=lambda i: shards[i])
+        self.order = None if by_start == sorted(by_start) else torch.tensor(by_start, device=device)
+        """Ranks in the order of the vocabulary; None if they are."""
+        self.place = by_start.index(rank)
+        """This rank's place in it."""
+        self.start, self.local = shards[rank]
+        self.block_size = min(BLOCK_SIZE, vocab_size)
+        self.num_blocks = math.ceil(vocab_size / self.block_size)
+
+        frames = [self._frame(*shards[i]) for i in by_start]
+        self.blocks = frames[self.place]
+        """The blocks of this rank's frame; an empty shard's is one block, of which nothing is used."""
+        self.most_blocks = max(map(len, frames))
+        """Blocks of the widest frame, to which all ranks pad what they send."""
+        self.width = len(self.blocks) * self.block_size
+        self.offset = self.start - self.blocks.start * self.block_size if self.local else 0
+        """Where the shard begins in the frame."""
+        ids = torch.arange(self.width, device=device) + self.blocks.start * self.block_size
+        self.token_ids = ids.masked_fill((ids < self.start) | (ids >= self.start + self.local), -1)
+        """[width] int64; -1 outside the shard."""
+
+        holders = [
+            [place for place, i in enumerate(by_start) if shards[i][1] and block in frames[place]]
+            for block in range(self.num_blocks)
+        ]
+        nowhere = len(shards) * self.most_blocks
+        at = [
+            [place * self.most_blocks + block - frames[place].start for place in places]
+            for block, places in enumerate(holders)
+        ]
+        self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
+        """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
+
+        self.divided = [block for block, places in enumerate(holders) if len(places) > 1]
+        """Blocks that several shards hold a part of."""
+        mine = [block - self.blocks.start for block in self.divided if self.place in holders[block]]
+        self.edges = [*mine, -1, -1][:2]
+        """Which blocks of this rank's frame these are, -1 for none. A frame has at most two, its first and its last."""
+        self.is_divided = torch.tensor([block in self.divided for block in self.blocks], device=device)
+        """[blocks of the frame] bool."""
+        seen = [0] * len(shards)
+        slots = []
+        for block in self.divided:
+            slots.append([2 * place + seen[place] for place in holders[block]])
+            for place in holders[block]:
+                seen[place] += 1
+        self.slots = torch.tensor(padded(slots, 2 * len(shards)), dtype=torch.int64, device=device)
+        """[divided, parts] int64: where the parts of each are among the two that each rank sends; beyond that: nowhere."""
+        self.divided_ids = torch.tensor(self.divided, dtype=torch.int64, device=device)
+
+    def _frame(self, start: int, length: int) -> range:
+        """Return the blocks that a shard touches, at least one."""
+        first = min(start // self.block_size, self.num_blocks - 1)
+        return range(first, max(first + 1, math.ceil((start + length) / self.block_size)))
+
+    def whole(self, parts: Tensor) -> Tensor:
+        """Put block sums together, [..., num_blocks], given what all ranks sent, [ranks, ..., most_blocks]."""
+        sent = torch.nn.functional.pad(parts.movedim(0, -2).flatten(-2), (0, 1))
+        total = sent.index_select(-1, self.where[0])
+        for where in self.where[1:]:
+            total = total + sent.index_select(-1, where)
+        return total
+
+
+def padded(rows: list[list[int]], value: int) -> list[list[int]]:
+    """Return the lists, all as long as the longest."""
+    longest = max(map(len, rows), default=0)
+    return [row + [value] * (longest - len(row)) for row in rows]

@@ -1,0 +1,71 @@
+"""Ranks as threads of one process, each with its own member of a gloo process group: no process is started."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from specdecode import VocabShard
+
+LOGITS = ("target_logits", "draft_logits", "logits")
+
+
+def groups(size: int, seconds: float = 60) -> list[distributed.ProcessGroup]:
+    """One process group of gloo, as each of its members sees it."""
+    store = distributed.HashStore()
+
+    def member(rank: int) -> distributed.ProcessGroup:
+        group = distributed.ProcessGroup(store, rank, size)
+        gloo = distributed.ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=seconds))
+        group._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, gloo)
+        return group
+
+    return on_ranks(member, [(rank,) for rank in range(size)])
+
+
+def on_ranks(function: Callable, arguments: list[tuple]) -> list[Any]:
+    """Call a function on each rank at the same time; return each rank's result, an exception if it raised one."""
+    results: list = [None] * len(arguments)
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = function(*arguments[rank])
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(arguments))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+class Ranks:
+    """Ranks of which each holds the tokens between two bounds, in the order of the vocabulary or another."""
+
+    def __init__(self, bounds: list[int], order: list[int] | None = None) -> None:
+        parts = list(itertools.pairwise(bounds))
+        self.parts = parts if order is None else [parts[place] for place in order]
+        members = groups(len(parts))
+        self.vocab_size = bounds[-1]
+        self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
+
+    def run(self, make: Callable[[VocabShard], Callable], call: dict) -> list[Any]:
+        """Call on each rank what `make` returns for its shard, with its part of logits and all other arguments."""
+
+        def run_rank(rank: int) -> Any:
+            start, end = self.parts[rank]
+            mine = {name: value[..., start:end] for name, value in call.items() if name in LOGITS and value is not None}
+            with torch.no_grad():
+                return make(self.shards[rank])(**call | mine)
+
+        results = on_ranks(run_rank, [(rank,) for rank in range(len(self.parts))])
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
