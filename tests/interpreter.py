@@ -25,8 +25,8 @@ def speed_up() -> None:
 def prepare_once_per_launch(interpreter: Any) -> None:
     """Replace the functions of `triton.language` once per launch, not at every call of a device function.
 
-    To interpret a kernel, Triton replaces these functions, and restores them afterwards. It replaces them again at each
-    call of a function with `@triton.jit` inside the kernel, which changes nothing and takes more than half of the time.
+    To interpret a kernel, Triton replaces these functions, and restores them after the launch. It replaces them again at
+    each call of a function with `@triton.jit` inside the kernel, which changes nothing and takes more than half of the time.
     """
     from triton import language
 
