@@ -72,6 +72,12 @@ def load_limits(limits, request, sizes):
 
 
 @triton.jit
+def weights_of_maxima(block_max, row_max, temperature):
+    """Return what the largest token of each block weighs, relative to the row's."""
+    return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+
+
+@triton.jit
 def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
     """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
 
@@ -80,7 +86,7 @@ def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
     top_k, top_p, min_p = limits
     least = 1.0
     if (top_k < sizes.vocab_size) | (min_p > 0):
-        weights = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+        weights = weights_of_maxima(block_max, row_max, temperature)
         weights = tl.where(weights >= min_p, weights, 0.0)
         floor = tl.full([], -LARGEST, tl.float32)
         _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k)
@@ -104,7 +110,7 @@ def is_surely_kept(log_share, log_sum, limits, sizes):
 def may_be_kept(log_share, block_max, p, temperature, limits):
     """Return whether a token may be kept: not if the largest tokens of other blocks alone leave it out."""
     top_k, top_p, min_p = limits
-    shares = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, p.row_max, temperature)) / p.sumexp, 0.0)
+    shares = weights_of_maxima(block_max, p.row_max, temperature) / p.sumexp
     share = tl.exp(log_share)
     is_above = (shares > share * (1 + ERROR)) & (shares * p.sumexp >= min_p)
     above, mass_above = tl.reduce((is_above.to(tl.int32), tl.where(is_above, shares, 0.0)), 0, add_both)
@@ -159,7 +165,7 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     top_k, top_p, min_p = limits
     block_max, row_max, total = statistics[0], p.row_max, p.sumexp
-    weights = tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+    weights = weights_of_maxima(block_max, row_max, temperature)
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     # A little below the least logit that min-p keeps.
     floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
