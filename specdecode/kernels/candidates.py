@@ -167,7 +167,10 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
 
 @triton.jit
 def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, temperature, limits, sizes):
-    """Return the last candidate that is kept, a number in their order, and whether that is all that is kept."""
+    """Return the last candidate that is kept, a number in their order; and whether that is all that is kept.
+
+    And whether it could be, from a lower level on: not if top-p keeps more tokens than can be compared.
+    """
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
     logits, _, order = load_candidates(list_ptr, 0, found, CANDIDATES)
@@ -186,7 +189,9 @@ def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, tem
     is_known = num_kept == most
     is_all = is_complete | (num_kept < number) | (mass >= top_p * upper)
     last = tl.min(tl.where(kept, order, 2**63 - 1), 0)
-    return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all
+    most_mass = mass - (found - CANDIDATES).to(tl.float32) * level_weight  # of as many tokens as there is room for
+    is_few = (found <= CANDIDATES) & (most_mass >= top_p * lower)
+    return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all, is_few | (top_k < sizes.vocab_size)
 
 
 @triton.jit

@@ -185,16 +185,16 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             missing = blocks + top_k - found
             _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing)
             unseen = tl.maximum(mass - found_mass, 0.0)
-        last, resolved = cut_candidates(
+        last, resolved, is_few = cut_candidates(
             list_ptr, found, level, level <= floor, unseen, row_max, total, temperature, limits, sizes
         )
         if resolved:
             logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
             store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
-        attempt += 1
+        attempt += tl.where(is_few, 1, 2)
     if resolved == 0:
-        logit, token = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
-        store_kept(statistics_ptr, logit, token, row, temperature, sizes, WARPS)
+        logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
+        logit, token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)
     return logit, token
 
 

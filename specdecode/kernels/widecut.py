@@ -5,7 +5,8 @@ between two logits, of which the lower is known to be enough and the upper not; 
 them: at first what a few blocks suggest, then around where a straight line between the two amounts would be enough, and the
 middle. Logits are counted off as integers in their order: as many as the row's dtype has, 16 bits or 19 or 32.
 
-Of the tokens with the cutoff's own logit those with the lowest ids are kept, as many as it takes.
+Of the tokens with the cutoff's own logit those with the lowest ids are kept, as many as it takes: a last pass finds these,
+and leaves the statistics of what is kept.
 """
 
 import triton
@@ -15,6 +16,7 @@ from specdecode.kernels.arguments import TruncatedRow
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    LAST_TOKEN,
     base_2_scale,
     key_of,
     load_blocks,
@@ -25,6 +27,7 @@ from specdecode.kernels.rows import (
     scaled,
     store_statistics,
     sum_in_order,
+    up_to_cutoff,
 )
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
@@ -189,36 +192,21 @@ def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr, BLO
 
 
 @triton.jit
-def least_logit(lowest, row, sizes, BLOCKS: tl.constexpr):
-    """Return the least logit of a row from `lowest` on."""
-    least = tl.full([BLOCKS, BLOCK_SIZE], INFINITY, tl.float32)
+def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
+    """Return the last token in the order, of those with a logit from `lowest` on: its logit and its id."""
+    last = tl.full([BLOCKS, BLOCK_SIZE], 2**63 - 1, tl.int64)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        logits = load_logits(row, tokens_of_tile(block, BLOCKS), True)
-        least = tl.minimum(least, tl.where(logits >= lowest, logits, INFINITY))
-    return tl.min(tl.min(least, 1), 0)
-
-
-@triton.jit
-def token_of_tie(logit, number, row, sizes, BLOCKS: tl.constexpr):
-    """Return the token with a logit that has `number - 1` tokens of the same logit before it, or the last of these."""
-    seen, token = 0.0, tl.full([], -1, tl.int32)
-    for block in range(0, sizes.num_blocks, BLOCKS):
-        if seen < number:
-            token_ids = tokens_of_tile(block, BLOCKS)
-            is_tie = load_logits(row, token_ids, True) == logit
-            ties = tl.sum(tl.sum(is_tie.to(tl.int32), 1), 0).to(tl.float32)
-            if seen + ties >= number:
-                counted = seen + tl.cumsum(tl.reshape(is_tie.to(tl.int32), [BLOCKS * BLOCK_SIZE]), 0).to(tl.float32)
-                is_tie &= tl.reshape(counted, [BLOCKS, BLOCK_SIZE]) <= number
-            if ties > 0:
-                token = tl.max(tl.max(tl.where(is_tie, token_ids, -1), 1), 0)
-            seen += ties
-    return token
+        token_ids = tokens_of_tile(block, BLOCKS)
+        logits = load_logits(row, token_ids, True)
+        order = (key_of(logits).to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
+        last = tl.minimum(last, tl.where(logits >= lowest, order, 2**63 - 1))
+    last = tl.min(tl.min(last, 1), 0)
+    return logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
 
 
 @triton.jit
 def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.constexpr):
-    """Return the logit and the token of the cutoff of a row with a finite maximum, where T > 0.
+    """Return from which logit on tokens are kept of a row with a finite maximum, where T > 0; and how many that have it.
 
     `BLOCKS` are read at once: one by each warp is best.
     """
@@ -243,17 +231,41 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_number >= goal, needed, EVERY_TIE)
             ties = tl.where(number > before, needed, tl.minimum(needed, ties))
-    logit = logit_at(number, SHIFT)
-    if ties == EVERY_TIE:
-        logit = least_logit(logit, row, sizes, BLOCKS)
-    return logit, token_of_tie(logit, ties, row, sizes, BLOCKS)
+    return logit_at(number, SHIFT), ties
 
 
 @triton.jit
-def store_kept(statistics_ptr, logit, token, row, temperature, sizes, BLOCKS: tl.constexpr):
-    """Replace the statistics of a row's blocks by those of what is kept up to a cutoff."""
+def find_tie(logit, number, first, row, BLOCKS: tl.constexpr):
+    """Return the `number`-th token of a tile that has a logit."""
+    token_ids = tokens_of_tile(first, BLOCKS)
+    is_tie = tl.reshape((load_logits(row, token_ids, True) == logit).to(tl.int32), [BLOCKS * BLOCK_SIZE])
+    is_it = (is_tie == 1) & (tl.cumsum(is_tie, 0) == number)
+    return tl.max(tl.where(is_it, tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE]), 0), 0)
+
+
+@triton.jit
+def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
+    """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
     LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
-    kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
+    raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
+    seen, token = 0.0, tl.full([], LAST_TOKEN, tl.int32)
     for first in range(0, sizes.num_blocks, BLOCKS):
-        logits = load_blocks(kept, first + tl.arange(0, BLOCKS), True, False, LANES)
-        store_statistics(statistics_ptr, logits, first, temperature, sizes, BLOCKS, True)
+        if token == LAST_TOKEN:
+            number = 0
+            for part in tl.static_range(len(raw)):
+                number += (raw[part].to(tl.float32) == logit).to(tl.int32)
+            number = tl.sum(tl.sum(number, 1), 0)
+            if seen + number >= ties:
+                token = find_tie(logit, (ties - seen).to(tl.int32), first, row, BLOCKS)
+            seen += number
+        kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
+        blocks = first + tl.arange(0, BLOCKS)
+        parts = ()
+        for part in tl.static_range(len(raw)):
+            token_ids = part_of_blocks(blocks, part, BLOCK_SIZE, LANES)
+            parts = parts + (up_to_cutoff(raw[part].to(tl.float32), token_ids, kept),)
+        raw = load_blocks(row, blocks + BLOCKS, True, False, LANES)  # in flight meanwhile
+        store_statistics(statistics_ptr, parts, first, temperature, sizes, BLOCKS, True)
+    if token == LAST_TOKEN:  # all that have the logit are kept, of which there may be none
+        logit, token = last_token(logit, row, sizes, BLOCKS)
+    return logit, token
