@@ -150,6 +150,23 @@ class RowBatch(NamedTuple):
         )
 
 
+class Extent(NamedTuple):
+    """How much there is of everything in a call, by which the shapes of its arguments are checked."""
+
+    batch: int
+    num_slots: int  # of what is by slot in a packed call; else the requests
+    num_draft_tokens: int
+    vocab: int  # of the target, unsharded
+    device: torch.device
+    used_slots: Tensor | None = None  # [num_slots] bool: whose values are checked; None: all
+    used_requests: Tensor | None = None  # [batch] bool, likewise
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """The shape of what there is for each draft."""
+        return self.num_slots, self.num_draft_tokens
+
+
 class Packing(NamedTuple):
     """Where the rows and the state of each request of a packed call are. Their values are checked only on the CPU."""
 
@@ -159,10 +176,15 @@ class Packing(NamedTuple):
     num_slots: int
     seeds_by_request: bool  # seeds are not by slot, because they were drawn for this call
 
-    def used(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return which slots are used, [num_slots] bool, and which requests have rows, [batch] bool; on the CPU alone."""
-        if not on_host(self.row_starts):
-            return None, None
+    def extent(self, target_logits: Tensor, shard: "VocabShard | None") -> Extent:
+        """Return how much there is of everything. What is used is known on the CPU alone."""
+        batch, device = self.row_starts.shape[0] - 1, target_logits.device
+        vocab = target_logits.shape[1] if shard is None else shard.vocab_size
+        used_slots, used_requests = self.used() if on_host(self.row_starts) else (None, None)
+        return Extent(batch, self.num_slots, self.num_draft_tokens, vocab, device, used_slots, used_requests)
+
+    def used(self) -> tuple[Tensor, Tensor]:
+        """Return which slots are used, [num_slots] bool, and which requests have rows, [batch] bool."""
         has_rows = self.row_starts.diff() > 0
         slots = torch.arange(len(has_rows)) if self.slots is None else self.slots
         used = torch.zeros(self.num_slots, dtype=torch.bool)
@@ -220,9 +242,9 @@ class VerificationBatch(NamedTuple):
         draft_sampling: Sampling | None = None,
         draft_cutoff: Tensor | None = None,
         logprobs: Logprobs | None = None,
-        packing: Packing | None = None,
-        shard: "VocabShard | None" = None,
         draft_vocab_ids: Tensor | None = None,
+        shard: "VocabShard | None" = None,
+        packing: Packing | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments.
 
@@ -231,48 +253,30 @@ class VerificationBatch(NamedTuple):
             ValueError: an argument of the wrong shape, device or value.
         """
         if packing is None:
-            batch, rows, vocab = check_padded(target_logits, draft_token_ids, draft_logits, shard)
-            num_slots, drafts, used_slots, used_requests = batch, (batch, rows - 1), None, None
+            extent = check_padded(target_logits, draft_token_ids, draft_logits, shard)
         else:
-            vocab = target_logits.shape[1] if shard is None else shard.vocab_size
-            batch, num_slots = len(packing.row_starts) - 1, packing.num_slots
-            drafts, (used_slots, used_requests) = (num_slots, packing.num_draft_tokens), packing.used()
-        device = target_logits.device
-        for_seeds = seeds, batch if seeds is None else num_slots, device
-        draft_vocab = target_logits.shape[-1]
+            extent = packing.extent(target_logits, shard)
+        device, draft_vocab = extent.device, None
         if draft_vocab_ids is not None:
-            draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, vocab, device, shard)
-        if draft_logits is not None:
-            check_tensor("draft_logits", draft_logits, FLOATS, (*drafts, draft_vocab), device)
-        if draft_logsumexp is not None:
-            check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), drafts, device)
-            if draft_logits is None:
-                raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
+            draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, extent.vocab, device, shard)
+        check_draft_rows(draft_logits, draft_logsumexp, draft_vocab or target_logits.shape[-1], extent)
         if packing is None:
-            check_token_ids(draft_token_ids, vocab)
-        sampling, sizes = Sampling(temperature, top_k, top_p, min_p), (num_slots, vocab, device)
-        truncation = Truncation.check(sampling, *sizes, used=used_slots)
-        draft_truncation = None if draft_logits is None else truncation
-        draft_temperature = None
-        if draft_vocab_ids is not None:  # a top_k may keep all tokens of the draft, but not of the target
-            sizes = num_slots, draft_vocab, device
-            draft_truncation = Truncation.check(sampling, *sizes, used=used_slots)
-        if draft_sampling is not None:
-            check_draft_sampling(draft_sampling, draft_logits)
-            of = "draft_sampling."
-            draft_temperature = check_temperature(draft_sampling.temperature, num_slots, device, of, used_slots)
-            draft_truncation = Truncation.check(draft_sampling, *sizes, of, used_slots)
-        check_draft_cutoff(draft_cutoff, drafts, device, draft_logsumexp, draft_truncation)
+            check_token_ids(draft_token_ids, extent.vocab)
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        of_both = check_samplings(sampling, draft_sampling, draft_logits, draft_vocab, extent)
+        truncation, draft_temperature, draft_truncation = of_both
+        check_draft_cutoff(draft_cutoff, extent.drafts, device, draft_logsumexp, draft_truncation)
         if logprobs is not None:
             check_choice("logprobs", logprobs, get_args(Logprobs))
+        for_seeds = seeds, extent.batch if seeds is None else extent.num_slots, device
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
             None if draft_logits is None else plain(draft_logits),
             None if draft_logsumexp is None else plain(draft_logsumexp),
-            check_temperature(temperature, num_slots, device, used=used_slots),
+            check_temperature(temperature, extent.num_slots, device, used=extent.used_slots),
             check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, target_logits),
-            check_positions(positions, batch, device, used_requests),
+            check_positions(positions, extent.batch, device, extent.used_requests),
             truncation,
             draft_temperature,
             draft_truncation,
@@ -338,7 +342,8 @@ def check_tensor(
     check_type(name, tensor, dtypes)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-    check_device(name, tensor, device)
+    if tensor.device != device:  # without a call where it is right
+        check_device(name, tensor, device)
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
@@ -384,10 +389,10 @@ def check_logits(
 
 def check_padded(
     target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None, shard: "VocabShard | None"
-) -> tuple[int, ...]:
-    """Raise unless target logits and draft tokens have shapes that fit together; return that of the logits, unsharded."""
+) -> Extent:
+    """Raise unless target logits and draft tokens have shapes that fit together; return how much there is."""
     dimensions = "batch", "num_draft_tokens + 1", "vocab"
-    batch, rows, _ = shape = check_logits("target_logits", target_logits, dimensions, shard)
+    batch, rows, vocab = check_logits("target_logits", target_logits, dimensions, shard)
     if rows == 0:
         raise ValueError(
             "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"
@@ -397,7 +402,7 @@ def check_padded(
     except ValueError:
         check_num_rows(rows, draft_token_ids, draft_logits)
         raise
-    return shape
+    return Extent(batch, batch, rows - 1, vocab, target_logits.device)
 
 
 def check_num_rows(rows: int, draft_token_ids: Tensor, draft_logits: Tensor | None) -> None:
@@ -486,6 +491,50 @@ def check_share(
     if not (share <= 1 and (share > 0 if neutral == 1 else share >= 0)):
         raise ValueError(f"{name}: expected a float {expected}, got {shown(share)}")
     return None if share == neutral else float(share)
+
+
+def check_draft_rows(draft_logits: Tensor | None, draft_logsumexp: Tensor | None, width: int, extent: Extent) -> None:
+    """Raise unless there is a row of logits for each draft, and a logsumexp for each row, if there are any."""
+    if draft_logits is not None:
+        check_tensor("draft_logits", draft_logits, FLOATS, (*extent.drafts, width), extent.device)
+    if draft_logsumexp is not None:
+        check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), extent.drafts, extent.device)
+        if draft_logits is None:
+            raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
+
+
+def check_samplings(
+    sampling: Sampling,
+    draft_sampling: Sampling | None,
+    draft_logits: Tensor | None,
+    draft_vocab: int | None,
+    extent: Extent,
+) -> tuple[Truncation | None, Tensor | float | None, Truncation | None]:
+    """Check how the target samples, but for its temperature, and how drafts were drawn.
+
+    Args:
+        sampling: how the target samples.
+        draft_sampling: how drafts were drawn; None: likewise.
+        draft_logits: what drafts were drawn from.
+        draft_vocab: how many tokens the draft has; None: those of the target.
+        extent: how much there is of everything.
+
+    Returns:
+        What truncates the target's rows; the temperature of the drafts, None for the target's; what truncates the draft's
+        rows.
+    """
+    _, num_slots, _, vocab, device, used, _ = extent
+    truncation = Truncation.check(sampling, num_slots, vocab, device, used=used)
+    draft_temperature, draft_truncation = None, None if draft_logits is None else truncation
+    sizes = num_slots, vocab if draft_vocab is None else draft_vocab, device
+    if draft_sampling is not None:
+        check_draft_sampling(draft_sampling, draft_logits)
+        of = "draft_sampling."
+        draft_temperature = check_temperature(draft_sampling.temperature, num_slots, device, of, used)
+        draft_truncation = Truncation.check(draft_sampling, *sizes, of, used)
+    elif draft_vocab is not None:  # a top_k may keep all tokens of the draft, but not of the target
+        draft_truncation = Truncation.check(sampling, *sizes, used=used)
+    return truncation, draft_temperature, draft_truncation
 
 
 def check_draft_sampling(draft_sampling: Sampling, draft_logits: Tensor | None) -> None:

@@ -35,7 +35,6 @@ def verify(
     method: str,
     backend: Backend,
     schedule: AcceptanceSchedule | None,
-    shard: VocabShard | None,
     target_logits: Tensor,
     draft_token_ids: Tensor,
     draft_logits: Tensor | None,
@@ -48,11 +47,12 @@ def verify(
     min_p: float | Tensor | None,
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
-    logprobs: Logprobs | None = None,
+    logprobs: Logprobs | None,
+    draft_vocab_ids: Tensor | None,
+    shard: VocabShard | None,
     row_starts: Tensor | None = None,
     num_draft_tokens: int = 0,
     slots: Tensor | None = None,
-    draft_vocab_ids: Tensor | None = None,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
 
@@ -185,15 +185,14 @@ def _verify(
     drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs
-    also: Any = {"draft_vocab_ids": draft_vocab_ids}
+    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
     if row_starts is None:
-        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others, **also)))
+        return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
     where: Any = row_starts, num_draft_tokens, slots
     if not seeds_are_drawn:
-        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where, **also)))
+        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
-    batch = check_packed(*tensors, temperature, 0, *others, *where, **also)
+    batch = check_packed(*tensors, temperature, 0, *others, *where)
     packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
     return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
 

@@ -40,11 +40,11 @@ def check_packed(
     draft_sampling: Sampling | None,
     draft_cutoff: Tensor | None,
     logprobs: Logprobs | None,
+    draft_vocab_ids: Tensor | None,
+    shard: VocabShard | None,
     row_starts: Tensor,
     num_draft_tokens: int | None,
     slots: Tensor | None,
-    shard: VocabShard | None = None,
-    draft_vocab_ids: Tensor | None = None,
 ) -> VerificationBatch:
     """Build a batch from the arguments of a packed call.
 
@@ -56,11 +56,10 @@ def check_packed(
     truncation = top_k, top_p, min_p, draft_sampling
     by_slot = draft_logits, temperature, seeds, *truncation, draft_logsumexp, draft_cutoff
     num_slots, slots = check_slots(slots, row_starts, by_slot)
-    packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request=seeds is None)
+    packing = Packing(plain(row_starts), most, slots, num_slots, seeds is None)
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    return VerificationBatch.check(
-        *tensors, temperature, seeds, positions, *truncation, draft_cutoff, logprobs, packing, shard, draft_vocab_ids
-    )
+    others = draft_cutoff, logprobs, draft_vocab_ids, shard
+    return VerificationBatch.check(*tensors, temperature, seeds, positions, *truncation, *others, packing)
 
 
 BY_SLOT = (
@@ -90,7 +89,7 @@ def check_rows(
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (num_rows,), device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)
     check_type("row_starts", row_starts, INTEGERS)
-    if row_starts.ndim != 1 or len(row_starts) == 0:
+    if row_starts.ndim != 1 or row_starts.shape[0] == 0:
         raise ValueError(f"row_starts: expected shape [batch + 1], got {list(row_starts.shape)}")
     check_device("row_starts", row_starts, device)
     if on_host(row_starts):
@@ -128,19 +127,19 @@ def check_slots(
     slots: Tensor | None, row_starts: Tensor, by_slot: tuple[Tensor | float | Sampling | None, ...]
 ) -> tuple[int, Tensor | None]:
     """Return how many slots there are, and slots; None if nothing is by slot, or a request's slot is the request itself."""
-    batch, device = len(row_starts) - 1, row_starts.device
+    batch = row_starts.shape[0] - 1
     if slots is not None:
-        check_tensor("slots", slots, INTEGERS, (batch,), device)
+        check_tensor("slots", slots, INTEGERS, (batch,), row_starts.device)
     for name, argument in zip(BY_SLOT, by_slot):
         for part in argument if isinstance(argument, Sampling) else (argument,):
             if isinstance(part, Tensor) and part.ndim > 0:
-                return check_num_slots(name, len(part), slots, row_starts)
+                return check_num_slots(name, part.shape[0], slots, row_starts)
     return batch, None
 
 
 def check_num_slots(name: str, num_slots: int, slots: Tensor | None, row_starts: Tensor) -> tuple[int, Tensor | None]:
     """Return the number of slots and slots, or raise unless each request has one; the number is that of an argument."""
-    batch = len(row_starts) - 1
+    batch = row_starts.shape[0] - 1
     if slots is None:
         if num_slots < batch:
             raise ValueError(

@@ -227,12 +227,10 @@ class RejectionSampler:
                     [0.3000,    nan]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
-        names: Any = {"draft_vocab_ids": draft_vocab_ids}
+        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         if torch.compiler.is_compiling():
-            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation
-            return compiled.verify(*how, **names)
-        return self._verify(VerificationBatch.check(*arguments, *truncation, shard=self.shard, **names))
+            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others)
+        return self._verify(VerificationBatch.check(*arguments, *others))
 
     def packed(
         self,
@@ -310,13 +308,11 @@ class RejectionSampler:
                     [ 3, -1, -1]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
-        names: Any = {"draft_vocab_ids": draft_vocab_ids}
-        where = row_starts, num_draft_tokens, slots
+        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
+        where: Any = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
-            how: tuple[Any, ...] = self.method, self.backend, self.schedule, self.shard, *arguments, *truncation, *where
-            return compiled.verify(*how, **names)
-        return self._verify(check_packed(*arguments, *truncation, *where, self.shard, **names))
+            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
+        return self._verify(check_packed(*arguments, *others, *where))
 
     def warmup(
         self,
@@ -379,17 +375,16 @@ class RejectionSampler:
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        truncation = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs
-        names: Any = {"draft_vocab_ids": draft_vocab_ids}
+        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         if row_starts is None:
             if slots is not None or num_draft_tokens is not None:
                 raise ValueError(
                     "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
                 )
-            batch = self._checked(VerificationBatch.check(*arguments, *truncation, shard=self.shard, **names))
+            batch = self._checked(VerificationBatch.check(*arguments, *others))
         else:
-            where = row_starts, num_draft_tokens, slots
-            batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard, **names))
+            where: Any = row_starts, num_draft_tokens, slots
+            batch = self._checked(check_packed(*arguments, *others, *where))
         if self.shard is not None:
             self.shard.agree(target_logits)
             return
@@ -420,11 +415,20 @@ class RejectionSampler:
         return output
 
     def _backend_for(self, batch: VerificationBatch) -> ModuleType:
-        """Return the backend's module; `"auto"` is eager where the kernels cannot verify the batch."""
+        """Return the backend's module; where the kernels cannot verify the batch, `"auto"` is eager.
+
+        Raises:
+            ValueError: the backend is `"triton"`, whose kernels cannot.
+        """
         backend = backends.choose(self.backend, batch.target_logits, self.shard)
-        if self.backend == "auto" and backend is not eager:
-            return backend if backend.why_not_verified(self.method, batch) is None else eager
-        return backend
+        if backend is eager:
+            return eager
+        why_not = backend.why_not_verified(self.method, batch)
+        if why_not is None:
+            return backend
+        if self.backend == "triton":
+            raise ValueError(why_not)
+        return eager
 
     def draft(
         self,

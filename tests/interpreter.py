@@ -1,6 +1,7 @@
-"""Triton's interpreter, made faster: what it does again and again in Python is done once, or for a whole tensor.
+"""Triton's interpreter, made faster, and Triton 3.6's made to work with NumPy 2.4.
 
-Where a Triton release is built differently, it is left as it is.
+What it does again and again in Python is done once, or for a whole tensor. Where a Triton release is built differently, it
+is left as it is.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ def speed_up() -> None:
     """Change Triton's interpreter, once per process."""
     from triton.runtime import interpreter
 
-    parts = ("_patch_lang", "GridExecutor", "ReduceOps", "_get_np_dtype", "interpreter_builder")
+    parts = ("_patch_lang", "_patch_lang_tensor", "GridExecutor", "ReduceOps", "_get_np_dtype", "interpreter_builder")
     if hasattr(interpreter, "is_faster") or not all(hasattr(interpreter, part) for part in parts):
         return
     interpreter.is_faster = True
@@ -20,6 +21,7 @@ def speed_up() -> None:
     reduce_whole_tensors(interpreter)
     look_up_types_once(interpreter)
     leave_out_what_is_not_asserted(interpreter.interpreter_builder)
+    count_with_any_scalar(interpreter)
 
 
 def prepare_once_per_launch(interpreter: Any) -> None:
@@ -101,3 +103,18 @@ def leave_out_what_is_not_asserted(builder: Any) -> None:
     """Compute no condition "this integer has not overflowed", which Triton asserts only where it is told to debug."""
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def count_with_any_scalar(interpreter: Any) -> None:
+    """Let a scalar of a kernel be a number of iterations, whatever NumPy is installed.
+
+    The interpreter keeps a scalar as an array of one element. Triton 3.6 makes an int of it by `int(array)`, an error from
+    NumPy 2.4 on, so that every kernel with a loop fails. Later releases of Triton do not.
+    """
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor

@@ -37,7 +37,6 @@ from specdecode.kernels.plan import (
     OF_TRUNCATION,
     TENSORS,
     AcceptRule,
-    Layout,
     layout,
     plan_step,
 )
@@ -92,14 +91,14 @@ def verify(
 
     Args:
         method: one of the sampler's methods.
-        batch: the checked arguments.
+        batch: the checked arguments, of which `why_not_verified` says nothing.
         schedule: for `"synthetic"`.
         large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
     packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
-    requests = len(batch.draft_token_ids) if packing is None else len(packing.row_starts) - 1
+    requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
     outputs = {
         "token_ids": torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
         "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
@@ -113,27 +112,26 @@ def verify(
         return output
     tensors: dict[str, Tensor | None] = {"target": batch.target_logits}
     if packing is not None:
-        tensors |= {"row_starts": packing.row_starts.contiguous()}
-        tensors |= {"slots": None if packing.slots is None else packing.slots.contiguous()}
+        tensors["row_starts"] = packing.row_starts.contiguous()
+        tensors["slots"] = None if packing.slots is None else packing.slots.contiguous()
     if num_draft_tokens == 0:
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output
     rule = METHODS[method][batch.draft_logits is None]
-    if (why_not := why_not_verified(method, batch)) is not None:
-        raise ValueError(why_not)
     reads_both = False
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
         tensors["draft"] = batch.draft_logits
-        tensors |= {"draft_logsumexp": batch.draft_logsumexp, "draft_cutoff": batch.draft_cutoff}
+        tensors["draft_logsumexp"] = batch.draft_logsumexp
+        if batch.draft_cutoff is not None:
+            tensors["draft_cutoff"] = batch.draft_cutoff
         reads_both = batch.draft_logsumexp is None
-    tensors |= {
-        "ids": batch.draft_token_ids,
-        "rates": None if schedule is None else conditional_rates(schedule, device),
-    }
+    tensors["ids"] = batch.draft_token_ids
+    if schedule is not None:
+        tensors["rates"] = conditional_rates(schedule, device)
     if large is None:
         rows = requests * (num_draft_tokens + 1)
         if packing is not None:
-            rows = min(rows, len(batch.target_logits))
+            rows = min(rows, batch.target_logits.shape[0])
         large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
@@ -143,6 +141,8 @@ def verify(
 
 def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    if batch.num_draft_tokens == 0:
+        return None
     rule = METHODS[method][batch.draft_logits is None]
     if rule is not BY_SAMPLE and batch.draft_vocab_ids is not None:
         return "draft_vocab_ids: 'triton' takes draft logits over the target's vocabulary only; use 'eager' or 'auto'"
@@ -185,38 +185,29 @@ def run(
         tensors["seeds"] = seeds.contiguous()
     else:
         numbers["first_seed"] = seeds
-    names: tuple[str, ...] = TENSORS
+    absent = ABSENT
     if batch.is_truncated:
-        names += OF_TRUNCATION
+        absent = ABSENT_IF_TRUNCATED
         add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
-    inputs = {name: tensors.get(name) for name in names}
-    layouts = [None if tensor is None else layout(tensor) for tensor in inputs.values()]
+    inputs = absent | tensors
+    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape: tuple[int, ...] = target.shape
-    seeds_by_request = False
-    samples, logprobs = "logsumexp" in outputs, batch.logprobs if isinstance(batch, VerificationBatch) else None
-    packing = batch.packing if isinstance(batch, VerificationBatch) else None
-    if packing is not None:
-        numbers |= {"num_rows": len(target), "num_slots": packing.num_slots}
-        for place in BY_ROW:
-            layouts[place] = row_layout(layouts[place])
-        shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
-    how = samples, seeds_by_request, logprobs
-    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), *how)
+    logprobs, seeds_by_request = None, False
+    if isinstance(batch, VerificationBatch):
+        logprobs, packing = batch.logprobs, batch.packing
+        if packing is not None:
+            numbers["num_rows"], numbers["num_slots"] = target.shape[0], packing.num_slots
+            shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
+    samples = "logsumexp" in outputs
+    plan = plan_step(rule, large, many, target.device, shape, layouts, samples, seeds_by_request, logprobs)
     plan.run({**outputs, **inputs}, numbers)
 
 
-BY_ROW = TENSORS.index("target"), TENSORS.index("ids")
-"""The places of the tensors that are by row in a packed call."""
-
-
-def row_layout(of: Layout | None) -> Layout | None:
-    """Return how a tensor that is by row lies, as if it were by request and offset: both go on by rows."""
-    if of is None:
-        return None
-    dtype, (step, *others), is_aligned = of
-    return dtype, (step, step, *others), is_aligned
+ABSENT: dict[str, Tensor | None] = dict.fromkeys(TENSORS)
+ABSENT_IF_TRUNCATED: dict[str, Tensor | None] = dict.fromkeys(TENSORS + OF_TRUNCATION)
+"""The tensors of a step in their order, without and with those of truncation, none of them there."""
 
 
 def add_limits(

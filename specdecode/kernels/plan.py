@@ -142,6 +142,8 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_requ
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
     target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, temperatures, seeds, positions, *limits = pointers
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
+    if row_starts is not None:
+        target, of_drafts[0] = row_layout(target), row_layout(of_drafts[0])
     strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
     of_ids, of_logsumexp, of_cutoff = [(per_request, per_offset) for per_request, per_offset in strides]
     cutoff = limits.pop() if limits else None
@@ -155,6 +157,14 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_requ
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),
     )
+
+
+def row_layout(of: Layout | None) -> Layout | None:
+    """Return how a tensor that is by row lies, as if it were by request and offset: both go on by rows."""
+    if of is None:
+        return None
+    dtype, (step, *others), is_aligned = of
+    return dtype, (step, step, *others), is_aligned
 
 
 def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
@@ -202,6 +212,7 @@ def plan_step(
         device: where the tensors are.
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
+            With row_starts the call is packed: target logits and draft tokens lie by row.
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
         seeds_by_request: whether a packed call has a seed for each request, not for each slot.
         logprobs: of what the emitted tokens' log-probabilities are.

@@ -27,6 +27,8 @@ NO_LIMITS = {
     "draft_sampling": None,
     "draft_cutoff": None,
     "logprobs": None,
+    "draft_vocab_ids": None,
+    "shard": None,
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
-from specdecode import RejectionSampler, kernels
+from specdecode import RejectionSampler, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, Truncation, VerificationBatch
 from specdecode.noise import SELECT
@@ -69,9 +69,8 @@ def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
         return VerificationBatch.check(*logits, *numbers, **options, draft_sampling=how)
 
     with pytest.raises(ValueError, match="draft_sampling: 'triton' takes drafts of the target's temperature only"):
-        kernels.verify(
-            method, arguments(temperature.clone())
-        )  # to find out that it is the same, it would have to be read
+        # To find out that it is the same, it would have to be read.
+        RejectionSampler(method, backend="triton")._verify(arguments(temperature.clone()))
     got = kernels.verify(method, arguments(temperature))
     assert_same_tokens(got.token_ids, expected(method, batch, options, how, True), FLOAT32_BAND)
 
@@ -253,9 +252,9 @@ def test_values_that_make_no_sense_are_harmless():
 
 
 def test_more_drafts_than_stop_bits_are_refused():
-    batch = case(1, 28, 20, torch.float32)
+    batch = case(1, 28, 20, torch.float32).to(DEVICE)
     with pytest.raises(ValueError, match="'triton' truncates rows of at most 27 drafts, got 28"):
-        verify("strict", batch, {"top_k": 3})
+        RejectionSampler("strict", backend="triton")(batch.target_logits, batch.draft_token_ids, seeds=0, top_k=3)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -270,5 +269,11 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
     ):
         batch = case(1, drafts, 20, torch.float32)
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
-        chosen = sampler._backend_for(VerificationBatch.check(*tensors, **options))
-        assert (chosen is kernels) == (is_possible or backend == "triton"), (drafts, options)
+        checked = VerificationBatch.check(*tensors, **options)
+        if is_possible:
+            assert sampler._backend_for(checked) is kernels, (drafts, options)
+        elif backend == "auto":
+            assert sampler._backend_for(checked) is eager, (drafts, options)
+        else:
+            with pytest.raises(ValueError, match="'triton' "):
+                sampler._backend_for(checked)
