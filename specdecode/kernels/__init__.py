@@ -126,8 +126,8 @@ def verify(
     if rule is not BY_SAMPLE and batch.draft_logits is not None:
         tensors["draft"] = batch.draft_logits
         tensors |= {"draft_logsumexp": batch.draft_logsumexp, "draft_cutoff": batch.draft_cutoff}
-        if batch.draft_vocab_ids is not None:
-            tensors["draft_vocab_ids"] = batch.draft_vocab_ids.contiguous()
+        ids = batch.draft_vocab_ids
+        tensors["draft_vocab_ids"] = None if ids is None else ids.contiguous()
         reads_both = batch.draft_logsumexp is None
     tensors |= {
         "ids": batch.draft_token_ids,

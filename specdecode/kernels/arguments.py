@@ -37,9 +37,9 @@ class Rows(NamedTuple):
 class DraftVocabulary(NamedTuple):
     """The draft's own vocabulary; all None if it is the target's."""
 
-    ids_ptr: Pointer  # [size] int32 or int64: the target's token of each id of the draft; not checked
+    ids_ptr: AlignedPointer  # [size] int32 or int64: the target's token of each id of the draft; not checked
     size: AlignedInt32
-    ALIGNED: Constant  # size is a multiple of 16
+    ALIGNED: Constant  # size is a multiple of 16, and so is the address of the ids
 
 
 class Packing(NamedTuple):

@@ -157,7 +157,7 @@ def inputs_of(
         packing_of(row_starts, slots),
         rows_of(target, target_ptr, vocab_size),
         rows_of(draft, draft_ptr, vocab_size if draft_vocab_size is None else draft_vocab_size),
-        draft_vocabulary_of(draft_vocab_ids, draft_vocab_size),
+        draft_vocabulary_of(layouts[TENSORS.index("draft_vocab_ids")], draft_vocab_ids, draft_vocab_size),
         Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
         Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
@@ -165,9 +165,12 @@ def inputs_of(
     )
 
 
-def draft_vocabulary_of(ids: Argument | None, size: int | None) -> DraftVocabulary:
-    """Return the bundle of the draft's vocabulary; without a size it is the target's."""
-    return DraftVocabulary(ids, size, None if size is None else size % 16 == 0)
+def draft_vocabulary_of(ids: Layout | None, ptr: Argument | None, size: int | None) -> DraftVocabulary:
+    """Return the bundle of the draft's vocabulary; without ids it is the target's."""
+    if ids is None or size is None:
+        return DraftVocabulary(None, None, None)
+    _, _, is_aligned = ids
+    return DraftVocabulary(ptr, size, is_aligned and size % 16 == 0)
 
 
 def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
@@ -253,8 +256,7 @@ def plan_step(
     workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
     bundles = inputs, workspace, sizes
     if draft_vocab_size is not None:
-        overlaps = Placing(can_overlap(device))
-        plan.add(places_kernel, (triton.cdiv(vocab_size, SPAN.value),), (*bundles, overlaps), num_warps=8, follows=False)
+        add_places(plan, *bundles)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
@@ -273,6 +275,12 @@ def plan_step(
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
     return plan
+
+
+def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
+    """Add the launch that finds the places of the target's tokens among the draft's."""
+    bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
+    plan.add(places_kernel, (triton.cdiv(sizes.vocab_size, SPAN.value),), bundles, num_warps=8, follows=False)
 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: bool) -> None:

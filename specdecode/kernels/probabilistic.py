@@ -169,10 +169,11 @@ def one_minus_exp2(x):
 def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     # In pairs both or none, so that logits of the same tokens meet.
-    TARGET: tl.constexpr = inputs.target.ptr.dtype.element_ty
-    BFLOAT16: tl.constexpr = TARGET == tl.bfloat16 and inputs.draft.ptr.dtype.element_ty == tl.bfloat16
-    DENSE: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED and len(draft_row) == WHOLE
-    PAIRS: tl.constexpr = BFLOAT16 and DENSE and len(row) == WHOLE
+    p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
+    q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
+    BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
+    ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and len(row) == WHOLE and len(draft_row) == WHOLE
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 

@@ -1,10 +1,10 @@
 """Draft rows over a vocabulary of their own, in Triton: read as they are, and found by the target's tokens.
 
-The statistics of a draft row, its cutoff and the row's order are those of its own tokens. Where p and q meet, token by token,
-q(v) is looked up: `places` has the draft's id of each token v of the target, and v that the draft lacks reads as -inf.
+A draft row is read, summarised and truncated by its own ids, in their order. Where p and q meet, token by token, q(v) is
+looked up: `places` has the draft's id of each token v of the target, and what the draft lacks reads as -inf.
 
-`places_kernel` makes that map anew in each call, because the ids are memory that a graph's next replay may find changed. The
-launch that reads logits runs beside it, so what it costs is little more than a launch.
+`places_kernel` makes that map anew in each call, because the ids may have changed in memory, as before the next replay of a
+graph. The launch that reads logits runs beside it.
 """
 
 import triton
@@ -14,8 +14,8 @@ from specdecode.kernels.arguments import DraftVocabRow, Places
 from specdecode.kernels.launch import admit_next_launch
 
 NO_PLACE = tl.constexpr(2**31 - 1)
-"""In place of an id of the draft, where it lacks the token; and of a token, where an id of the draft is none. Larger than any
-id, so that a load there is masked, and the first of several ids of a token is the least."""
+"""In place of an id of the draft where it lacks a token, and of a token where an id is none. It is larger than any id: so a
+load there is masked, and of several ids of a token the first is the least."""
 
 SPAN = tl.constexpr(4096)
 """Tokens of the target of which a program finds the places."""
@@ -28,8 +28,8 @@ IDS = tl.constexpr(8192)
 def places_kernel(inputs, workspace, sizes, tuning):
     """Store the draft's id of each of `SPAN` tokens of the target.
 
-    The program looks through all ids for those of its tokens, so that no other need have cleared their places. Of equal ids
-    the first counts, and ids that are no tokens are nobody's.
+    Of equal ids the first counts; one that is no token counts for none. A program looks through all ids for those of its own
+    tokens, whose places it has cleared itself: else another launch would have to clear them before.
     """
     admit_next_launch(tuning.OVERLAPS)
     vocabulary, places_ptr = inputs.draft_vocabulary, workspace.places_ptr

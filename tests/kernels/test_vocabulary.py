@@ -1,4 +1,4 @@
-"""Kernels verify drafts from a vocabulary of their own: what rows spread over the target's would give, which no one spreads."""
+"""Kernels verify drafts from a vocabulary of their own, and give what rows spread over the target's vocabulary would."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -97,7 +97,11 @@ def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
     return outcomes
 
 
-OWN = {"top_k": torch.tensor([0, 3, 1500]), "top_p": torch.tensor([0.9, 1, 0.99]), "min_p": torch.tensor([0, 0.2, 0.001])}
+OWN = {
+    "top_k": torch.tensor([0, 3, 1500]),
+    "top_p": torch.tensor([0.9, 1, 0.99]),
+    "min_p": torch.tensor([0, 0.2, 0.001]),
+}
 LIMITS: dict = {"none": {}, "each request's own": OWN, "top-k, more than some drafts have": {"top_k": 50}}
 WAYS = [FEW, LARGE, MANY][: 2 + ON_GPU]
 CASES = pairs(METHODS, SIZES, list(LIMITS), [torch.bfloat16, torch.float32], [False, True], WAYS)
@@ -164,7 +168,12 @@ def as_on_a_device(stack: ExitStack) -> None:
     patch.setattr("specdecode.batch.on_host", lambda _: False)
 
 
-HOSTILE = [("probabilistic", {}, LARGE), ("probabilistic", {"top_k": 30}, FEW), ("block", {}, FEW), ("block", {}, LARGE)]
+HOSTILE = [
+    ("probabilistic", {}, LARGE),
+    ("probabilistic", {"top_k": 30}, FEW),
+    ("block", {}, FEW),
+    ("block", {}, LARGE),
+]
 
 
 @pytest.mark.parametrize(("method", "options", "way"), HOSTILE, ids=str)
