@@ -191,8 +191,7 @@ class RejectionSampler:
                 `draft_token_ids` stay the target's: of what [`draft`][specdecode.RejectionSampler.draft] draws from the
                 draft's rows, pass `draft_vocab_ids[draft.token_ids]`, and the logsumexp and the cutoff (a draft id) as they
                 are. Such drafts do not share the noise of the target's samples, so `"strict"` accepts fewer of them.
-                Backend `"auto"` is eager for these calls, but not with `"strict"`, which does not use draft_logits. None:
-                draft_logits are over the target's tokens.
+                None: draft_logits are over the target's tokens.
             logprobs: of what the emitted tokens' log-probabilities are returned. `"processed"`: of the distribution sampled
                 from, that is the target's row with temperature and truncation applied, for accepted, recovered and bonus
                 tokens alike. It is 0 for greedy requests, which sample from a point mass; and -inf for drafts that the

@@ -68,6 +68,9 @@ def compile_all(methods: list[str]) -> None:
             sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
         if method == "strict":
             sampler(target, ids, seeds=0, top_p=0.9)
+        if method == "probabilistic":
+            vocabulary = torch.arange(draft.shape[2] // 2)
+            sampler(target, ids, draft[..., : len(vocabulary)], seeds=0, draft_vocab_ids=vocabulary)
 
 
 if __name__ == "__main__":

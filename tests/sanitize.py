@@ -35,7 +35,7 @@ TILES = 2
 METHODS = ["strict", "probabilistic", "synthetic", "block"]
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
 NAN, INF = math.nan, math.inf
-TRUNCATION = "top_k", "top_p", "min_p", "draft_cutoff"
+OTHERS = "top_k", "top_p", "min_p", "draft_cutoff", "logprobs", "draft_vocab_ids"
 
 
 def with_hostile_half(batch: Case) -> Case:
@@ -90,13 +90,11 @@ class Calls:
         if not self.is_due():
             return
         logsumexp = options.pop("draft_logsumexp", None)
-        truncation = {name: options.pop(name) for name in TRUNCATION if name in options}
+        others = {name: options.pop(name) for name in OTHERS if name in options}
         scalars = options.pop("temperature", batch.temperature), batch.seeds, batch.positions
         draft = batch.draft_logits if with_draft else None
         tensors = batch.target_logits, batch.draft_token_ids, draft, logsumexp
-        checked = VerificationBatch.check(*tensors, *scalars, **truncation)._replace(
-            logprobs=options.pop("logprobs", None)
-        )
+        checked = VerificationBatch.check(*tensors, *scalars, **others)
         kernels = backends.choose("triton", batch.target_logits)
         kernels.verify(method, checked, self.sampler(method).schedule, **options)
 
@@ -163,6 +161,25 @@ class Calls:
                 self.verify("block", batch, large=large)
                 self.verify("block", batch, draft_logsumexp=torch.stack(columns, dim=1), large=large)
 
+    def draft_vocabularies(self, vocab: int) -> None:
+        """Draft rows over tokens of their own, of whose ids some are none or there before."""
+        batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=7)).to(self.device)
+        for size, dtype in ((vocab - vocab // 3, torch.int64), (min(vocab, 16), torch.int32)):
+            rows = batch.draft_logits[..., :size].contiguous()
+            ids = torch.randperm(vocab, device=self.device)[:size].to(dtype)
+            ids[1::5], ids[2::7], ids[3::11] = ids[0].clone(), vocab, torch.iinfo(dtype).min
+            narrow, vocabulary = replace(batch, draft_logits=rows), {"draft_vocab_ids": ids}
+            scalars = batch.temperature, batch.seeds, batch.positions
+            columns = [self.draft("probabilistic", rows[:, i], *scalars) for i in range(DRAFTS)]
+            given = {"draft_logsumexp": torch.stack(columns, dim=1)}
+            cutoffs = {"draft_cutoff": batch.draft_token_ids.long()}
+            for method, large in itertools.product(("probabilistic", "synthetic", "block"), (False, True)):
+                self.verify(method, narrow, large=large, logprobs="raw", **vocabulary)
+                self.verify(method, narrow, large=large, **vocabulary, **given)
+                self.verify(method, narrow, large=large, top_p=0.9, **vocabulary)
+                self.verify(method, narrow, large=large, top_k=3, **vocabulary, **given, **cutoffs)
+            self.verify("probabilistic", narrow, large=False, many=True, **vocabulary)
+
     def packed(self, methods: list[str]) -> None:
         """Rows of a ragged batch packed without gaps, state in slots; in every second call both are no such places."""
         for vocab, dtype in ((2048, torch.int32), (1025, torch.int64)):
@@ -184,6 +201,9 @@ class Calls:
                 for call in (sound, {**sound, **hostile}, {**sound, **hostile, **none}, {**sound, **hostile, **limits}):
                     self.verify_packed(method, call, large)
                     self.verify_packed(method, {**call, "draft_logits": None}, large)
+                few = {"draft_logits": by_slot["draft_logits"][..., :100].clone()}
+                ids = {"draft_vocab_ids": torch.arange(-9, 91, device=self.device)}
+                self.verify_packed(method, {**sound, **hostile, **limits, **few, **ids}, large)
 
     def verify_packed(self, method: str, call: dict[str, Any], large: bool) -> None:
         """Make a packed call, by the kernels' own entry."""
@@ -207,6 +227,7 @@ def main(device: str, vocabs: list[int], part: int = 0, parts: int = 1) -> int:
     calls = Calls(device, part, parts)
     for vocab in vocabs:
         calls.all_variants(vocab)
+        calls.draft_vocabularies(vocab)
     calls.other_shapes()
     calls.many_requests()
     calls.packed(METHODS)

@@ -91,5 +91,14 @@ def test_inputs_of_the_benchmarks_are_drafts_that_a_method_takes(monkeypatch, me
     assert 0 < int(output.num_accepted.sum()) <= 12
     packed = inputs.packed_verification(batch, RejectionSampler(method), draft, **options)()
     assert all(map(torch.equal, packed[:4], output[:4]))
+    narrow, ids = inputs.with_draft_vocabulary(batch, 300)
+    drawn = narrow.drafts(method)
+    drawn = drawn._replace(token_ids=ids[drawn.token_ids])
+    options = {} if method == "strict" else {"draft_vocab_ids": ids}
+    few = inputs.verification(narrow, RejectionSampler(method), drawn, **options)()
+    narrow.draft_logits = inputs.spread(narrow.draft_logits, ids)
+    whole = inputs.verification(narrow, RejectionSampler(method), drawn)()
+    assert all(map(torch.equal, few[:4], whole[:4]))
+    assert method == "strict" or few.num_accepted.sum() > 4  # of 12, most of which the target is likely to say
     tokens = inputs.straightforward(batch.target_logits, draft.token_ids, batch.draft_logits, 0.7)
     assert ((tokens >= -1) & (tokens < 1100)).all()

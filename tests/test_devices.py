@@ -158,6 +158,39 @@ def test_replays_see_fresh_lengths_and_slots(backend, method):
 
 
 @needs_cuda
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+@pytest.mark.parametrize("requests", [16, 120])
+def test_replays_see_a_fresh_draft_vocabulary(backend, method, requests):
+    batch, sampler = case(requests, 3, 9000, torch.bfloat16).to("cuda"), RejectionSampler(method, backend=backend)
+    narrow = batch.draft_logits[..., :5000].contiguous()
+
+    def call(ids):
+        numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+        return sampler(batch.target_logits, batch.draft_token_ids, narrow, draft_vocab_ids=ids, **numbers)
+
+    static = torch.arange(5000, device="cuda")
+    call(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(static)
+    shuffled = torch.randperm(9000, device="cuda")[:5000]
+    hostile = torch.randint(-(2**40), 2**40, (5000,), device="cuda").where(shuffled < 3000, shuffled // 2)
+    emitted = []
+    for ids in (static + 3000, shuffled, hostile, static.clone()):
+        static.copy_(ids)
+        with synchronising_raises():
+            graph.replay()
+            fresh = call(ids)
+        for got, want in zip(output[:4], fresh):
+            assert torch.equal(got, want)
+        assert ((output.token_ids >= -1) & (output.token_ids < 9000)).all()
+        emitted.append(output.token_ids.clone())
+    assert not any(map(torch.equal, emitted, emitted[1:]))
+
+
+@needs_cuda
 def test_the_gpu_says_what_the_host_says():
     batch = case(64, 3, 5003, torch.float64)
     for options in SAMPLERS.values():
@@ -168,7 +201,7 @@ def test_the_gpu_says_what_the_host_says():
 
 KERNELS = {
     "strict": {"read_kernel", "truncate_kernel", "emit_kernel"},
-    "probabilistic": {"read_kernel", "emit_kernel"},
+    "probabilistic": {"places_kernel", "read_kernel", "emit_kernel"},
     "block": {"read_kernel", "ratio_kernel", "decide_kernel", "sum_kernel", "emit_kernel"},
 }
 

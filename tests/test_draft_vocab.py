@@ -1,6 +1,5 @@
 """Drafters with only some of the target's tokens: the target's distribution, and what rows spread by hand give."""
 
-import importlib
 import random
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from torch import Tensor
 from specdecode import RejectionSampler, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
-from tests.conftest import HAS_TRITON, ON_GPU
 from tests.differential import case, like_a_device
 from tests.enumeration import Case, decode, distribution, history, iid, marginal, sequence_distribution, total_variation
 from tests.packing import in_slots, packed_rows, with_counts
@@ -181,18 +179,6 @@ def test_wrong_arguments_are_refused_by_name(options, kind, message):
     rows, starts = torch.zeros(3, 5), torch.tensor([0, 3])
     with pytest.raises(kind, match=message):
         sampler.packed(rows, torch.zeros(3, dtype=torch.int64), starts, **options, num_draft_tokens=2, seeds=0)
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_the_kernels_refuse_them_but_for_strict_which_ignores_them():
-    kernels = importlib.import_module("specdecode.kernels")
-    target, drafts, device = torch.zeros(1, 3, 5), torch.tensor([[4, 2]]), "cuda" if ON_GPU else "cpu"
-    arguments = [tensor.to(device) for tensor in (target, drafts, ROWS)]
-    with pytest.raises(ValueError, match="draft_vocab_ids: 'triton' takes"):
-        RejectionSampler("probabilistic", backend="triton")(*arguments, seeds=0, draft_vocab_ids=IDS.to(device))
-    checked = VerificationBatch.check(*arguments, None, 1.0, 0, None, draft_vocab_ids=IDS.to(device))
-    assert kernels.why_not_verified("strict", checked) is None
-    assert "draft_vocab_ids" in kernels.why_not_verified("block", checked)
 
 
 def test_a_shard_refuses_them():

@@ -49,6 +49,8 @@ def logprobs(
     token_ids = token_ids[None, ..., None].expand(len(models), *token_ids.shape, 1)
     scaled = (rows.logits.gather(-1, token_ids) - rows.row_max).squeeze(-1) / temperature
     sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature[..., None])).sum(dim=-1)
+    if rows.outside is not None:
+        sums[-1] += rows.outside
     result, is_empty = scaled - sums.log(), rows.row_max[0, ..., 0] == -torch.inf
     if rows.first is not None:  # an infinite maximum made all of it NaN: the row is a point mass
         is_point = result.isnan() if greedy is None else result.isnan() | greedy
@@ -235,9 +237,13 @@ def compare(
     difference = log_difference(*rows.logits, *rows.row_max, temperature)
     weights = exp_scaled(rows.logits, rows.row_max, temperature)
     sums = block_sums(weights).sum(dim=-1)
+    if rows.outside is not None:
+        sums[-1] += rows.outside
     change = None
     if not on_host(difference) or bool((difference.abs().amax(dim=-1) <= 1).any()):
         change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
+        if rows.outside is not None:
+            change = change.masked_fill(rows.outside > 0, torch.nan)
     return Comparison(weights[0], sums[0], difference, log_sum_ratio(sums, change), is_empty)
 
 

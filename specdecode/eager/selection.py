@@ -105,6 +105,9 @@ class Rows(NamedTuple):
     first: Tensor | None
     """[models, ..., 1] int64, the first entry of that size; None if all maxima are finite."""
 
+    outside: Tensor | None = None
+    """[...] what the last model's row weighs besides, of no token, relative to its maximum; None if nothing."""
+
 
 def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
     """Copy rows of raw logits, [..., vocab] of each model, and find their maxima. NaN counts as -inf."""

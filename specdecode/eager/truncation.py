@@ -144,7 +144,9 @@ def read_and_spread(
     drafts = point_masses(drafts)  # where an order of ids decides, it is the draft's
     spread = draft.spread(drafts.logits, rows.logits.shape[-1])
     first = None if rows.first is None else torch.cat([rows.first, spread.argmax(dim=-1, keepdim=True)])
-    return Rows(torch.cat([rows.logits, spread]), torch.cat([rows.row_max, drafts.row_max]), first), cutoffs
+    outside = draft.weight_outside(drafts.logits, drafts.row_max, sampling.temperature)
+    outside = None if outside is None else outside[0]
+    return Rows(torch.cat([rows.logits, spread]), torch.cat([rows.row_max, drafts.row_max]), first, outside), cutoffs
 
 
 def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode.batch import on_host
 from specdecode.eager.packed import IndexedRows
 
 
@@ -42,12 +43,25 @@ class DraftVocabRows:
         rows[..., : len(self.places)] = of_target
         return rows
 
+    def weight_outside(self, logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor | None:
+        """Return what [..., draft_vocab or more] logits weigh that stand for no token, relative to the row's maximum, [...].
+
+        Only ids that could not be checked may leave some: on the CPU it is None.
+        """
+        if on_host(self.places):
+            return None
+        size = logits.shape[-1]
+        found = torch.zeros(size + 1, dtype=torch.bool, device=logits.device)
+        found[torch.where(self.places < 0, size, self.places)] = True
+        weights = ((logits - row_max) / temperature[..., None]).exp()
+        return weights.masked_fill_(found[:size], 0).sum(dim=-1)
+
 
 def places_of(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
     """Return the draft id of each token of the target, [vocab] int64, -1 for those that the draft lacks.
 
     Values that could not be checked on the host are made harmless: an id outside the vocabulary is left out, and of equal
-    ids the first counts.
+    ids the first counts. The probabilities of the others stay what they are: what is left out is no token's.
     """
     ids = draft_vocab_ids.to(torch.int64)
     size = len(ids)

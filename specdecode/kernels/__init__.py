@@ -11,6 +11,7 @@ compares residual masses.
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
 | `packed` | where the rows and the state of a request are |
+| `vocabulary` | draft rows over a vocabulary of their own |
 | `rows`, `distribution` | how rows are read, block statistics; from these to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
@@ -124,6 +125,8 @@ def verify(
         tensors["draft_logsumexp"] = batch.draft_logsumexp
         if batch.draft_cutoff is not None:
             tensors["draft_cutoff"] = batch.draft_cutoff
+        if batch.draft_vocab_ids is not None:
+            tensors["draft_vocab_ids"] = batch.draft_vocab_ids.contiguous()
         reads_both = batch.draft_logsumexp is None
     tensors["ids"] = batch.draft_token_ids
     if schedule is not None:
@@ -144,8 +147,6 @@ def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     if batch.num_draft_tokens == 0:
         return None
     rule = METHODS[method][batch.draft_logits is None]
-    if rule is not BY_SAMPLE and batch.draft_vocab_ids is not None:
-        return "draft_vocab_ids: 'triton' takes draft logits over the target's vocabulary only; use 'eager' or 'auto'"
     return why_not_truncated(rule, batch) if batch.is_truncated else None
 
 
@@ -201,7 +202,9 @@ def run(
             numbers["num_rows"], numbers["num_slots"] = target.shape[0], packing.num_slots
             shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
     samples = "logsumexp" in outputs
-    plan = plan_step(rule, large, many, target.device, shape, layouts, samples, seeds_by_request, logprobs)
+    draft_vocab_ids = inputs["draft_vocab_ids"]
+    how = samples, seeds_by_request, logprobs, None if draft_vocab_ids is None else draft_vocab_ids.shape[0]
+    plan = plan_step(rule, large, many, target.device, shape, layouts, *how)
     plan.run({**outputs, **inputs}, numbers)
 
 

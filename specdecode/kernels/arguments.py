@@ -34,6 +34,14 @@ class Rows(NamedTuple):
     ALIGNED: Constant  # rows are dense, and start and end at multiples of 16 logits
 
 
+class DraftVocabulary(NamedTuple):
+    """The draft's own vocabulary; all None if it is the target's."""
+
+    ids_ptr: AlignedPointer  # [size] int32 or int64: the target's token of each id of the draft; not checked
+    size: AlignedInt32
+    ALIGNED: Constant  # size is a multiple of 16, and so is the address of the ids
+
+
 class Packing(NamedTuple):
     """Where the rows and the state of the requests of a packed call are; all None if the call is not packed."""
 
@@ -88,6 +96,7 @@ class Inputs(NamedTuple):
     packing: Packing
     target: Rows
     draft: Rows
+    draft_vocabulary: DraftVocabulary
     drafts: Drafts
     requests: Requests
     limits: Limits
@@ -119,6 +128,7 @@ class Workspace(NamedTuple):
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
+    places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
 
 
@@ -132,6 +142,12 @@ class Sizes(NamedTuple):
     MAX_BLOCKS: Constant  # num_blocks or more, a power of two
     MAX_DRAFTS: Constant  # num_draft_tokens + 1 or more, a power of two
     ALIGNED: Constant  # vocab_size is a multiple of 16
+
+
+class Placing(NamedTuple):
+    """How the draft's vocabulary is looked through."""
+
+    OVERLAPS: Constant
 
 
 class Reading(NamedTuple):
@@ -201,6 +217,20 @@ class TruncatedRow(NamedTuple):
     vocab_size: Any
     cutoff_logit: Any
     cutoff_token: Any
+
+
+class Places(NamedTuple):
+    """The draft's id of each token of the target, see `vocabulary`."""
+
+    ptr: Any
+    vocab_size: Any  # of the target
+
+
+class DraftVocabRow(NamedTuple):
+    """One draft row over a vocabulary of its own, read by the target's tokens."""
+
+    row: Any  # by the draft's ids, truncated or not
+    places: Places
 
 
 class Request(NamedTuple):

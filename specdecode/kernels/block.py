@@ -46,6 +46,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.vocabulary import NO_PLACE
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
     tl.constexpr(number) for number in range(11)
@@ -76,8 +77,13 @@ def shared_logprob(place, terms, inputs, workspace, sizes):
         shared = logprob(logit, p.one_hot, q, place.temperature)
     elif residual.subtracted >= 0:
         row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-        logit = load_logit(row, residual.subtracted, True)
+        is_token = True
+        if workspace.places_ptr is not None:
+            is_token = residual.subtracted != NO_PLACE
+        logit = load_logit(row, residual.subtracted, is_token)
         shared = logprob(logit, residual.subtracted, (p.row_max, tl.log(p.sumexp), p.one_hot), place.temperature)
+        if workspace.places_ptr is not None:
+            shared = tl.where(is_token, shared, -INFINITY)
     return shared
 
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Drafts,
+    DraftVocabulary,
     Inputs,
     Limits,
     Outputs,
     Packing,
+    Placing,
     Reading,
     Requests,
     Rows,
@@ -36,6 +38,7 @@ from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.state import FIELDS
 from specdecode.kernels.truncation import truncate_kernel
+from specdecode.kernels.vocabulary import SPAN, places_kernel
 from specdecode.noise import BLOCK_SIZE
 
 
@@ -99,6 +102,7 @@ OPTIONAL = (
     "temperatures",
     "seeds",
     "positions",
+    "draft_vocab_ids",
 )
 TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
@@ -136,11 +140,14 @@ def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
     return Rows(ptr, stride_request, stride_offset, stride_token, is_aligned)
 
 
-def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_request: bool) -> Inputs:
+def inputs_of(
+    layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_request: bool, draft_vocab_size: int | None
+) -> Inputs:
     """Return the bundle of inputs, given how each of `TENSORS` lies, and of `OF_TRUNCATION` if rows are truncated."""
     names = TENSORS + OF_TRUNCATION
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, temperatures, seeds, positions, *limits = pointers
+    target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, *others = pointers
+    temperatures, seeds, positions, draft_vocab_ids, *limits = others
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     if row_starts is not None:
         target, of_drafts[0] = row_layout(target), row_layout(of_drafts[0])
@@ -151,7 +158,8 @@ def inputs_of(layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_requ
     return Inputs(
         packing_of(row_starts, slots),
         rows_of(target, target_ptr, vocab_size),
-        rows_of(draft, draft_ptr, vocab_size),
+        rows_of(draft, draft_ptr, vocab_size if draft_vocab_size is None else draft_vocab_size),
+        draft_vocabulary_of(layouts[TENSORS.index("draft_vocab_ids")], draft_vocab_ids, draft_vocab_size),
         Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
         Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, numbers[2], numbers[3]),
         limits_of(limits[:3], LIMITS[:3]),
@@ -165,6 +173,14 @@ def row_layout(of: Layout | None) -> Layout | None:
         return None
     dtype, (step, *others), is_aligned = of
     return dtype, (step, step, *others), is_aligned
+
+
+def draft_vocabulary_of(ids: Layout | None, ptr: Argument | None, size: int | None) -> DraftVocabulary:
+    """Return the bundle of the draft's vocabulary; without ids it is the target's."""
+    if ids is None or size is None:
+        return DraftVocabulary(None, None, None)
+    _, _, is_aligned = ids
+    return DraftVocabulary(ptr, size, is_aligned and size % 16 == 0)
 
 
 def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
@@ -202,6 +218,7 @@ def plan_step(
     samples: bool,
     seeds_by_request: bool = False,
     logprobs: Logprobs | None = None,
+    draft_vocab_size: int | None = None,
 ) -> Plan:
     """Plan a step.
 
@@ -216,10 +233,12 @@ def plan_step(
         samples: whether tokens are only sampled, and their rows' logsumexp asked for.
         seeds_by_request: whether a packed call has a seed for each request, not for each slot.
         logprobs: of what the emitted tokens' log-probabilities are.
+        draft_vocab_size: the number of tokens of draft rows, None if they have the target's.
     """
     requests, *rows, vocab_size = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
-    sizes, inputs = sizes_of(requests, num_draft_tokens, vocab_size), inputs_of(layouts, vocab_size, seeds_by_request)
+    sizes = sizes_of(requests, num_draft_tokens, vocab_size)
+    inputs = inputs_of(layouts, vocab_size, seeds_by_request, draft_vocab_size)
     truncates = len(layouts) > len(TENSORS)
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
     settles = has_drafts and rule.while_reading is None
@@ -240,12 +259,15 @@ def plan_step(
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,
+        "places": None if draft_vocab_size is None else (torch.int32, vocab_size),
     }
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
     workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
     bundles = inputs, workspace, sizes
+    if draft_vocab_size is not None:
+        add_places(plan, *bundles)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
@@ -264,6 +286,12 @@ def plan_step(
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
     return plan
+
+
+def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
+    """Add the launch that finds the places of the target's tokens among the draft's."""
+    bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
+    plan.add(places_kernel, (triton.cdiv(sizes.vocab_size, SPAN.value),), bundles, num_warps=8, follows=False)
 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: bool) -> None:
@@ -305,7 +333,7 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
         (chunks * sizes.batch * num_rows,) if flat else (chunks, sizes.batch, num_rows),
         (inputs, workspace, sizes, tuning),
         num_warps=READ_BLOCKS,
-        follows=False,
+        follows=workspace.places_ptr is not None,
         max_registers=(READ_REGISTERS_BOTH if reads_both else READ_REGISTERS) if is_usual and has_drafts else None,
     )
 

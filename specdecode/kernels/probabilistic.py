@@ -29,6 +29,7 @@ from specdecode.kernels.rows import (
     load_logit,
     load_logits,
     load_statistics,
+    own_draft_row_at,
     scaled,
     sum_blocks,
     sum_in_order,
@@ -49,6 +50,7 @@ from specdecode.kernels.search import (
 )
 from specdecode.kernels.selection import block_scores, select_block, select_token, token_weights
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.vocabulary import by_target, token_of
 
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
@@ -94,8 +96,8 @@ def acceptance_terms(place, inputs, workspace, sizes):
     logit = load_logit(row, token, token >= 0)
     if inputs.draft.ptr is not None:
         has_draft_row = (temperature > 0) & (token >= 0)
-        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
-        draft_logit = load_logit(draft_row, token, has_draft_row)
+        draft_row = own_draft_row_at(request, offset, inputs, workspace, sizes)
+        draft_logit = load_logit(by_target(draft_row, workspace, sizes), token, has_draft_row)
         summarised = has_draft_row
         if inputs.drafts.logsumexp_ptr is not None:
             logsumexp = load_logsumexp(inputs.drafts, request, offset, has_draft_row)
@@ -119,7 +121,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
             if summarised:
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
-                draft_max, draft_one_hot = q.row_max, q.one_hot
+                draft_max, draft_one_hot = q.row_max, token_of(q.one_hot, inputs, workspace, sizes)
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
@@ -167,8 +169,11 @@ def one_minus_exp2(x):
 def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     # In pairs both or none, so that logits of the same tokens meet.
-    BFLOAT16: tl.constexpr = row.ptr.dtype.element_ty == tl.bfloat16 and draft_row.ptr.dtype.element_ty == tl.bfloat16
-    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED and len(row) == WHOLE
+    p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
+    q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
+    BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
+    ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and len(row) == WHOLE and len(draft_row) == WHOLE
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 

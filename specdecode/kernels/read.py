@@ -13,17 +13,19 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Place
-from specdecode.kernels.launch import admit_next_launch
+from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
+    BLOCK_SIZE,
     INFINITY,
     draft_statistics,
     load_blocks,
     load_temperature,
     raw_statistics,
+    store_both,
     store_raw_statistics,
     store_statistics,
     target_statistics,
@@ -123,7 +125,10 @@ def read_kernel(inputs, workspace, sizes, tuning):
             first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
             target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
             if READS_DRAFT:  # the loads of both rows are in flight at once
-                draft = load_row_blocks(inputs.draft, draft_row, first, reads_draft, tuning.BLOCKS)
+                has_blocks = reads_draft
+                if workspace.places_ptr is not None:
+                    has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
+                draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
             if tuning.ADMITS_LATE:
                 if tile == tuning.tiles - 1:
                     admit_next_launch(tuning.OVERLAPS)
@@ -131,10 +136,14 @@ def read_kernel(inputs, workspace, sizes, tuning):
             if workspace.raw_statistics_ptr is not None:
                 store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             if READS_DRAFT:
-                if reads_draft:
+                if has_blocks:
                     store_statistics(
                         its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
                     )
+                elif workspace.places_ptr is not None:
+                    if reads_draft:  # the row goes on to the target's last block, with nothing
+                        nothing = tl.zeros([tuning.BLOCKS], tl.float32)
+                        store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
         if HAS_LOGSUMEXP:
             if is_trusted(logsumexp) == 0:  # seldom
                 if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
@@ -142,6 +151,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
                         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
                         draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
                         store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
+        if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
+            await_launch(tuning.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
                 if not READS_DRAFT:  # loaded before programs are counted, not kept in a register while rows are read

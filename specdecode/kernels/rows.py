@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import Row, TruncatedRow
+from specdecode.kernels.arguments import DraftVocabRow, Row, TruncatedRow
+from specdecode.kernels.vocabulary import by_target, load_places
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 WARP = tl.constexpr(32)
@@ -21,6 +22,8 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WHOLE = tl.constexpr(len(Row._fields))
 """Fields of a row that is not truncated."""
+BY_PLACE = tl.constexpr(len(DraftVocabRow._fields))
+"""Fields of a row that is read by the tokens of another vocabulary."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -69,8 +72,11 @@ def whole_target_row_at(request, offset, inputs):
 
 @triton.jit
 def whole_draft_row_at(request, offset, inputs, sizes):
-    """Return the draft row at an offset of a request."""
-    return row_at(inputs.draft, request.slot, offset, sizes.vocab_size)
+    """Return the draft row at an offset of a request, by the draft's own ids."""
+    vocab_size = sizes.vocab_size
+    if inputs.draft_vocabulary.ids_ptr is not None:
+        vocab_size = inputs.draft_vocabulary.size
+    return row_at(inputs.draft, request.slot, offset, vocab_size)
 
 
 @triton.jit
@@ -102,21 +108,30 @@ def target_row_at(request, offset, inputs, workspace, sizes):
 
 
 @triton.jit
-def draft_row_at(request, offset, inputs, workspace, sizes):
+def own_draft_row_at(request, offset, inputs, workspace, sizes):
     """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
     inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
     return with_cutoff(whole_draft_row_at(request, offset, inputs, sizes), workspace, request, inside, True, sizes)
 
 
 @triton.jit
+def draft_row_at(request, offset, inputs, workspace, sizes):
+    """Return that row as it is read by the target's tokens."""
+    return by_target(own_draft_row_at(request, offset, inputs, workspace, sizes), workspace, sizes)
+
+
+@triton.jit
 def load_raw(row, token_ids, wanted):
     """Return logits as they are stored, -inf beyond the vocabulary; of a row with a cutoff float32, -inf beyond that too."""
-    pointers = row.ptr + token_ids * row.stride_token
-    logits = tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
-    if len(row) == WHOLE:
-        return logits
+    if len(row) == BY_PLACE:
+        return load_raw(row.row, load_places(row.places, token_ids, wanted), True)
     else:
-        return up_to_cutoff(logits.to(tl.float32), token_ids, row)
+        pointers = row.ptr + token_ids * row.stride_token
+        logits = tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
+        if len(row) == WHOLE:
+            return logits
+        else:
+            return up_to_cutoff(logits.to(tl.float32), token_ids, row)
 
 
 @triton.jit
@@ -135,12 +150,17 @@ def load_logits(row, token_ids, wanted):
 
 @triton.jit
 def load_logit(row, token, wanted):
-    """Return the logit of one token as float32, -inf for NaN."""
-    pointer = row.ptr + token.to(tl.int64) * row.stride_token
-    logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
-    if len(row) > WHOLE:
-        logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
-    return tl.where(logit == logit, logit, -INFINITY)
+    """Return the logit of one token as float32, -inf for NaN and for a token that the row has not."""
+    if len(row) == BY_PLACE:
+        place = load_places(row.places, token, wanted)
+        is_there = place < row.row.vocab_size
+        return tl.where(is_there, load_logit(row.row, place, is_there), -INFINITY)
+    else:
+        pointer = row.ptr + token.to(tl.int64) * row.stride_token
+        logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
+        if len(row) > WHOLE:
+            logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
+        return tl.where(logit == logit, logit, -INFINITY)
 
 
 @triton.jit

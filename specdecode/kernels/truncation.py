@@ -72,6 +72,15 @@ def load_limits(limits, request, sizes):
 
 
 @triton.jit
+def load_draft_limits(inputs, request, sizes):
+    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
+    top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
+    if inputs.draft_vocabulary.ids_ptr is not None:
+        top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)
+    return top_k, top_p, min_p
+
+
+@triton.jit
 def weights_of_maxima(block_max, row_max, temperature):
     """Return what the largest token of each block weighs, relative to the row's."""
     return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
@@ -144,7 +153,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
         is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
         log_draft_kept = 0.0
         if inputs.draft.ptr is not None:
-            limits = load_limits(inputs.draft_limits, place.request, sizes)
+            limits = load_draft_limits(inputs, place.request, sizes)
             is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
             if inputs.drafts.logsumexp_ptr is None:
                 if is_sure:
@@ -233,7 +242,7 @@ def given_cutoff(row, request, offset, inputs, sizes):
     place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + place)
     logsumexp = load_logsumexp(drafts, request, offset, True)
-    leaves_out = (token >= 0) & (token < sizes.vocab_size)
+    leaves_out = (token >= 0) & (token < row.vocab_size)
     token = tl.where(leaves_out, token, LAST_TOKEN).to(tl.int32)
     logit = tl.where(leaves_out, load_logit(row, token, leaves_out), -INFINITY)
     return logit, token, is_trusted(logsumexp)
@@ -253,7 +262,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     is_read = offset <= num_drafts
     if inputs.draft.ptr is not None:
         if of_draft:
-            limits = load_limits(inputs.draft_limits, request, sizes)
+            limits = load_draft_limits(inputs, request, sizes)
             is_read = offset < num_drafts
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
@@ -275,7 +284,10 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
         else:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             if tuning.ALIKE:  # so the code is there once, which is faster
-                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, request.vocab_size)
+                vocab_size = request.vocab_size
+                if inputs.draft_vocabulary.ids_ptr is not None:
+                    vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
+                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
                 logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             elif of_draft:
                 logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)

@@ -1,5 +1,6 @@
 """The inputs of the benchmarks: logits like those of serving, and the straightforward formulation."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +73,22 @@ class Inputs:
         ]
         columns = [None if values[0] is None else torch.stack(values, dim=1) for values in zip(*steps)]
         return DraftOutput(*columns)
+
+
+def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
+    """Return inputs whose draft rows have `size` of the tokens, in order, and which these are; other tokens are unlikely."""
+    device = inputs.target_logits.device
+    chosen = torch.randperm(VOCAB, generator=torch.Generator(device).manual_seed(1), device=device)
+    ids = chosen[:size].sort().values
+    narrow = copy.copy(inputs)
+    narrow.target_logits = inputs.target_logits.index_add(-1, ids, torch.full_like(inputs.target_logits[..., ids], 6))
+    narrow.draft_logits = inputs.draft_logits[..., ids].contiguous()
+    return narrow, ids
+
+
+def spread(rows: Tensor, ids: Tensor) -> Tensor:
+    """Return draft rows over some of the tokens as rows over all of them."""
+    return rows.new_full((*rows.shape[:-1], VOCAB), -torch.inf).index_copy_(-1, ids, rows)
 
 
 def describe(batch: int, num_draft_tokens: int, dtype: str) -> str:

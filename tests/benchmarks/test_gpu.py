@@ -29,8 +29,10 @@ from tests.benchmarks.inputs import (
     packed_verification,
     peaked_rows,
     served_rows,
+    spread,
     straightforward,
     verification,
+    with_draft_vocabulary,
 )
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
@@ -328,6 +330,37 @@ def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, w
     verifier, options = Verifier(method, with_logsumexp=with_logsumexp), TRUNCATIONS[truncation]
     call = verifier(inputs, truncation=options)
     check(inputs, verifier, call(), options)
+    measure(benchmark, Recording(call))
+
+
+@pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
+@pytest.mark.parametrize("provider", FAST[:4])
+@pytest.mark.parametrize("rows", ["its own", "spread before the call", "spread by the call"])
+def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, rows, environment):
+    """Time drafts of 32,000 of the tokens: by the rows of these, and by rows over all tokens, made before or in the call."""
+    benchmark.group = f"draft vocabulary of 32,000, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{provider}, rows {rows}", "environment": environment}
+    verifier, (narrow, ids) = PROVIDERS[provider], with_draft_vocabulary(inputs, 32_000)
+    draft = narrow.drafts(verifier.method)
+    token_ids, few = ids[draft.token_ids], narrow.draft_logits
+    whole = spread(few, ids) if rows == "spread before the call" else None
+
+    def call(backend: str = "triton", how: str = rows) -> SamplerOutput:
+        options: dict[str, Any] = {"draft_logsumexp": draft.logsumexp} if verifier.with_logsumexp else {}
+        draft_logits = few
+        if how == "its own":
+            options["draft_vocab_ids"] = ids
+        else:
+            draft_logits = spread(few, ids) if whole is None else whole
+        options |= {"temperature": inputs.temperature, "seeds": 0}
+        return RejectionSampler(verifier.method, backend=backend)(
+            narrow.target_logits, token_ids, draft_logits, **options
+        )
+
+    output, expected = call(), call("eager", "its own")
+    check_token_ids(output.token_ids)
+    assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
+    assert expected.num_accepted.sum() > 0
     measure(benchmark, Recording(call))
 
 
