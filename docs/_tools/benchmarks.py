@@ -208,6 +208,19 @@ def truncated_table(record: str, method: str = "probabilistic", rows: str = "pea
     )
 
 
+def logprobs_table(record: str, method: str) -> str:
+    """Compare calls that return log-probabilities with the same call without them."""
+    results = [cell for cell in cells(record, kind="log-probabilities") if cell.provider.rpartition(", ")[0] == method]
+    kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in results:
+        row = rows.setdefault((f"{cell.count:,}, {cell.drafts}", f"{cell.temperature:g}"), {})
+        row[cell.provider.rpartition(", ")[2]] = device_time(cell.values)
+    return html_table(
+        ["Requests, drafts", "T", *kinds], [[*key, *[row.get(kind, "") for kind in kinds]] for key, row in rows.items()]
+    )
+
+
 def share_table(
     record: str, peers: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7"
 ) -> str:
@@ -421,6 +434,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "verification": verification_table,
     "served": served_table,
     "truncated": truncated_table,
+    "log-probabilities": logprobs_table,
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,
