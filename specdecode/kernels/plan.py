@@ -244,25 +244,11 @@ def plan_step(
     settles = has_drafts and rule.while_reading is None
     while_reading = rule.before_truncation if truncates else rule.while_reading
     decides = large and not settles and while_reading is not None
-    num_rows, num_drafts = requests * (num_draft_tokens + 1), requests * num_draft_tokens
-    state = requests * FIELDS.value + num_rows
-    if truncates:
-        state += state % 2 + requests * FIELDS.value
-    statistics = (num_rows + num_drafts * has_draft_rows) * 2 * sizes.num_blocks
     sums = settles and has_draft_rows
-    parts = {
-        "state": (torch.int32, state) if has_drafts else None,
-        "statistics": (torch.float32, statistics),
-        "cutoffs": (torch.float32, (num_rows + num_drafts * has_draft_rows) * 2) if truncates else None,
-        "kept": (torch.int32, (num_rows + num_drafts * has_draft_rows) * LIST_SIZE) if truncates else None,
-        "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
-        "listed": (torch.int32, num_drafts) if sums else None,
-        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
-        "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,
-        "places": None if draft_vocab_size is None else (torch.int32, vocab_size),
-    }
+    parts = parts_of(inputs, sizes, truncates, settles, logprobs)
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
-    plan = Plan(device, parts, zeros=state if decides else 0)
+    state = parts["state"]
+    plan = Plan(device, parts, zeros=state[1] if decides and state is not None else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
     workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
     bundles = inputs, workspace, sizes
@@ -286,6 +272,30 @@ def plan_step(
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )
     return plan
+
+
+def parts_of(
+    inputs: Inputs, sizes: Sizes, truncates: bool, settles: bool, logprobs: Logprobs | None
+) -> dict[str, tuple[torch.dtype, int] | None]:
+    """Return the dtype and the size of each part of the workspace, in the order of `arguments.Workspace`."""
+    num_drafts = sizes.batch * sizes.num_draft_tokens
+    num_rows, of_state = num_drafts + sizes.batch, sizes.batch * FIELDS.value
+    rows_read = num_rows + num_drafts * (inputs.draft.ptr is not None)
+    sums = settles and inputs.draft.ptr is not None
+    state = of_state + num_rows
+    if truncates:  # stop bits, at an even index
+        state += state % 2 + of_state
+    return {
+        "state": None if inputs.drafts.ids_ptr is None else (torch.int32, state),
+        "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
+        "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
+        "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
+        "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
+        "listed": (torch.int32, num_drafts) if sums else None,
+        "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
+        "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,
+        "places": None if inputs.draft_vocabulary.ids_ptr is None else (torch.int32, sizes.vocab_size),
+    }
 
 
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
