@@ -67,6 +67,18 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
+    """Return whether a row beyond a request's first may matter, by what is known so far."""
+    if inputs.packing.row_starts_ptr is not None:
+        matters = offset <= request.num_drafts  # not waiting for an id: few are no tokens
+    else:
+        matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
+    if DECIDES:
+        matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
+    return matters
+
+
+@triton.jit
 def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning):
     """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
     accepted = tl.full([], False, tl.int1)
@@ -102,12 +114,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     matters = True
     if HAS_DRAFTS:
         if offset > 0:
-            if inputs.packing.row_starts_ptr is not None:
-                matters = offset <= request.num_drafts  # not waiting for an id: few are no tokens
-            else:
-                matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
-            if DECIDES:
-                matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
+            matters = may_matter(request, offset, inputs, workspace, sizes, DECIDES)
         elif not DECIDES:
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
