@@ -60,8 +60,9 @@ class RejectionSampler:
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the
-            eager backend takes a shard so far. None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Backend
+            `"auto"` is eager for truncated calls, and where a shard does not start at a multiple of 1,024. None: logits are
+            of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -118,7 +119,7 @@ class RejectionSampler:
         if method != "synthetic" and schedule is not None:
             raise ValueError(f"schedule: only method 'synthetic' takes one, got one for {method!r}")
         if shard is not None:
-            check_shard(shard, backend)
+            check_shard(shard)
         self.method = method
         self.backend = backend
         self.schedule = schedule
@@ -392,8 +393,7 @@ class RejectionSampler:
             batch = self._checked(check_packed(*arguments, *truncation, *where, self.shard, **names))
         if self.shard is not None:
             self.shard.agree(target_logits)
-            return
-        if backends.choose(self.backend, target_logits, self.shard) is eager:
+        if backends.choose(self.backend, target_logits) is eager:
             return
         backend = self._backend_for(batch)
         if backend is not eager:
@@ -421,7 +421,7 @@ class RejectionSampler:
 
     def _backend_for(self, batch: VerificationBatch) -> ModuleType:
         """Return the backend's module; `"auto"` is eager where the kernels cannot verify the batch."""
-        backend = backends.choose(self.backend, batch.target_logits, self.shard)
+        backend = backends.choose(self.backend, batch.target_logits)
         if self.backend == "auto" and backend is not eager:
             return backend if backend.why_not_verified(self.method, batch) is None else eager
         return backend
@@ -481,5 +481,4 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        backend = backends.choose(self.backend, logits, self.shard)
-        return DraftOutput(*backend.sample(batch, domains))
+        return DraftOutput(*backends.for_rows(self.backend, batch).sample(batch, domains))

@@ -17,7 +17,12 @@ compares residual masses.
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
+| `exchange`, `sharded` | where ranks hold shards of the vocabulary: what they tell each other, and the token that each offers |
+| `shard_plan` | the launches and exchanges of such a step |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
+
+Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
+another way.
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
 launch. So nothing can hang. All that is kept from one call to the next never changes: compiled code, plans, a schedule's
@@ -42,9 +47,11 @@ from specdecode.kernels.plan import (
     plan_step,
 )
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.shard_plan import plan_sharded
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
+from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
 BY_SAMPLE = AcceptRule(strict.decide_while_reading, None, strict.decide, None, num_warps=8, large_rows=384)
@@ -69,6 +76,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
+    if (why_not := why_not_sharded(batch.shard, batch.logits, batch.is_truncated)) is not None:
+        raise ValueError(why_not)
     requests, _ = batch.logits.shape
     token_ids = torch.empty(requests, dtype=torch.int64, device=batch.logits.device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
@@ -98,6 +107,8 @@ def verify(
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
+    if (why_not := why_not_sharded(batch.shard, batch.target_logits, batch.is_truncated)) is not None:
+        raise ValueError(why_not)
     packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
     requests = len(batch.draft_token_ids) if packing is None else len(packing.row_starts) - 1
     outputs = {
@@ -144,9 +155,23 @@ def verify(
 def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
     rule = METHODS[method][batch.draft_logits is None]
+    why_not = why_not_sharded(batch.shard, batch.target_logits, batch.is_truncated)
+    if why_not is not None:
+        return why_not
     if rule is not BY_SAMPLE and batch.draft_vocab_ids is not None:
         return "draft_vocab_ids: 'triton' takes draft logits over the target's vocabulary only; use 'eager' or 'auto'"
     return why_not_truncated(rule, batch) if batch.is_truncated else None
+
+
+def why_not_sharded(shard: VocabShard | None, logits: Tensor, is_truncated: bool) -> str | None:
+    """Return why the kernels cannot take a shard, or None. The first call on a device asks the other ranks."""
+    if shard is None:
+        return None
+    if is_truncated:
+        return "shard: 'triton' does not truncate rows that are sharded; use 'eager' or 'auto'"
+    if shard.agree(logits).divided:
+        return "shard: 'triton' takes shards that start at multiples of 1,024 tokens; use 'eager' or 'auto'"
+    return None
 
 
 def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
@@ -202,9 +227,13 @@ def run(
         for place in BY_ROW:
             layouts[place] = row_layout(layouts[place])
         shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
-    how = samples, seeds_by_request, logprobs
-    plan = plan_step(rule, large, many, target.device, shape, tuple(layouts), *how)
-    plan.run({**outputs, **inputs}, numbers)
+    how = target.device, shape, tuple(layouts), samples, seeds_by_request, logprobs
+    if batch.shard is None:
+        plan_step(rule, large, many, *how).run({**outputs, **inputs}, numbers)
+        return
+    shards, is_greedy = batch.shard.agree(target), isinstance(temperature, float) and temperature == 0
+    sharded_plan = plan_sharded(rule, is_greedy, *how[:3], shards, *how[3:])
+    sharded_plan.run({**outputs, **inputs, "places": shards.places}, numbers, batch.shard.group)
 
 
 BY_ROW = TENSORS.index("target"), TENSORS.index("ids")
@@ -236,7 +265,9 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
-    ways = (False, False), (False, True), (True, False)
+    ways = [(False, False), (False, True), (True, False)]
+    if batch.shard is not None:
+        ways = ways[:1]  # there is one
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:
             verify(method, batch, schedule, large=large, many=many)

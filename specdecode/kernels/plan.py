@@ -25,6 +25,7 @@ from specdecode.kernels.arguments import (
     Rows,
     Searching,
     Settling,
+    Shard,
     Sizes,
     Truncating,
     Workspace,
@@ -123,7 +124,8 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     """Return the bundle of sizes."""
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
-    return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
+    counts = requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts
+    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(None, None, None))
 
 
 def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
@@ -233,7 +235,7 @@ def plan_step(
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
-    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
+    workspace = Workspace(*[plan.part(name) for name in parts], logprobs_ptr, notes_ptr=None)
     bundles = inputs, workspace, sizes
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)

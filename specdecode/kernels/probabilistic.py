@@ -21,6 +21,7 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LOG2_E,
+    TRUNCATED,
     WHOLE,
     base_2_scale,
     draft_row_at,
@@ -168,7 +169,7 @@ def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     # In pairs both or none, so that logits of the same tokens meet.
     BFLOAT16: tl.constexpr = row.ptr.dtype.element_ty == tl.bfloat16 and draft_row.ptr.dtype.element_ty == tl.bfloat16
-    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED and len(row) == WHOLE
+    PAIRS: tl.constexpr = BFLOAT16 and inputs.target.ALIGNED and inputs.draft.ALIGNED and len(row) != TRUNCATED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
@@ -220,7 +221,7 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if len(row) > WHOLE:  # of blocks of which nothing is kept nothing is left
+    if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)

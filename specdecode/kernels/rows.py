@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import Row, TruncatedRow
+from specdecode.kernels.arguments import Row, ShardedRow, TruncatedRow
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 WARP = tl.constexpr(32)
@@ -21,6 +21,9 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WHOLE = tl.constexpr(len(Row._fields))
 """Fields of a row that is not truncated."""
+TRUNCATED, SHARDED = tl.constexpr(len(TruncatedRow._fields)), tl.constexpr(len(ShardedRow._fields))
+KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
+"""Numbers that are kept of what is known of a sharded row: its fields from `first` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -74,25 +77,54 @@ def whole_draft_row_at(request, offset, inputs, sizes):
 
 
 @triton.jit
-def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return where the cutoff of a row is."""
+def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return the index of a row: draft rows come after all target rows."""
     index = request.index * (sizes.num_draft_tokens + 1) + offset
     if OF_DRAFT:
         index = (
             sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request.index * sizes.num_draft_tokens + offset
         )
-    return workspace.cutoffs_ptr + index * 2
+    return index
+
+
+@triton.jit
+def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return where the cutoff of a row is."""
+    return workspace.cutoffs_ptr + row_index(request, offset, OF_DRAFT, sizes) * 2
 
 
 @triton.jit
 def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return a row of which logits beyond its cutoff are read as -inf."""
+    """Return a row of which logits beyond its cutoff are read as -inf, or with what is known of it beyond this rank."""
     if workspace.cutoffs_ptr is None:
-        return row
+        return with_notes(row, workspace, request, offset, OF_DRAFT, sizes)
     else:
         pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
         token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
         return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, tl.load(pointer), token)
+
+
+@triton.jit
+def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return a row with what is known of it beyond this rank, if rows are sharded."""
+    if workspace.notes_ptr is None:
+        return row
+    else:
+        ptr = row.ptr - sizes.shard.start.to(tl.int64) * row.stride_token
+        end = tl.minimum(row.vocab_size, sizes.shard.end)
+        notes_ptr = workspace.notes_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
+        first = tl.load(notes_ptr).to(tl.int32, bitcast=True)
+        draft, draft_logit = tl.load(notes_ptr + 1).to(tl.int32, bitcast=True), tl.load(notes_ptr + 2)
+        other, other_logit = tl.load(notes_ptr + 3).to(tl.int32, bitcast=True), tl.load(notes_ptr + 4)
+        return ShardedRow(
+            ptr, row.stride_token, end, sizes.shard.start, first, draft, draft_logit, other, other_logit
+        )
+
+
+@triton.jit
+def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
+    """Return the target row at an offset of a request, all of it."""
+    return with_notes(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
 
 
 @triton.jit
@@ -112,11 +144,14 @@ def draft_row_at(request, offset, inputs, workspace, sizes):
 def load_raw(row, token_ids, wanted):
     """Return logits as they are stored, -inf beyond the vocabulary; of a row with a cutoff float32, -inf beyond that too."""
     pointers = row.ptr + token_ids * row.stride_token
-    logits = tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
-    if len(row) == WHOLE:
-        return logits
-    else:
+    inside = token_ids < row.vocab_size
+    if len(row) == SHARDED:
+        inside &= token_ids >= row.start
+    logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
+    if len(row) == TRUNCATED:
         return up_to_cutoff(logits.to(tl.float32), token_ids, row)
+    else:
+        return logits
 
 
 @triton.jit
@@ -137,8 +172,13 @@ def load_logits(row, token_ids, wanted):
 def load_logit(row, token, wanted):
     """Return the logit of one token as float32, -inf for NaN."""
     pointer = row.ptr + token.to(tl.int64) * row.stride_token
-    logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
-    if len(row) > WHOLE:
+    if len(row) == SHARDED:
+        logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
+        logit = tl.where(token == row.other, row.other_logit, logit)
+        logit = tl.where(token == row.draft, row.draft_logit, logit)
+    else:
+        logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
+    if len(row) == TRUNCATED:
         logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
     return tl.where(logit == logit, logit, -INFINITY)
 
@@ -166,8 +206,10 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
         if PAIRS:
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
-            inside = tl.where(wanted, pairs < row.vocab_size // 2, False)
-            parts = parts + (tl.load(pointers, mask=inside, other=PAIR_OF_INFINITIES),)
+            inside = pairs < row.vocab_size // 2
+            if len(row) == SHARDED:
+                inside &= pairs >= row.start // 2
+            parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
     return parts
