@@ -95,6 +95,7 @@ def note_kernel(inputs, workspace, exchange, sizes):
     if workspace.raw_statistics_ptr is not None:
         raw_ptr = workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
         repair(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
+    other = tl.full([], -1, tl.int32)
     if inputs.draft.ptr is not None:
         if offset < sizes.num_draft_tokens:
             draft_index = row_index(request, offset, True, sizes)
@@ -105,9 +106,9 @@ def note_kernel(inputs, workspace, exchange, sizes):
                 is_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
             token = tl.where(has_draft, token, -1)
             other = note_row(draft_row, draft_index, is_read, token, temperature, workspace, exchange, sizes)
-            tl.store(exchange.notes_ptr + index * NOTES + OTHER_LOGIT, logit_here(row, other, sizes))
-            other = tl.where(has_draft, first, -1)
-            tl.store(exchange.notes_ptr + draft_index * NOTES + OTHER_LOGIT, logit_here(draft_row, other, sizes))
+            of_target = logit_here(draft_row, tl.where(has_draft, first, -1), sizes)
+            tl.store(exchange.notes_ptr + draft_index * NOTES + OTHER_LOGIT, of_target)
+    tl.store(exchange.notes_ptr + index * NOTES + OTHER_LOGIT, logit_here(row, other, sizes))
 
 
 # ---- what all ranks told
@@ -150,13 +151,14 @@ def told(NOTE: tl.constexpr, index, block, exchange):
 
 
 @triton.jit
-def keep_known(index, largest, token, other_index, other_largest, workspace, exchange):
+def keep_known(index, largest, token, has_other, other_index, other_largest, workspace, exchange):
     """Keep what is known of a row: its first largest token, its draft, and the first largest token of the other row."""
+    other = told(FIRST, other_index, other_largest, exchange).to(tl.int32, bitcast=True)
     known_ptr = workspace.notes_ptr + index * KNOWN
     tl.store(known_ptr, told(FIRST, index, largest, exchange))
     tl.store(known_ptr + 1, token.to(tl.float32, bitcast=True))
     tl.store(known_ptr + 2, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
-    tl.store(known_ptr + 3, told(FIRST, other_index, other_largest, exchange))
+    tl.store(known_ptr + 3, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 4, told(OTHER_LOGIT, index, other_largest, exchange))
 
 
@@ -174,15 +176,14 @@ def arrange_kernel(inputs, workspace, exchange, sizes):
     largest = arrange_statistics(0, index, workspace.statistics_ptr, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         arrange_statistics(exchange.raw_start, index, workspace.raw_statistics_ptr, exchange, sizes)
-    if inputs.draft.ptr is None:
-        keep_known(index, largest, token, index, largest, workspace, exchange)
-    else:
-        other, other_largest = index, largest
-        if offset < sizes.num_draft_tokens:
+    has_other, other, other_largest = tl.full([], False, tl.int1), index, largest
+    if inputs.draft.ptr is not None:
+        has_other = offset < sizes.num_draft_tokens
+        if has_other:
             other = row_index(request, offset, True, sizes)
             other_largest = arrange_statistics(0, other, workspace.statistics_ptr, exchange, sizes)
-            keep_known(other, other_largest, token, index, largest, workspace, exchange)
-        keep_known(index, largest, token, other, other_largest, workspace, exchange)
+            keep_known(other, other_largest, token, has_other, index, largest, workspace, exchange)
+    keep_known(index, largest, token, has_other, other, other_largest, workspace, exchange)
 
 
 # ---- the sums of block verification
