@@ -213,7 +213,9 @@ class Layout:
         self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
         """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
 
-        in_order_of_ranks = [by_start[block // self.most_blocks] * self.most_blocks + block % self.most_blocks for block, *_ in at]
+        in_order_of_ranks = [
+            by_start[block // self.most_blocks] * self.most_blocks + block % self.most_blocks for block, *_ in at
+        ]
         self.places = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
         """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
 

@@ -17,7 +17,7 @@ compares residual masses.
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `exchange`, `sharded` | where ranks hold shards of the vocabulary: what they tell each other, and the token that each offers |
+| `exchange`, `sharded` | with shards of the vocabulary: what ranks tell each other, and the token that each offers |
 | `shard_plan` | the launches and exchanges of such a step |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
 

@@ -120,7 +120,9 @@ class Workspace(NamedTuple):
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    notes_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `ShardedRow`; None: rows are not sharded
+    notes_ptr: (
+        Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `ShardedRow`; None: rows are not sharded
+    )
 
 
 class Shard(NamedTuple):
@@ -152,7 +154,9 @@ class Exchange(NamedTuple):
     offers_ptr: Pointer  # [batch, num_draft_tokens + 1, OFFERS] int64, of this rank
     verdicts_ptr: Pointer  # [batch, num_draft_tokens + 1] int32; it is not exchanged: all ranks compute the same
     places_ptr: Pointer  # [num_blocks] int32 where a block is among those of all ranks, [ranks, most_blocks]
-    received_ptr: Pointer  # [ranks, length]: statistics, raw statistics, notes; then sums; then offers; None: nothing yet
+    received_ptr: (
+        Pointer  # [ranks, length]: statistics, raw statistics, notes; then sums; then offers; None: nothing yet
+    )
     length: Int64
     notes_start: Int64
     raw_start: Int64

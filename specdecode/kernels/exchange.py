@@ -43,6 +43,7 @@ def repair(row, pointer, is_read, temperature, sizes):
     """Make the statistics of a row finite, and return the maxima; those of a row that was not read are -inf."""
     statistics = load_statistics(pointer, is_read, sizes)
     block_max, sumexp = recompute_nonfinite(statistics, row, temperature, sizes)
+    sumexp = tl.where(temperature > 0, sumexp, 0.0)  # what is computed again has a sum of greedy rows too
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
     tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)

@@ -21,8 +21,15 @@ from specdecode.kernels.rows import (
     load_statistics,
     raw_statistics,
     target_row_at,
-    untruncated_target_row_at,
+    whole_target_row_at,
+    with_notes,
 )
+
+
+@triton.jit
+def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
+    """Return the target row at an offset of a request, all of it."""
+    return with_notes(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
 
 
 @triton.jit

@@ -235,7 +235,7 @@ def plan_step(
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     plan = Plan(device, parts, zeros=state if decides else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
-    workspace = Workspace(*[plan.part(name) for name in parts], logprobs_ptr, notes_ptr=None)
+    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr, None])
     bundles = inputs, workspace, sizes
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)

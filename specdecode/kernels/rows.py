@@ -116,15 +116,7 @@ def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
         first = tl.load(notes_ptr).to(tl.int32, bitcast=True)
         draft, draft_logit = tl.load(notes_ptr + 1).to(tl.int32, bitcast=True), tl.load(notes_ptr + 2)
         other, other_logit = tl.load(notes_ptr + 3).to(tl.int32, bitcast=True), tl.load(notes_ptr + 4)
-        return ShardedRow(
-            ptr, row.stride_token, end, sizes.shard.start, first, draft, draft_logit, other, other_logit
-        )
-
-
-@triton.jit
-def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
-    """Return the target row at an offset of a request, all of it."""
-    return with_notes(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
+        return ShardedRow(ptr, row.stride_token, end, sizes.shard.start, first, draft, draft_logit, other, other_logit)
 
 
 @triton.jit

@@ -174,9 +174,7 @@ def plan_sharded(
     return plan
 
 
-def parts_of(
-    inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, logprobs: Logprobs | None
-) -> Parts:
+def parts_of(inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, logprobs: Logprobs | None) -> Parts:
     """Return the parts of the workspace; those that are sent together follow each other."""
     num_rows, num_drafts = sizes.batch * (sizes.num_draft_tokens + 1), sizes.batch * sizes.num_draft_tokens
     has_drafts, is_raw = inputs.drafts.ids_ptr is not None, logprobs == "raw"
@@ -205,9 +203,7 @@ def add_notes(plan: ShardedPlan, inputs: Inputs, workspace: Workspace, told: Exc
     plan.last.add(exchange.note_kernel, (rows,), (inputs, workspace, told, here), num_warps=4)
 
 
-def add_arranging(
-    plan: ShardedPlan, inputs: Inputs, workspace: Workspace, told: Exchange, sizes: Sizes
-) -> Exchange:
+def add_arranging(plan: ShardedPlan, inputs: Inputs, workspace: Workspace, told: Exchange, sizes: Sizes) -> Exchange:
     """Add the first exchange, and the launch that puts what was received in order; return what is told from then on."""
     received = plan.exchange(["sent_statistics", "sent_raw_statistics", "sent_notes"], torch.float32)
     _, raw_start, notes_start = received.pop("beginnings")
@@ -229,15 +225,13 @@ def add_residuals(
     if not sums:
         return told
     shares = requests * num_draft_tokens * triton.cdiv(told.most_blocks, tuning.BLOCKS)
-    bundles = inputs, workspace, told, sizes, tuning
-    plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
+    programs = min(shares, SUM_PROGRAMS)
+    plan.last.add(exchange.sum_shard_kernel, (programs,), (inputs, workspace, told, sizes, tuning), num_warps=8)
     received = plan.exchange(["sent_sums"], torch.float32)
     received.pop("beginnings")
     told = told._replace(**received)
-    programs = requests * num_draft_tokens
-    plan.last.add(
-        exchange.arrange_sums_kernel, (programs,), (workspace, told, sizes), num_warps=4, follows=False
-    )
+    rows = requests * num_draft_tokens
+    plan.last.add(exchange.arrange_sums_kernel, (rows,), (workspace, told, sizes), num_warps=4, follows=False)
     return told
 
 
@@ -267,9 +261,7 @@ def add_offers(
     )
 
 
-def add_finish(
-    plan: ShardedPlan, inputs: Inputs, outputs: Any, told: Exchange, sizes: Sizes, is_known: bool
-) -> None:
+def add_finish(plan: ShardedPlan, inputs: Inputs, outputs: Any, told: Exchange, sizes: Sizes, is_known: bool) -> None:
     """Add the exchange of offers, if all ranks do not offer the same, and the launch that takes the best."""
     if is_known:
         told = told._replace(received_ptr=told.offers_ptr, length=0, ranks=1)
@@ -277,6 +269,4 @@ def add_finish(
         received = plan.exchange(["sent_offers"], torch.int64)
         received.pop("beginnings")
         told = told._replace(**received)
-    plan.last.add(
-        sharded.finish_kernel, (sizes.batch,), (inputs, outputs, told, sizes), num_warps=1, follows=is_known
-    )
+    plan.last.add(sharded.finish_kernel, (sizes.batch,), (inputs, outputs, told, sizes), num_warps=1, follows=is_known)

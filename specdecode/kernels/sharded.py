@@ -4,15 +4,16 @@ Ranks tell each other the statistics of their blocks, 8 bytes for 1,024 logits, 
 the workspace that one GPU has after reading, bit for bit, and the functions of the other rooms decide from it as they do
 there. What is left is to draw a token, which takes logits of a block that one rank has:
 
-1. `exchange.note_kernel`, after the launch that reads: makes this rank's statistics finite; notes the first largest token of a row
+1. `note_kernel`, after the launch that reads: makes this rank's statistics finite; notes the first largest token of a row
    that may be a point mass, and the logits of tokens that matter. -> *exchange* of statistics and notes
-2. `exchange.arrange_kernel`: puts all statistics in the order of the vocabulary, and with each row what is known of its tokens.
+2. `arrange_kernel`: puts all statistics in the order of the vocabulary, and with each row what is known of its tokens.
 3. `offer_kernel`: decides about a row and draws its token from this rank's blocks alone. The token is an *offer*, with the
    score of its block. -> *exchange* of offers, 8 bytes a row
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
 In block verification `ratio_kernel` and `decide_kernel` follow 2; `sum_shard_kernel` sums this rank's blocks of the listed
-residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. No kernel waits for another rank.
+residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All that is exchanged but offers is in
+`exchange`. No kernel waits for another rank.
 """
 
 import triton
@@ -51,7 +52,7 @@ IS_ACCEPTED, IS_EMPTY = tl.constexpr(1), tl.constexpr(2)
 """The bits of a verdict: the draft is accepted; the row has no finite logit."""
 
 RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
-"""An offer: whether its token is drawn from a residual, the block's score, and LAST_TOKEN less the token: the largest wins."""
+"""An offer: whether its token is of a residual, the block's score, and LAST_TOKEN less the token. The largest wins."""
 
 
 # ---- 3. the token that this rank offers
@@ -59,7 +60,7 @@ RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 
 @triton.jit
 def decide_sample(place, noise, inputs, workspace, sizes):
-    """Return what `strict.decide` does, of a token that is still to be drawn: that is from p, of which nothing is subtracted."""
+    """Return what `strict.decide` does, but a token that is still to be drawn, from p, of which nothing is subtracted."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     p = combine(statistics, row, place.temperature, sizes)
@@ -204,7 +205,9 @@ def best_offers(request, offsets, wanted, exchange, sizes):
         is_better = numbers > best
         if exchange.OFFERS == 2:
             theirs = tl.load(pointer + 1, mask=wanted, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-            is_better |= (numbers == best) & (theirs > logprobs)  # only the rank that has a one-hot token knows its logit
+            is_better |= (numbers == best) & (
+                theirs > logprobs
+            )  # only the rank that has a one-hot token knows its logit
             logprobs = tl.where(is_better, theirs, logprobs)
         best = tl.where(is_better, numbers, best)
     return best, logprobs
