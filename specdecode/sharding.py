@@ -219,6 +219,10 @@ class Layout:
         self.places = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
         """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
 
+        holders_of_any = [rank for rank in by_start if shards[rank][1]]
+        self.holders = torch.tensor(holders_of_any, dtype=torch.int32, device=device)
+        """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
+
         self.divided = [block for block, places in enumerate(holders) if len(places) > 1]
         """Blocks that several shards hold a part of."""
         mine = [block - self.blocks.start for block in self.divided if self.place in holders[block]]

@@ -233,7 +233,9 @@ def run(
         return
     shards, is_greedy = batch.shard.agree(target), isinstance(temperature, float) and temperature == 0
     sharded_plan = plan_sharded(rule, is_greedy, *how[:3], shards, *how[3:])
-    sharded_plan.run({**outputs, **inputs, "places": shards.places}, numbers, batch.shard.group)
+    sharded_plan.run(
+        {**outputs, **inputs, "places": shards.places, "holders": shards.holders}, numbers, batch.shard.group
+    )
 
 
 BY_ROW = TENSORS.index("target"), TENSORS.index("ids")

@@ -149,7 +149,10 @@ class Sizes(NamedTuple):
 class Exchange(NamedTuple):
     """What ranks tell each other of a step: numbers are counts of float32, or of what else a pointer is to."""
 
-    notes_ptr: Pointer  # [rows, NOTES] float32, of this rank; see `sharded`
+    notes_ptr: Pointer  # [rows, NOTES] float32, of this rank; see `exchange`
+    maxima_ptr: (
+        Pointer  # [rows, 2] float32 statistics of this rank's shard as one block; None: blocks are those of rows
+    )
     sums_ptr: Pointer  # [batch * num_draft_tokens, most_blocks] float32 residual sums of this rank's blocks, or None
     offers_ptr: Pointer  # [batch, num_draft_tokens + 1, OFFERS] int64, of this rank
     verdicts_ptr: Pointer  # [batch, num_draft_tokens + 1] int32; it is not exchanged: all ranks compute the same

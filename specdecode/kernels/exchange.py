@@ -75,6 +75,9 @@ def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes
     first = first_here(row, block_max, temperature, sizes)
     tl.store(exchange.notes_ptr + index * NOTES + FIRST, first.to(tl.float32, bitcast=True))
     tl.store(exchange.notes_ptr + index * NOTES + DRAFT_LOGIT, logit_here(row, token, sizes))
+    if exchange.maxima_ptr is not None:
+        tl.store(exchange.maxima_ptr + index * 2, tl.max(block_max, 0))
+        tl.store(exchange.maxima_ptr + index * 2 + 1, 0.0)
     return first
 
 
@@ -158,7 +161,8 @@ def keep_known(index, largest, token, has_other, other_index, other_largest, wor
     known_ptr = workspace.notes_ptr + index * KNOWN
     tl.store(known_ptr, told(FIRST, index, largest, exchange))
     tl.store(known_ptr + 1, token.to(tl.float32, bitcast=True))
-    tl.store(known_ptr + 2, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
+    if exchange.maxima_ptr is None:  # else it is of no use
+        tl.store(known_ptr + 2, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
     tl.store(known_ptr + 3, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 4, told(OTHER_LOGIT, index, other_largest, exchange))
 

@@ -20,6 +20,7 @@ from specdecode.kernels.exchange import NOTES
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.plan import (
     EMIT_REGISTERS,
+    MIN_BLOCKS,
     PLANS,
     SEARCH,
     SETTLING,
@@ -27,6 +28,7 @@ from specdecode.kernels.plan import (
     AcceptRule,
     Layout,
     add_reading,
+    at_least,
     inputs_of,
     outputs_of,
     rows_of,
@@ -55,13 +57,11 @@ class ShardedPlan:
     Args:
         device: where all of it happens.
         parts: of the workspace, see `Plan`.
-        ranks: in the group.
     """
 
-    def __init__(self, device: torch.device, parts: Parts, ranks: int) -> None:
-        self.device, self.parts, self.ranks = device, parts, ranks
+    def __init__(self, device: torch.device, parts: Parts) -> None:
+        self.device, self.parts = device, parts
         self.stages = [Stage(Plan(device, parts, zeros=0), (0, 0), None)]
-        self.received: list[str] = []
 
     @property
     def last(self) -> Plan:
@@ -124,15 +124,18 @@ def plan_sharded(
     requests, *rows, local = shape
     num_draft_tokens = rows[0] - 1 if rows else 0
     inputs = inputs_of(layouts, local, seeds_by_request)
+    all_know = is_greedy and logprobs != "raw"  # what is emitted, from each shard's maximum and where that is
     if is_greedy:  # draft rows do not matter
         nothing = inputs.drafts._replace(logsumexp_ptr=None)
         inputs = inputs._replace(draft=rows_of(None, None, local), drafts=nothing)
     shard = Shard(shards.vocab_size, shards.start, shards.start + local)
     here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, shard=shard)
     sizes = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
+    if all_know:  # a shard is a block
+        sizes = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
     settles = inputs.drafts.ids_ptr is not None and rule.while_reading is None
     sums = settles and inputs.draft.ptr is not None
-    plan = ShardedPlan(device, parts_of(inputs, here, sizes, settles, sums, logprobs), shards.ranks)
+    plan = ShardedPlan(device, parts_of(inputs, here, sizes, settles, sums, all_know, logprobs))
     outputs = outputs_of(samples, False, None if logprobs is None else Argument("logprobs", torch.float32))
     part = plan.last.part
     workspace = Workspace(
@@ -147,19 +150,21 @@ def plan_sharded(
         logprobs_ptr=outputs.logprobs_ptr,
         notes_ptr=part("known"),
     )
-    local_parts = {"statistics_ptr": part("sent_statistics"), "raw_statistics_ptr": part("sent_raw_statistics")}
+    statistics = part("statistics_here" if all_know else "sent_statistics")
+    local_parts = {"statistics_ptr": statistics, "raw_statistics_ptr": part("sent_raw_statistics")}
     told = Exchange(
         notes_ptr=part("sent_notes"),
+        maxima_ptr=part("sent_statistics") if all_know else None,
         sums_ptr=part("sent_sums"),
         offers_ptr=Argument("sent_offers", torch.int64),
         verdicts_ptr=part("verdicts"),
-        places_ptr=Argument("places", torch.int32),
+        places_ptr=Argument("holders" if all_know else "places", torch.int32),
         received_ptr=None,
         length=0,
         notes_start=0,
         raw_start=0,
         ranks=shards.ranks,
-        most_blocks=shards.most_blocks,
+        most_blocks=1 if all_know else shards.most_blocks,
         OFFERS=1 if logprobs is None else 2,
         MATCHES=rule.draw is None and inputs.drafts.ids_ptr is not None and inputs.drafts.rates_ptr is None,
         OVERLAPS=can_overlap(device),
@@ -169,22 +174,24 @@ def plan_sharded(
     if settles:
         told = add_residuals(plan, inputs, workspace, told, sizes, sums)
     add_offers(plan, inputs, outputs, workspace, told, sizes, rule, settles=settles, sums=sums)
-    # What all ranks know need not be exchanged.
-    add_finish(plan, inputs, outputs, told, sizes, is_known=is_greedy and logprobs != "raw")
+    add_finish(plan, inputs, outputs, told, sizes, is_known=all_know)
     return plan
 
 
-def parts_of(inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, logprobs: Logprobs | None) -> Parts:
+def parts_of(
+    inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, all_know: bool, logprobs: Logprobs | None
+) -> Parts:
     """Return the parts of the workspace; those that are sent together follow each other."""
     num_rows, num_drafts = sizes.batch * (sizes.num_draft_tokens + 1), sizes.batch * sizes.num_draft_tokens
     has_drafts, is_raw = inputs.drafts.ids_ptr is not None, logprobs == "raw"
     rows = num_rows + num_drafts * (inputs.draft.ptr is not None)
     return {
-        "sent_statistics": (torch.float32, rows * 2 * here.num_blocks),
+        "sent_statistics": (torch.float32, rows * 2 * (1 if all_know else here.num_blocks)),
         "sent_raw_statistics": (torch.float32, num_rows * 2 * here.num_blocks) if is_raw else None,
         "sent_notes": (torch.float32, rows * NOTES.value),
         "sent_sums": (torch.float32, num_drafts * here.num_blocks) if sums else None,
         "sent_offers": (torch.int64, num_rows * (2 if logprobs is None else 4)),
+        "statistics_here": (torch.float32, rows * 2 * here.num_blocks) if all_know else None,
         "state": (torch.int32, sizes.batch * FIELDS.value) if has_drafts else None,
         "statistics": (torch.float32, rows * 2 * sizes.num_blocks),
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if is_raw else None,
