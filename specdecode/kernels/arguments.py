@@ -131,6 +131,7 @@ class Shard(NamedTuple):
     vocab_size: Int32  # of the whole vocabulary
     start: Int32  # the first token
     end: Int32  # one more than the last
+    most_blocks: Int32  # of any rank, to which each one's are padded
 
 
 class Sizes(NamedTuple):
@@ -164,7 +165,7 @@ class Exchange(NamedTuple):
     notes_start: Int64
     raw_start: Int64
     ranks: Int32
-    most_blocks: Int32  # of any rank, to which each one's are padded
+    most_blocks: Int32  # of a rank, in what was received
     OFFERS: Constant  # numbers of an offer: 2 with a log-probability
     MATCHES: Constant  # drafts are accepted that are the token drawn at their row
     OVERLAPS: Constant  # the next launch may be set up while this one runs
@@ -249,6 +250,7 @@ class ShardedRow(NamedTuple):
     stride_token: Any
     vocab_size: Any
     start: Any
+    row_max: Any
     first: Any  # the first token with the row's largest logit, if the row is a point mass
     draft: Any  # the draft judged by the row, -1 for none
     draft_logit: Any

@@ -135,7 +135,7 @@ def place_blocks(index, exchange, sizes):
 
 @triton.jit
 def arrange_statistics(start, index, pointer, exchange, sizes):
-    """Put the statistics of a row in the order of the vocabulary; return the first block with the largest logit."""
+    """Put the statistics of a row in the order of the vocabulary; return its maximum and the first block that has it."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     inside = blocks < sizes.num_blocks
     of_rank, place = place_blocks(index, exchange, sizes)
@@ -144,7 +144,8 @@ def arrange_statistics(start, index, pointer, exchange, sizes):
     tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2, block_max, mask=inside)
     sumexp = tl.load(source + 1, mask=inside, other=0.0)
     tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2 + 1, sumexp, mask=inside)
-    return tl.argmax((block_max == tl.max(block_max, 0)).to(tl.int32), 0)
+    row_max = tl.max(block_max, 0)
+    return row_max, tl.argmax((block_max == row_max).to(tl.int32), 0)
 
 
 @triton.jit
@@ -155,16 +156,17 @@ def told(NOTE: tl.constexpr, index, block, exchange):
 
 
 @triton.jit
-def keep_known(index, largest, token, has_other, other_index, other_largest, workspace, exchange):
-    """Keep what is known of a row: its first largest token, its draft, and the first largest token of the other row."""
+def keep_known(index, row_max, largest, token, has_other, other_index, other_largest, workspace, exchange):
+    """Keep what is known of a row: its maximum and the token, its draft, and the first largest token of the other row."""
     other = told(FIRST, other_index, other_largest, exchange).to(tl.int32, bitcast=True)
     known_ptr = workspace.notes_ptr + index * KNOWN
-    tl.store(known_ptr, told(FIRST, index, largest, exchange))
-    tl.store(known_ptr + 1, token.to(tl.float32, bitcast=True))
+    tl.store(known_ptr, row_max)
+    tl.store(known_ptr + 1, told(FIRST, index, largest, exchange))
+    tl.store(known_ptr + 2, token.to(tl.float32, bitcast=True))
     if exchange.maxima_ptr is None:  # else it is of no use
-        tl.store(known_ptr + 2, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
-    tl.store(known_ptr + 3, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
-    tl.store(known_ptr + 4, told(OTHER_LOGIT, index, other_largest, exchange))
+        tl.store(known_ptr + 3, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
+    tl.store(known_ptr + 4, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
+    tl.store(known_ptr + 5, told(OTHER_LOGIT, index, other_largest, exchange))
 
 
 @triton.jit
@@ -178,7 +180,7 @@ def arrange_kernel(inputs, workspace, exchange, sizes):
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
     index = row_index(request, offset, False, sizes)
-    largest = arrange_statistics(0, index, workspace.statistics_ptr, exchange, sizes)
+    row_max, largest = arrange_statistics(0, index, workspace.statistics_ptr, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         arrange_statistics(exchange.raw_start, index, workspace.raw_statistics_ptr, exchange, sizes)
     has_other, other, other_largest = tl.full([], False, tl.int1), index, largest
@@ -186,9 +188,9 @@ def arrange_kernel(inputs, workspace, exchange, sizes):
         has_other = offset < sizes.num_draft_tokens
         if has_other:
             other = row_index(request, offset, True, sizes)
-            other_largest = arrange_statistics(0, other, workspace.statistics_ptr, exchange, sizes)
-            keep_known(other, other_largest, token, has_other, index, largest, workspace, exchange)
-    keep_known(index, largest, token, has_other, other, other_largest, workspace, exchange)
+            other_max, other_largest = arrange_statistics(0, other, workspace.statistics_ptr, exchange, sizes)
+            keep_known(other, other_max, other_largest, token, has_other, index, largest, workspace, exchange)
+    keep_known(index, row_max, largest, token, has_other, other, other_largest, workspace, exchange)
 
 
 # ---- the sums of block verification

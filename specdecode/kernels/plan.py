@@ -125,7 +125,7 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
     counts = requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts
-    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(None, None, None))
+    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 4))
 
 
 def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:

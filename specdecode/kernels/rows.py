@@ -23,7 +23,7 @@ WHOLE = tl.constexpr(len(Row._fields))
 """Fields of a row that is not truncated."""
 TRUNCATED, SHARDED = tl.constexpr(len(TruncatedRow._fields)), tl.constexpr(len(ShardedRow._fields))
 KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
-"""Numbers that are kept of what is known of a sharded row: its fields from `first` on."""
+"""Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -110,13 +110,13 @@ def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     if workspace.notes_ptr is None:
         return row
     else:
-        ptr = row.ptr - sizes.shard.start.to(tl.int64) * row.stride_token
-        end = tl.minimum(row.vocab_size, sizes.shard.end)
+        start = sizes.shard.start
+        ptr, end = row.ptr - start.to(tl.int64) * row.stride_token, tl.minimum(row.vocab_size, sizes.shard.end)
         notes_ptr = workspace.notes_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
-        first = tl.load(notes_ptr).to(tl.int32, bitcast=True)
-        draft, draft_logit = tl.load(notes_ptr + 1).to(tl.int32, bitcast=True), tl.load(notes_ptr + 2)
-        other, other_logit = tl.load(notes_ptr + 3).to(tl.int32, bitcast=True), tl.load(notes_ptr + 4)
-        return ShardedRow(ptr, row.stride_token, end, sizes.shard.start, first, draft, draft_logit, other, other_logit)
+        row_max, first = tl.load(notes_ptr), tl.load(notes_ptr + 1).to(tl.int32, bitcast=True)
+        draft, draft_logit = tl.load(notes_ptr + 2).to(tl.int32, bitcast=True), tl.load(notes_ptr + 3)
+        other, other_logit = tl.load(notes_ptr + 4).to(tl.int32, bitcast=True), tl.load(notes_ptr + 5)
+        return ShardedRow(ptr, row.stride_token, end, start, row_max, first, draft, draft_logit, other, other_logit)
 
 
 @triton.jit

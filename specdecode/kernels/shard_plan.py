@@ -125,17 +125,21 @@ def plan_sharded(
     num_draft_tokens = rows[0] - 1 if rows else 0
     inputs = inputs_of(layouts, local, seeds_by_request)
     all_know = is_greedy and logprobs != "raw"  # what is emitted, from each shard's maximum and where that is
+    # Where a token is only drawn, statistics of other ranks' blocks are of no use but for the maximum.
+    maxima = all_know or (rule.draw is None and logprobs is None and not samples)
     if is_greedy:  # draft rows do not matter
         nothing = inputs.drafts._replace(logsumexp_ptr=None)
         inputs = inputs._replace(draft=rows_of(None, None, local), drafts=nothing)
-    shard = Shard(shards.vocab_size, shards.start, shards.start + local)
+    shard = Shard(shards.vocab_size, shards.start, shards.start + local, shards.most_blocks)
     here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, shard=shard)
     sizes = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
-    if all_know:  # a shard is a block
-        sizes = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
+    arranged = sizes
+    if maxima:  # a shard is a block
+        arranged = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
+        sizes = arranged if all_know else sizes
     settles = inputs.drafts.ids_ptr is not None and rule.while_reading is None
     sums = settles and inputs.draft.ptr is not None
-    plan = ShardedPlan(device, parts_of(inputs, here, sizes, settles, sums, all_know, logprobs))
+    plan = ShardedPlan(device, parts_of(inputs, here, arranged, settles, sums, maxima, logprobs))
     outputs = outputs_of(samples, False, None if logprobs is None else Argument("logprobs", torch.float32))
     part = plan.last.part
     workspace = Workspace(
@@ -150,48 +154,51 @@ def plan_sharded(
         logprobs_ptr=outputs.logprobs_ptr,
         notes_ptr=part("known"),
     )
-    statistics = part("statistics_here" if all_know else "sent_statistics")
+    statistics = part("statistics_here" if maxima else "sent_statistics")
     local_parts = {"statistics_ptr": statistics, "raw_statistics_ptr": part("sent_raw_statistics")}
     told = Exchange(
         notes_ptr=part("sent_notes"),
-        maxima_ptr=part("sent_statistics") if all_know else None,
+        maxima_ptr=part("sent_statistics") if maxima else None,
         sums_ptr=part("sent_sums"),
         offers_ptr=Argument("sent_offers", torch.int64),
         verdicts_ptr=part("verdicts"),
-        places_ptr=Argument("holders" if all_know else "places", torch.int32),
+        places_ptr=Argument("holders" if maxima else "places", torch.int32),
         received_ptr=None,
         length=0,
         notes_start=0,
         raw_start=0,
         ranks=shards.ranks,
-        most_blocks=1 if all_know else shards.most_blocks,
+        most_blocks=1 if maxima else shards.most_blocks,
         OFFERS=1 if logprobs is None else 2,
         MATCHES=rule.draw is None and inputs.drafts.ids_ptr is not None and inputs.drafts.rates_ptr is None,
         OVERLAPS=can_overlap(device),
     )
     add_notes(plan, inputs, workspace._replace(**local_parts, notes_ptr=None), told, here)
-    told = add_arranging(plan, inputs, workspace, told, sizes)
+    told = add_arranging(plan, inputs, workspace, told, arranged)
+    decide = sharded.decide_sample if rule.draw is None else rule.decide
+    if maxima and not all_know:
+        workspace, decide = workspace._replace(statistics_ptr=statistics), sharded.decide_sample_here
     if settles:
         told = add_residuals(plan, inputs, workspace, told, sizes, sums)
-    add_offers(plan, inputs, outputs, workspace, told, sizes, rule, settles=settles, sums=sums)
+    add_offers(plan, inputs, outputs, workspace, told, sizes, rule, decide, settles=settles, sums=sums)
     add_finish(plan, inputs, outputs, told, sizes, is_known=all_know)
     return plan
 
 
 def parts_of(
-    inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, all_know: bool, logprobs: Logprobs | None
+    inputs: Inputs, here: Sizes, sizes: Sizes, settles: bool, sums: bool, maxima: bool, logprobs: Logprobs | None
 ) -> Parts:
     """Return the parts of the workspace; those that are sent together follow each other."""
     num_rows, num_drafts = sizes.batch * (sizes.num_draft_tokens + 1), sizes.batch * sizes.num_draft_tokens
     has_drafts, is_raw = inputs.drafts.ids_ptr is not None, logprobs == "raw"
     rows = num_rows + num_drafts * (inputs.draft.ptr is not None)
     return {
-        "sent_statistics": (torch.float32, rows * 2 * (1 if all_know else here.num_blocks)),
+        "sent_statistics": (torch.float32, rows * 2 * (1 if maxima else here.num_blocks)),
         "sent_raw_statistics": (torch.float32, num_rows * 2 * here.num_blocks) if is_raw else None,
         "sent_notes": (torch.float32, rows * NOTES.value),
         "sent_sums": (torch.float32, num_drafts * here.num_blocks) if sums else None,
         "sent_offers": (torch.int64, num_rows * (2 if logprobs is None else 4)),
-        "statistics_here": (torch.float32, rows * 2 * here.num_blocks) if all_know else None,
+        "statistics_here": (torch.float32, rows * 2 * here.num_blocks) if maxima else None,
         "state": (torch.int32, sizes.batch * FIELDS.value) if has_drafts else None,
         "statistics": (torch.float32, rows * 2 * sizes.num_blocks),
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if is_raw else None,
@@ -250,12 +257,12 @@ def add_offers(
     told: Exchange,
     sizes: Sizes,
     rule: AcceptRule,
+    decide: Any,
     *,
     settles: bool,
     sums: bool,
 ) -> None:
     """Add the launch that offers tokens."""
-    decide = sharded.decide_sample if rule.draw is None else rule.decide
     flags = not settles, False, settles, sums, can_overlap(plan.device)
     has_draft_rows = inputs.draft.ptr is not None
     tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, probabilistic.draw, *flags)

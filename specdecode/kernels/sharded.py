@@ -19,9 +19,9 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution, Place, Residual
+from specdecode.kernels.arguments import Distribution, Normalizer, Place, Residual
 from specdecode.kernels.block import settle
-from specdecode.kernels.distribution import combine
+from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate
@@ -41,6 +41,7 @@ from specdecode.kernels.rows import (
     draft_row_at,
     load_statistics,
     load_temperature,
+    row_index,
     target_row_at,
     target_statistics,
 )
@@ -71,11 +72,39 @@ def decide_sample(place, noise, inputs, workspace, sizes):
 
 
 @triton.jit
+def decide_sample_here(place, noise, inputs, workspace, sizes):
+    """Return what `decide_sample` does, of this rank's blocks alone, whose statistics did not travel; see `maxima_ptr`.
+
+    What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
+    """
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
+    index = row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
+    blocks = tl.arange(0, sizes.MAX_BLOCKS) - sizes.shard.start // BLOCK_SIZE
+    pointers = workspace.statistics_ptr + (index + blocks) * 2
+    block_max = tl.load(pointers, mask=are_here(sizes), other=-INFINITY)
+    sumexp = tl.load(pointers + 1, mask=are_here(sizes), other=0.0)
+    is_point = (place.temperature == 0) | (tl.abs(row.row_max) == INFINITY)
+    finite = tl.where(is_point, 0.0, row.row_max)
+    block_sums = relative_sums(finite, (block_max, tl.where(is_point, 0.0, sumexp)), place.temperature)
+    p = Distribution(row.row_max, 1.0, tl.where(is_point, row.first, -1), block_sums)
+    accepted = tl.full([], False, tl.int1)
+    if inputs.drafts.rates_ptr is not None:
+        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+    normalizer = Normalizer(row.row_max, 0.0, p.one_hot)
+    return accepted, normalizer, (p, Residual(row.row_max, 0.0, 0.0, tl.full([], NONE, tl.int32)))
+
+
+@triton.jit
+def are_here(sizes):
+    """Return which blocks this rank has, [MAX_BLOCKS]."""
+    first = tl.arange(0, sizes.MAX_BLOCKS) * BLOCK_SIZE
+    return (first >= sizes.shard.start) & (first < sizes.shard.end)
+
+
+@triton.jit
 def only_here(p, sizes):
     """Return a distribution with the sums of this rank's blocks alone."""
-    first = tl.arange(0, sizes.MAX_BLOCKS) * BLOCK_SIZE
-    is_here = (first >= sizes.shard.start) & (first < sizes.shard.end)
-    return Distribution(p.row_max, p.sumexp, p.one_hot, tl.where(is_here, p.block_sums, 0.0))
+    return Distribution(p.row_max, p.sumexp, p.one_hot, tl.where(are_here(sizes), p.block_sums, 0.0))
 
 
 @triton.jit

@@ -113,9 +113,9 @@ KINDS = {  # with log-probabilities and dtypes, which are independent of it
     "probabilistic": ("raw", torch.bfloat16, 2),
     "given logsumexp": (None, torch.float32, 2),
     "deterministic": ("processed", torch.float16, 2),
-    "strict": ("raw", torch.bfloat16, 2),
+    "strict": (None, torch.bfloat16, 2),
     "synthetic": ("processed", torch.bfloat16, 2),
-    "synthetic strict": (None, torch.bfloat16, 2),
+    "synthetic strict": ("raw", torch.bfloat16, 2),
     "block": ("processed", torch.bfloat16, 3),
     "block deterministic": (None, torch.float64, 2),
 }
