@@ -346,7 +346,8 @@ class RejectionSampler:
         matter, with two exceptions. Rows whose vocabulary, strides or start are not multiples of 16 logits need other
         kernels, which are also much slower. More than 31 drafts or 262,144 tokens need larger kernels. Compiled kernels are
         also kept on disk, in Triton's cache. The eager backend compiles nothing. The first call of each combination of
-        sizes still takes somewhat longer, because it plans its launches.
+        sizes still takes somewhat longer, because it plans its launches. With a shard every rank must call this, as it must
+        make every call.
 
         Args:
             target_logits: as for a call; one request is enough.

@@ -163,8 +163,10 @@ def keep_known(index, row_max, largest, token, has_other, other_index, other_lar
     tl.store(known_ptr, row_max)
     tl.store(known_ptr + 1, told(FIRST, index, largest, exchange))
     tl.store(known_ptr + 2, token.to(tl.float32, bitcast=True))
-    if exchange.maxima_ptr is None:  # else it is of no use
-        tl.store(known_ptr + 3, told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange))
+    draft_logit = -INFINITY  # where the rest of the row is not known it is of no use
+    if exchange.maxima_ptr is None:
+        draft_logit = told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange)
+    tl.store(known_ptr + 3, draft_logit)
     tl.store(known_ptr + 4, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 5, told(OTHER_LOGIT, index, other_largest, exchange))
 
