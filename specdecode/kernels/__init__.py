@@ -76,8 +76,6 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    if (why_not := why_not_sharded(batch.shard, batch.logits, batch.is_truncated)) is not None:
-        raise ValueError(why_not)
     requests, _ = batch.logits.shape
     token_ids = torch.empty(requests, dtype=torch.int64, device=batch.logits.device)
     logsumexp = torch.empty(requests, dtype=torch.float32, device=batch.logits.device)
@@ -107,8 +105,6 @@ def verify(
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
-    if (why_not := why_not_sharded(batch.shard, batch.target_logits, batch.is_truncated)) is not None:
-        raise ValueError(why_not)
     packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
     requests = len(batch.draft_token_ids) if packing is None else len(packing.row_starts) - 1
     outputs = {
@@ -216,6 +212,8 @@ def run(
         add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
+    if (why_not := why_not_sharded(batch.shard, target, batch.is_truncated)) is not None:
+        raise ValueError(why_not)
     inputs = {name: tensors.get(name) for name in names}
     layouts = [None if tensor is None else layout(tensor) for tensor in inputs.values()]
     shape: tuple[int, ...] = target.shape

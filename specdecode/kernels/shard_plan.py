@@ -137,42 +137,16 @@ def plan_sharded(
     if maxima:  # a shard is a block
         arranged = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
         sizes = arranged if all_know else sizes
-    settles = inputs.drafts.ids_ptr is not None and rule.while_reading is None
+    has_drafts = inputs.drafts.ids_ptr is not None
+    settles = has_drafts and rule.while_reading is None
     sums = settles and inputs.draft.ptr is not None
     plan = ShardedPlan(device, parts_of(inputs, here, arranged, settles, sums, maxima, logprobs))
     outputs = outputs_of(samples, False, None if logprobs is None else Argument("logprobs", torch.float32))
-    part = plan.last.part
-    workspace = Workspace(
-        state_ptr=part("state"),
-        statistics_ptr=part("statistics"),
-        cutoffs_ptr=None,
-        kept_ptr=None,
-        candidates_ptr=part("candidates"),
-        listed_ptr=part("listed"),
-        residual_sums_ptr=part("residual_sums"),
-        raw_statistics_ptr=part("raw_statistics"),
-        logprobs_ptr=outputs.logprobs_ptr,
-        notes_ptr=part("known"),
-    )
+    part, workspace = plan.last.part, workspace_of(plan, outputs.logprobs_ptr)
+    told = told_at_first(plan, shards, maxima, logprobs)
+    told = told._replace(MATCHES=rule.draw is None and has_drafts and inputs.drafts.rates_ptr is None)
     statistics = part("statistics_here" if maxima else "sent_statistics")
     local_parts = {"statistics_ptr": statistics, "raw_statistics_ptr": part("sent_raw_statistics")}
-    told = Exchange(
-        notes_ptr=part("sent_notes"),
-        maxima_ptr=part("sent_statistics") if maxima else None,
-        sums_ptr=part("sent_sums"),
-        offers_ptr=Argument("sent_offers", torch.int64),
-        verdicts_ptr=part("verdicts"),
-        places_ptr=Argument("holders" if maxima else "places", torch.int32),
-        received_ptr=None,
-        length=0,
-        notes_start=0,
-        raw_start=0,
-        ranks=shards.ranks,
-        most_blocks=1 if maxima else shards.most_blocks,
-        OFFERS=1 if logprobs is None else 2,
-        MATCHES=rule.draw is None and inputs.drafts.ids_ptr is not None and inputs.drafts.rates_ptr is None,
-        OVERLAPS=can_overlap(device),
-    )
     add_notes(plan, inputs, workspace._replace(**local_parts, notes_ptr=None), told, here)
     told = add_arranging(plan, inputs, workspace, told, arranged)
     decide = sharded.decide_sample if rule.draw is None else rule.decide
@@ -183,6 +157,45 @@ def plan_sharded(
     add_offers(plan, inputs, outputs, workspace, told, sizes, rule, decide, settles=settles, sums=sums)
     add_finish(plan, inputs, outputs, told, sizes, is_known=all_know)
     return plan
+
+
+def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
+    """Return the bundle of memory that launches after the first exchange use as those of one GPU do."""
+    part = plan.last.part
+    return Workspace(
+        state_ptr=part("state"),
+        statistics_ptr=part("statistics"),
+        cutoffs_ptr=None,
+        kept_ptr=None,
+        candidates_ptr=part("candidates"),
+        listed_ptr=part("listed"),
+        residual_sums_ptr=part("residual_sums"),
+        raw_statistics_ptr=part("raw_statistics"),
+        logprobs_ptr=logprobs,
+        notes_ptr=part("known"),
+    )
+
+
+def told_at_first(plan: ShardedPlan, shards: sharding.Layout, maxima: bool, logprobs: Logprobs | None) -> Exchange:
+    """Return the bundle of what ranks tell each other, before anything is received."""
+    part = plan.last.part
+    return Exchange(
+        notes_ptr=part("sent_notes"),
+        maxima_ptr=part("sent_statistics") if maxima else None,
+        sums_ptr=part("sent_sums"),
+        offers_ptr=part("sent_offers"),
+        verdicts_ptr=part("verdicts"),
+        places_ptr=Argument("holders" if maxima else "places", torch.int32),
+        received_ptr=None,
+        length=0,
+        notes_start=0,
+        raw_start=0,
+        ranks=shards.ranks,
+        most_blocks=1 if maxima else shards.most_blocks,
+        OFFERS=1 if logprobs is None else 2,
+        MATCHES=False,
+        OVERLAPS=can_overlap(plan.device),
+    )
 
 
 def parts_of(
