@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from specdecode import eager
-from specdecode.sharding import VocabShard
+from specdecode.batch import RowBatch
 
 Backend = Literal["auto", "triton", "eager"]
 
 
-def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) -> ModuleType:
+def choose(backend: Backend, logits: Tensor) -> ModuleType:
     """Return the backend's module for these logits.
 
     `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
-    replaced. Shards of the vocabulary are verified by eager alone.
+    replaced.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
-    if backend == "eager" or shard is not None or (backend == "auto" and logits.is_cpu):
+    if backend == "eager" or (backend == "auto" and logits.is_cpu):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:
@@ -34,6 +34,14 @@ def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) ->
         raise ValueError(f"backend: 'triton' cannot run here: {why_not}; use 'eager' or 'auto'")
     warn_once(f"specdecode: the eager backend is used, because the Triton backend cannot run: {why_not}")
     return eager
+
+
+def for_rows(backend: Backend, batch: RowBatch) -> ModuleType:
+    """Return the backend's module for drawing from rows; `"auto"` is eager where the kernels cannot."""
+    chosen = choose(backend, batch.logits)
+    if batch.shard is not None and backend == "auto" and chosen is not eager:
+        return chosen if chosen.why_not_sharded(batch.shard, batch.logits, batch.is_truncated) is None else eager
+    return chosen
 
 
 @functools.cache

@@ -74,11 +74,11 @@ def sample(
     """
     token_ids: Tensor
     if shard is not None:
-        check_shard(shard, "auto")
+        check_shard(shard)
     if torch.compiler.is_compiling():
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
         return token_ids
     batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard)
-    token_ids, *_ = backends.choose("auto", logits, shard).sample(batch, SELECT)
+    token_ids, *_ = backends.for_rows("auto", batch).sample(batch, SELECT)
     return token_ids

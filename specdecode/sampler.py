@@ -60,8 +60,9 @@ class RejectionSampler:
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Only the
-            eager backend takes a shard so far. None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Backend
+            `"auto"` is eager for truncated calls, and where a shard does not start at a multiple of 1,024. None: logits are
+            of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -118,7 +119,7 @@ class RejectionSampler:
         if method != "synthetic" and schedule is not None:
             raise ValueError(f"schedule: only method 'synthetic' takes one, got one for {method!r}")
         if shard is not None:
-            check_shard(shard, backend)
+            check_shard(shard)
         self.method = method
         self.backend = backend
         self.schedule = schedule
@@ -340,7 +341,8 @@ class RejectionSampler:
         matter, with two exceptions. Rows whose vocabulary, strides or start are not multiples of 16 logits need other
         kernels, which are also much slower. More than 31 drafts or 262,144 tokens need larger kernels. Compiled kernels are
         also kept on disk, in Triton's cache. The eager backend compiles nothing. The first call of each combination of
-        sizes still takes somewhat longer, because it plans its launches.
+        sizes still takes somewhat longer, because it plans its launches. With a shard every rank must call this, as it must
+        make every call.
 
         Args:
             target_logits: as for a call; one request is enough.
@@ -386,8 +388,7 @@ class RejectionSampler:
             batch = self._checked(check_packed(*arguments, *others, *where))
         if self.shard is not None:
             self.shard.agree(target_logits)
-            return
-        if backends.choose(self.backend, target_logits, self.shard) is eager:
+        if backends.choose(self.backend, target_logits) is eager:
             return
         backend = self._backend_for(batch)
         if backend is not eager:
@@ -419,7 +420,7 @@ class RejectionSampler:
         Raises:
             ValueError: the backend is `"triton"`, whose kernels cannot.
         """
-        backend = backends.choose(self.backend, batch.target_logits, self.shard)
+        backend = backends.choose(self.backend, batch.target_logits)
         if backend is eager:
             return eager
         why_not = backend.why_not_verified(self.method, batch)
@@ -484,5 +485,4 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        backend = backends.choose(self.backend, logits, self.shard)
-        return DraftOutput(*backend.sample(batch, domains))
+        return DraftOutput(*backends.for_rows(self.backend, batch).sample(batch, domains))

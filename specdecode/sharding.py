@@ -129,12 +129,10 @@ def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
     return gathered.view(group.size(), *tensor.shape)
 
 
-def check_shard(shard: VocabShard, backend: str) -> None:
-    """Raise unless this is a shard, and a backend takes it."""
+def check_shard(shard: VocabShard) -> None:
+    """Raise unless this is a shard."""
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
-    if backend == "triton":
-        raise ValueError("backend: 'triton' takes no shard of the vocabulary yet; use 'eager' or 'auto'")
 
 
 def check_tiling(table: list[list[int]]) -> None:
@@ -187,6 +185,7 @@ class Layout:
         self.place = by_start.index(rank)
         """This rank's place in it."""
         self.start, self.local = shards[rank]
+        self.ranks, self.vocab_size = len(shards), vocab_size
         self.block_size = min(BLOCK_SIZE, vocab_size)
         self.num_blocks = math.ceil(vocab_size / self.block_size)
 
@@ -213,6 +212,16 @@ class Layout:
         ]
         self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
         """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
+
+        in_order_of_ranks = [
+            by_start[block // self.most_blocks] * self.most_blocks + block % self.most_blocks for block, *_ in at
+        ]
+        self.places = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
+        """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
+
+        holders_of_any = [rank for rank in by_start if shards[rank][1]]
+        self.holders = torch.tensor(holders_of_any, dtype=torch.int32, device=device)
+        """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
 
         self.divided = [block for block, places in enumerate(holders) if len(places) > 1]
         """Blocks that several shards hold a part of."""

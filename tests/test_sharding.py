@@ -437,8 +437,6 @@ def test_a_shard_is_checked(ranks_of):
     ]:
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             VocabShard(*arguments)
-    with pytest.raises(ValueError, match=r"^backend: 'triton' takes no shard"):
-        RejectionSampler("strict", backend="triton", shard=shard)
     with pytest.raises(TypeError, match=r"^shard: expected a VocabShard, got int"):
         RejectionSampler("strict", shard=0)
     with pytest.raises(TypeError, match=r"^shard: expected a VocabShard, got int"):

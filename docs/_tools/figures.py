@@ -694,10 +694,9 @@ def band_figure() -> str:
 
 
 SHARD_STEPS = [
-    ("the maximum of each row", "exchange 1: 8 bytes a row"),
-    ("block sums; the logits of the drafts", "exchange 2: 12 bytes for 1,024 pairs of logits"),
+    ("block statistics; draft logits", "exchange 1: 8 bytes for 1,024 logits, 12 a row"),
     ("the same accept decisions", ""),
-    ("its best token after the last draft", "exchange 3: 24 bytes a request"),
+    ("its best token, if it stops there", "exchange 2: 8 bytes a row"),
     ("the same tokens", ""),
 ]
 """What each rank computes from its shard and what came before, and what then travels."""

@@ -18,7 +18,12 @@ compares residual masses.
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
+| `exchange`, `sharded` | with shards of the vocabulary: what ranks tell each other, and the token that each offers |
+| `shard_plan` | the launches and exchanges of such a step |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
+
+Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
+another way.
 
 No program waits for another: what must come after everything else is done by the last program to finish, or by the next
 launch. So nothing can hang. All that is kept from one call to the next never changes: compiled code, plans, a schedule's
@@ -42,9 +47,11 @@ from specdecode.kernels.plan import (
     plan_step,
 )
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.shard_plan import plan_sharded
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
+from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
 BY_SAMPLE = AcceptRule(strict.decide_while_reading, None, strict.decide, None, num_warps=8, large_rows=384)
@@ -144,10 +151,22 @@ def verify(
 
 def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
-    if batch.num_draft_tokens == 0:
-        return None
+    why_not = why_not_sharded(batch.shard, batch.target_logits, batch.is_truncated)
+    if why_not is not None or batch.num_draft_tokens == 0:
+        return why_not
     rule = METHODS[method][batch.draft_logits is None]
     return why_not_truncated(rule, batch) if batch.is_truncated else None
+
+
+def why_not_sharded(shard: VocabShard | None, logits: Tensor, is_truncated: bool) -> str | None:
+    """Return why the kernels cannot take a shard, or None. The first call on a device asks the other ranks."""
+    if shard is None:
+        return None
+    if is_truncated:
+        return "shard: 'triton' does not truncate rows that are sharded; use 'eager' or 'auto'"
+    if shard.agree(logits).divided:
+        return "shard: 'triton' takes shards that start at multiples of 1,024 tokens; use 'eager' or 'auto'"
+    return None
 
 
 def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
@@ -192,6 +211,8 @@ def run(
         add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
+    if (why_not := why_not_sharded(batch.shard, target, batch.is_truncated)) is not None:
+        raise ValueError(why_not)
     inputs = absent | tensors
     layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
     shape: tuple[int, ...] = target.shape
@@ -203,9 +224,16 @@ def run(
             shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
     samples = "logsumexp" in outputs
     draft_vocab_ids = inputs["draft_vocab_ids"]
-    how = samples, seeds_by_request, logprobs, None if draft_vocab_ids is None else draft_vocab_ids.shape[0]
-    plan = plan_step(rule, large, many, target.device, shape, layouts, *how)
-    plan.run({**outputs, **inputs}, numbers)
+    how = target.device, shape, layouts, samples, seeds_by_request, logprobs
+    if batch.shard is None:
+        draft_vocab_size = None if draft_vocab_ids is None else draft_vocab_ids.shape[0]
+        plan_step(rule, large, many, *how, draft_vocab_size).run({**outputs, **inputs}, numbers)
+        return
+    shards, is_greedy = batch.shard.agree(target), isinstance(temperature, float) and temperature == 0
+    sharded_plan = plan_sharded(rule, is_greedy, *how[:3], shards, *how[3:])
+    sharded_plan.run(
+        {**outputs, **inputs, "places": shards.places, "holders": shards.holders}, numbers, batch.shard.group
+    )
 
 
 ABSENT: dict[str, Tensor | None] = dict.fromkeys(TENSORS)
@@ -230,7 +258,9 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
-    ways = (False, False), (False, True), (True, False)
+    ways = [(False, False), (False, True), (True, False)]
+    if batch.shard is not None:
+        ways = ways[:1]  # there is one
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:
             verify(method, batch, schedule, large=large, many=many)

@@ -130,6 +130,18 @@ class Workspace(NamedTuple):
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
+    notes_ptr: (
+        Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `ShardedRow`; None: rows are not sharded
+    )
+
+
+class Shard(NamedTuple):
+    """Which of the vocabulary's tokens the logits are, where ranks hold shards of it; all None: all of them."""
+
+    vocab_size: Int32  # of the whole vocabulary
+    start: Int32  # the first token
+    end: Int32  # one more than the last
+    most_blocks: Int32  # of any rank, to which each one's are padded
 
 
 class Sizes(NamedTuple):
@@ -142,6 +154,31 @@ class Sizes(NamedTuple):
     MAX_BLOCKS: Constant  # num_blocks or more, a power of two
     MAX_DRAFTS: Constant  # num_draft_tokens + 1 or more, a power of two
     ALIGNED: Constant  # vocab_size is a multiple of 16
+    shard: Shard
+
+
+class Exchange(NamedTuple):
+    """What ranks tell each other of a step: numbers are counts of float32, or of what else a pointer is to."""
+
+    notes_ptr: Pointer  # [rows, NOTES] float32, of this rank; see `exchange`
+    maxima_ptr: (
+        Pointer  # [rows, 2] float32 statistics of this rank's shard as one block; None: blocks are those of rows
+    )
+    sums_ptr: Pointer  # [batch * num_draft_tokens, most_blocks] float32 residual sums of this rank's blocks, or None
+    offers_ptr: Pointer  # [batch, num_draft_tokens + 1, OFFERS] int64, of this rank
+    verdicts_ptr: Pointer  # [batch, num_draft_tokens + 1] int32; it is not exchanged: all ranks compute the same
+    places_ptr: Pointer  # [num_blocks] int32 where a block is among those of all ranks, [ranks, most_blocks]
+    received_ptr: (
+        Pointer  # [ranks, length]: statistics, raw statistics, notes; then sums; then offers; None: nothing yet
+    )
+    length: Int64
+    notes_start: Int64
+    raw_start: Int64
+    ranks: Int32
+    most_blocks: Int32  # of a rank, in what was received
+    OFFERS: Constant  # numbers of an offer: 2 with a log-probability
+    MATCHES: Constant  # drafts are accepted that are the token drawn at their row
+    OVERLAPS: Constant  # the next launch may be set up while this one runs
 
 
 class Placing(NamedTuple):
@@ -231,6 +268,24 @@ class DraftVocabRow(NamedTuple):
 
     row: Any  # by the draft's ids, truncated or not
     places: Places
+
+
+class ShardedRow(NamedTuple):
+    """One logits row, of which this rank has the tokens from `start` to `vocab_size`; others are read as -inf.
+
+    What ranks have told each other of single tokens is known besides.
+    """
+
+    ptr: Any  # where token 0 would be
+    stride_token: Any
+    vocab_size: Any
+    start: Any
+    row_max: Any
+    first: Any  # the first token with the row's largest logit, if the row is a point mass
+    draft: Any  # the draft judged by the row, -1 for none
+    draft_logit: Any
+    other: Any  # `first` of the draft row beside a target row, of the target row beside a draft row
+    other_logit: Any
 
 
 class Request(NamedTuple):

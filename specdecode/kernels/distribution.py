@@ -14,6 +14,7 @@ from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    SHARDED,
     base_2_scale,
     load_logits,
     part_of_blocks,
@@ -89,7 +90,8 @@ def is_finite(p):
 @triton.jit
 def combine_again(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
-    statistics = recompute_nonfinite(statistics, row, temperature, sizes)
+    if len(row) != SHARDED:  # each rank has done so with its own
+        statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     row_max = tl.max(statistics[0], 0)
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):
         block_sums = relative_sums(row_max, statistics, temperature)

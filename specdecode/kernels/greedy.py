@@ -6,12 +6,15 @@ The block that holds it is known from the maxima of all blocks, and is the only 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import BLOCK_SIZE, load_logits, tokens_of
+from specdecode.kernels.rows import BLOCK_SIZE, SHARDED, load_logits, tokens_of
 
 
 @triton.jit
 def argmax(row, block_max, row_max):
     """Return the first token of a row whose logit is the row's maximum."""
-    block = tl.argmax((block_max == row_max).to(tl.int32), 0)
-    logits = load_logits(row, tokens_of(block), True)
-    return block * BLOCK_SIZE + tl.argmax((logits == row_max).to(tl.int32), 0)
+    if len(row) == SHARDED:
+        return row.first
+    else:
+        block = tl.argmax((block_max == row_max).to(tl.int32), 0)
+        logits = load_logits(row, tokens_of(block), True)
+        return block * BLOCK_SIZE + tl.argmax((logits == row_max).to(tl.int32), 0)

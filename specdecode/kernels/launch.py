@@ -221,9 +221,16 @@ class Plan:
             options["maxnreg"] = max_registers
         self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], bundles, options))
 
-    def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
+    def allocate(self) -> Tensor:
+        """Return memory for the workspace."""
+        return torch.empty(self.length, dtype=torch.int32, device=self.device)
+
+    def run(
+        self, tensors: dict[str, Tensor | None], numbers: dict[str, float], workspace: Tensor | None = None
+    ) -> None:
         """Make the launches, given what differs from call to call: the same names each time, in the same order."""
-        workspace = torch.empty(self.length, dtype=torch.int32, device=self.device)
+        if workspace is None:
+            workspace = self.allocate()
         if self.zeros:
             workspace[: self.zeros].zero_()
         with on_device(self.device):

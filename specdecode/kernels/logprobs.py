@@ -16,7 +16,20 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Normalizer
 from specdecode.kernels.distribution import combine, logprob
-from specdecode.kernels.rows import load_logit, load_statistics, raw_statistics, target_row_at, whole_target_row_at
+from specdecode.kernels.rows import (
+    load_logit,
+    load_statistics,
+    raw_statistics,
+    target_row_at,
+    whole_target_row_at,
+    with_notes,
+)
+
+
+@triton.jit
+def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
+    """Return the target row at an offset of a request, all of it."""
+    return with_notes(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
 
 
 @triton.jit
@@ -40,7 +53,7 @@ def normalizer_asked(place, p, raw, inputs, workspace, sizes):
     if workspace.raw_statistics_ptr is None:
         return p
     else:
-        row = whole_target_row_at(place.request, place.offset, inputs)
+        row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
         return normalizer_of(combine(raw, row, tl.full([], 1.0, tl.float32), sizes))
 
 
@@ -51,7 +64,7 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
         row, temperature = target_row_at(place.request, place.offset, inputs, workspace, sizes), place.temperature
         return logprob(load_logit(row, token, True), token, normalizer, temperature)
     else:
-        row = whole_target_row_at(place.request, place.offset, inputs)
+        row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
         return logprob(load_logit(row, token, True), token, normalizer, tl.full([], 1.0, tl.float32))
 
 

@@ -27,6 +27,7 @@ from specdecode.kernels.arguments import (
     Rows,
     Searching,
     Settling,
+    Shard,
     Sizes,
     Truncating,
     Workspace,
@@ -127,7 +128,8 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     """Return the bundle of sizes."""
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
-    return Sizes(requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts, vocab_size % 16 == 0)
+    counts = requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts
+    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 4))
 
 
 def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
@@ -250,7 +252,7 @@ def plan_step(
     state = parts["state"]
     plan = Plan(device, parts, zeros=state[1] if decides and state is not None else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
-    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr])
+    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr, None])
     bundles = inputs, workspace, sizes
     if draft_vocab_size is not None:
         add_places(plan, *bundles)

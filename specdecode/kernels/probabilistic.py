@@ -19,8 +19,10 @@ from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
+    BY_PLACE,
     INFINITY,
     LOG2_E,
+    TRUNCATED,
     WHOLE,
     base_2_scale,
     draft_row_at,
@@ -173,7 +175,7 @@ def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and len(row) == WHOLE and len(draft_row) == WHOLE
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and len(row) != TRUNCATED and len(draft_row) not in (TRUNCATED, BY_PLACE)
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
@@ -225,7 +227,7 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if len(row) > WHOLE:  # of blocks of which nothing is kept nothing is left
+    if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)

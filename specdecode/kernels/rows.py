@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import DraftVocabRow, Row, TruncatedRow
+from specdecode.kernels.arguments import DraftVocabRow, Row, ShardedRow, TruncatedRow
 from specdecode.kernels.vocabulary import by_target, load_places
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
@@ -22,8 +22,11 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WHOLE = tl.constexpr(len(Row._fields))
 """Fields of a row that is not truncated."""
+TRUNCATED, SHARDED = tl.constexpr(len(TruncatedRow._fields)), tl.constexpr(len(ShardedRow._fields))
 BY_PLACE = tl.constexpr(len(DraftVocabRow._fields))
 """Fields of a row that is read by the tokens of another vocabulary."""
+KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
+"""Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -80,25 +83,46 @@ def whole_draft_row_at(request, offset, inputs, sizes):
 
 
 @triton.jit
-def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return where the cutoff of a row is."""
+def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return the index of a row: draft rows come after all target rows."""
     index = request.index * (sizes.num_draft_tokens + 1) + offset
     if OF_DRAFT:
         index = (
             sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request.index * sizes.num_draft_tokens + offset
         )
-    return workspace.cutoffs_ptr + index * 2
+    return index
+
+
+@triton.jit
+def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return where the cutoff of a row is."""
+    return workspace.cutoffs_ptr + row_index(request, offset, OF_DRAFT, sizes) * 2
 
 
 @triton.jit
 def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return a row of which logits beyond its cutoff are read as -inf."""
+    """Return a row of which logits beyond its cutoff are read as -inf, or with what is known of it beyond this rank."""
     if workspace.cutoffs_ptr is None:
-        return row
+        return with_notes(row, workspace, request, offset, OF_DRAFT, sizes)
     else:
         pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
         token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
         return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, tl.load(pointer), token)
+
+
+@triton.jit
+def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+    """Return a row with what is known of it beyond this rank, if rows are sharded."""
+    if workspace.notes_ptr is None:
+        return row
+    else:
+        start = sizes.shard.start
+        ptr, end = row.ptr - start.to(tl.int64) * row.stride_token, tl.minimum(row.vocab_size, sizes.shard.end)
+        notes_ptr = workspace.notes_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
+        row_max, first = tl.load(notes_ptr), tl.load(notes_ptr + 1).to(tl.int32, bitcast=True)
+        draft, draft_logit = tl.load(notes_ptr + 2).to(tl.int32, bitcast=True), tl.load(notes_ptr + 3)
+        other, other_logit = tl.load(notes_ptr + 4).to(tl.int32, bitcast=True), tl.load(notes_ptr + 5)
+        return ShardedRow(ptr, row.stride_token, end, start, row_max, first, draft, draft_logit, other, other_logit)
 
 
 @triton.jit
@@ -127,11 +151,14 @@ def load_raw(row, token_ids, wanted):
         return load_raw(row.row, load_places(row.places, token_ids, wanted), True)
     else:
         pointers = row.ptr + token_ids * row.stride_token
-        logits = tl.load(pointers, mask=tl.where(wanted, token_ids < row.vocab_size, False), other=-INFINITY)
-        if len(row) == WHOLE:
-            return logits
-        else:
+        inside = token_ids < row.vocab_size
+        if len(row) == SHARDED:
+            inside &= token_ids >= row.start
+        logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
+        if len(row) == TRUNCATED:
             return up_to_cutoff(logits.to(tl.float32), token_ids, row)
+        else:
+            return logits
 
 
 @triton.jit
@@ -157,8 +184,13 @@ def load_logit(row, token, wanted):
         return tl.where(is_there, load_logit(row.row, place, is_there), -INFINITY)
     else:
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
-        logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
-        if len(row) > WHOLE:
+        if len(row) == SHARDED:
+            logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
+            logit = tl.where(token == row.other, row.other_logit, logit)
+            logit = tl.where(token == row.draft, row.draft_logit, logit)
+        else:
+            logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
+        if len(row) == TRUNCATED:
             logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
         return tl.where(logit == logit, logit, -INFINITY)
 
@@ -186,8 +218,10 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
         if PAIRS:
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
-            inside = tl.where(wanted, pairs < row.vocab_size // 2, False)
-            parts = parts + (tl.load(pointers, mask=inside, other=PAIR_OF_INFINITIES),)
+            inside = pairs < row.vocab_size // 2
+            if len(row) == SHARDED:
+                inside &= pairs >= row.start // 2
+            parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
     return parts

@@ -4,11 +4,15 @@
 
 measures on the GPUs through NCCL if there are enough of them, each as replays of a CUDA graph, else on CPUs through gloo. It
 prints for each way the median time of a step on the slowest rank, the bytes that a step brings to each rank, and the number
-of exchanges. What engines do is all-gather the shards, put them in order, and verify the whole rows on every rank. The
-inputs are those of the other benchmarks. Every way must give the same tokens.
+of exchanges. What engines do is all-gather the shards, put them in order, and verify the whole rows on every rank. Shards
+are verified by the eager backend and, on GPUs, by the Triton backend. The inputs are those of the other benchmarks.
+
+Every way must give the same tokens: how many requests have others is printed. Of the Triton backend all outputs must be bit
+for bit those of one GPU, on every rank and in a replayed graph, or the program fails.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -69,12 +73,34 @@ def median_time(step: Callable, device: torch.device, rounds: int) -> float:
     return slowest.item()
 
 
+def replayed(step: Callable) -> Any:
+    """Return the output of a step, which on a GPU a graph has written."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        output = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return output
+
+
+def check_bits(method: str, got: Any, expected: Any, rank: int) -> None:
+    """Raise unless two outputs are the same."""
+    for name, mine, other in zip(expected._fields, got, expected):
+        if other is not None and not torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)):
+            raise SystemExit(f"{method}: {name} of rank {rank} is not that of one GPU")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-p", type=float, default=None)
+    parser.add_argument("--top-p", type=float, default=None, help="truncated shards are verified by the eager backend")
+    parser.add_argument(
+        "--draft-logsumexp", action="store_true", help="pass what drafting returned, but not with --top-p"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--methods", nargs="+", default=["probabilistic", "strict", "block"])
@@ -104,32 +130,39 @@ def main() -> None:
     traffic = Traffic()
     if rank == 0:
         print(f"{size} ranks on {device.type}, {options.batch} requests, {options.drafts} drafts, {options.dtype}")
-        print(f"{'':34}{'ms':>10}{'bytes':>16}{'exchanges':>12}")
+        print(f"{'':40}{'ms':>10}{'bytes':>16}{'exchanges':>12}")
     for method in options.methods:
         keywords = {"temperature": options.temperature, "seeds": torch.arange(options.batch, device=device)}
         keywords |= {"top_p": options.top_p}
-        ids = inputs.drafts(method, top_p=options.top_p).token_ids
-        plain, sharded = (
-            RejectionSampler(method, backend=backend, shard=shard)
-            for backend, shard in (("auto", None), ("eager", VocabShard(group, start, VOCAB)))
-        )
-        draws = method != "strict"
+        drafted, draws = inputs.drafts(method, top_p=options.top_p), method != "strict"
+        if options.draft_logsumexp and draws and options.top_p is None:
+            keywords |= {"draft_logsumexp": drafted.logsumexp}
+        shard, plain = VocabShard(group, start, VOCAB), RejectionSampler(method)
 
-        def gather_and_verify(plain=plain, ids=ids, draws=draws, keywords=keywords) -> Any:
-            return plain(gathered(padded[0]), ids, gathered(padded[1]) if draws else None, **keywords)
+        def gather_and_verify(plain=plain, drafted=drafted, draws=draws, keywords=keywords) -> Any:
+            rows = gathered(padded[0]), drafted.token_ids, gathered(padded[1]) if draws else None
+            return plain(*rows, **keywords)
 
-        def verify_shards(sharded=sharded, ids=ids, draws=draws, keywords=keywords) -> Any:
-            return sharded(target, ids, draft if draws else None, **keywords)
+        def verify_shards(sampler, drafted=drafted, draws=draws, keywords=keywords) -> Any:
+            return sampler(target, drafted.token_ids, draft if draws else None, **keywords)
 
-        expected, got = gather_and_verify().token_ids, verify_shards().token_ids
-        different = int((expected != got).any(dim=1).sum())
-        for name, step in (("gather, then verify", gather_and_verify), ("verify shards", verify_shards)):
+        ways = {"gather, then verify": gather_and_verify}
+        for backend in ("eager", "triton") if on_gpu and options.top_p is None else ("eager",):
+            sampler = RejectionSampler(method, backend=backend, shard=shard)
+            ways[f"verify shards, {backend}"] = functools.partial(verify_shards, sampler)
+        expected = gather_and_verify()
+        for name, step in ways.items():
+            got = step()
+            different = int((expected.token_ids != got.token_ids).any(dim=1).sum())
+            if name.endswith("triton"):
+                check_bits(method, got, expected, rank)
+                check_bits(method, replayed(step), expected, rank)
             exchanges, moved = traffic.of(step)
             milliseconds = median_time(step, device, options.rounds)
             if rank == 0:
-                print(f"{f'{method}: {name}':34}{milliseconds:>10.3f}{moved:>16,}{exchanges:>12}")
-        if rank == 0 and different:
-            print(f"{method}: {different} requests have other tokens")
+                print(f"{f'{method}: {name}':40}{milliseconds:>10.3f}{moved:>16,}{exchanges:>12}")
+                if different:
+                    print(f"{method}: {different} requests have other tokens")
     distributed.destroy_process_group()
 
 

@@ -161,13 +161,6 @@ def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
     return batch, ids
 
 
-def as_on_a_device(stack: ExitStack) -> None:
-    """Have no value checked on the host, which on the CPU would refuse the ids."""
-    patch = stack.enter_context(pytest.MonkeyPatch.context())
-    stack.enter_context(like_a_device())
-    patch.setattr("specdecode.batch.on_host", lambda _: False)
-
-
 HOSTILE = [
     ("probabilistic", {}, LARGE),
     ("probabilistic", {"top_k": 30}, FEW),
@@ -182,7 +175,7 @@ def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(metho
     if options and not ON_GPU:  # half of them, each of whose rows takes long
         batch = replace(batch, **{name: value[::2] for name, value in vars(batch).items()})
     with ExitStack() as stack:
-        as_on_a_device(stack)
+        stack.enter_context(like_a_device())  # values are not checked, which on the CPU would refuse the ids
         want = RejectionSampler(method, backend="eager")._verify(check(batch, ids, options))
         if not ON_GPU:
             stack.enter_context(reads_and_writes_inside())  # of a GPU, a sanitizer does

@@ -1,0 +1,294 @@
+"""Shards in Triton: every rank gets the bits of one GPU from its part of the logits, in few exchanges.
+
+Ranks are threads. The interpreter is not made for that, so they take turns to launch; they meet in the exchanges.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from specdecode import RejectionSampler, VocabShard, backends, sample, sharding
+from specdecode.batch import RowBatch
+from specdecode.kernels.launch import Plan
+from tests.conftest import ON_GPU
+from tests.differential import case, like_a_device
+from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, needs_gpu, small
+from tests.packing import in_slots, packed_rows, with_counts
+from tests.ranks import Ranks
+
+NAN, INF = float("nan"), float("inf")
+THREE, TWO, UNEVEN, EMPTY = (
+    ([0, 1024, 2048, 2064], [2, 0, 1]),
+    ([0, 1024, 2064], [1, 0]),
+    ([0, 1024, 3100], None),
+    ([0, 0, 2048, 2048, 2500], [3, 2, 1, 0]),
+)
+LARGE = ([0, 51_200, 51_200, 151_936], [1, 2, 0])
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Callable:
+    """Return ranks with some bounds; those of equal bounds are made once."""
+    made: dict = {}
+
+    def make(bounds: list[int], order: list[int] | None = None) -> Ranks:
+        key = str((bounds, order))
+        if key not in made:
+            made[key] = Ranks(bounds, order)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def turns() -> Iterator[None]:
+    """Let one rank launch at a time, in memory full of NaN; on a GPU exchange through the host, which gloo can."""
+    lock, interpret, allocate, gather = threading.Lock(), Plan.interpret, Plan.allocate, sharding.all_gather
+
+    def in_turn(plan: Plan, values: dict) -> None:
+        with lock:
+            interpret(plan, values)
+
+    def through_the_host(tensor: Tensor, group: Any) -> Tensor:
+        return gather(tensor.cpu(), group).to(tensor.device)
+
+    with (
+        mock.patch.object(Plan, "interpret", in_turn),
+        mock.patch.object(Plan, "allocate", lambda plan: allocate(plan).fill_(-1)),
+        mock.patch.object(sharding, "all_gather", through_the_host if ON_GPU else gather),
+    ):
+        yield
+
+
+def sampler_of(method: str, shard: VocabShard | None = None, backend: str = "triton") -> RejectionSampler:
+    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None, shard=shard)
+
+
+def packed_of(method: str, shard: VocabShard | None = None) -> Callable:
+    return sampler_of(method, shard).packed
+
+
+def assert_bits(got: Any, expected: Any) -> None:
+    for name, mine, other in zip(expected._fields, got, expected):
+        if mine is not other:  # what is absent is None
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def assert_ranks_agree(ranks: Ranks, make: Callable, call: dict) -> tuple[Any, list[int]]:
+    """Check that every rank returns the bits of one process; return these, and the bytes of each exchange."""
+    call = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in call.items()}
+    expected, sizes, gather = make()(**call), [], sharding.all_gather
+
+    def counted(tensor: Tensor, group: distributed.ProcessGroup) -> Tensor:
+        gathered = gather(tensor, group)
+        if group.rank() == 0:
+            sizes.append(gathered.numel() * gathered.element_size())
+        return gathered
+
+    logits = call.get("target_logits", call.get("logits"))
+    for shard in ranks.shards:  # so that no exchange is one about the layout
+        table = [(start, end - start) for start, end in ranks.parts]
+        layout = sharding.Layout(table, shard.group.rank(), ranks.vocab_size, logits.device)
+        shard._layouts.setdefault(logits.device, layout)
+    with mock.patch.object(sharding, "all_gather", counted):
+        for got in ranks.run(make, call):
+            assert_bits(got, expected)
+    return expected, sizes
+
+
+def arguments(kind: str, batch: Any) -> tuple[str, dict]:
+    """The method and the arguments of a kind of call."""
+    method, draft_logits, logsumexp = given(kind, batch)
+    return method, vars(batch) | {"draft_logits": draft_logits, "draft_logsumexp": logsumexp}
+
+
+KINDS = {  # with log-probabilities and dtypes, which are independent of it
+    "probabilistic": ("raw", torch.bfloat16, 2),
+    "given logsumexp": (None, torch.float32, 2),
+    "deterministic": ("processed", torch.float16, 2),
+    "strict": (None, torch.bfloat16, 2),
+    "synthetic": ("processed", torch.bfloat16, 2),
+    "synthetic strict": ("raw", torch.bfloat16, 2),
+    "block": ("processed", torch.bfloat16, 3),
+    "block deterministic": (None, torch.float64, 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bounds", small(None, UNEVEN, EMPTY, LARGE))
+def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
+    logprobs, dtype, exchanges = KINDS[kind]
+    ranks = ranks_of(*(bounds or (THREE if kind == "block" else TWO)))
+    batch = case(64 if ON_GPU else 2, 3 if ON_GPU else 2, ranks.vocab_size, dtype, seed=5)
+    method, call = arguments(kind, batch.to(DEVICE))
+    if kind == "given logsumexp":
+        call["draft_logsumexp"][:, 0] = NAN  # which is not trusted
+        call["temperature"] = 0.8
+    _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
+    assert len(sizes) == exchanges
+    if kind == "strict" and not ON_GPU:
+        assert sizes == [2 * 256, 2 * 128]  # of 6 rows, from each rank: 8 and 12 bytes, then 8, in lines of 128
+
+
+@pytest.mark.parametrize("bounds", [EMPTY, UNEVEN][: 1 + ON_GPU])
+def test_shards_may_be_uneven_and_empty(bounds, ranks_of):
+    ranks = ranks_of(*bounds)
+    batch = case(2, 1, ranks.vocab_size, torch.bfloat16, greedy=0, seed=1)
+    assert_ranks_agree(ranks, partial(sampler_of, "block"), vars(batch))
+
+
+@pytest.mark.parametrize(("method", "logprobs"), [("strict", "processed"), ("block", None), ("probabilistic", "raw")])
+def test_greedy_calls_take_one_exchange_of_few_bytes(method, logprobs, ranks_of):
+    """But two for raw log-probabilities, which take all sums."""
+    ranks, batch = ranks_of(*TWO), case(2, 2, 2064, torch.bfloat16)
+    batch.target_logits[:, :, [5, 1030, 2049]] = 20.0  # ties on every rank
+    batch.draft_token_ids[0] = 5
+    batch.target_logits[1] = -INF
+    call = vars(batch) | {"temperature": 0.0, "logprobs": logprobs}
+    output, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call)
+    assert output.token_ids[0].tolist() == [5, 5, 5]
+    if logprobs == "raw":
+        assert len(sizes) == 2
+    else:
+        assert sizes == [2 * 2 * 128]  # of each rank, 8 bytes a row and notes of 12, in lines of 128
+
+
+@pytest.mark.parametrize("kind", ["probabilistic", "block", "strict"][: 2 + ON_GPU])
+def test_nan_and_infinities_count_as_on_one_gpu(kind, ranks_of):
+    batch = case(8, 1, 2064, torch.float32, greedy=0.2, seed=2)
+    target, draft = batch.target_logits, batch.draft_logits
+    target[0, :, 1500], draft[1, :, 7] = NAN, NAN  # on one rank
+    target[2, :, [2050, 700]] = INF  # on two
+    draft[3, :, [2050, 701]] = INF
+    target[4, :, :1024], draft[4, :, 1024:] = -INF, NAN  # nothing finite on some rank
+    target[5, 0], batch.draft_token_ids[5] = NAN, 0  # which such a row emits
+    target[6], draft[6] = -INF, -INF
+    target[7, :, 3], draft[7, :, 3] = INF, INF
+    batch.draft_token_ids[2:4] = torch.tensor([[700], [701]])
+    if kind == "block" and not ON_GPU:
+        batch = replace(batch, **{name: value[2:6] for name, value in vars(batch).items()})
+    method, call = arguments(kind, batch.to(DEVICE))
+    output, _ = assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, method), call)
+    assert output.invalid.any()
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_recovered_tokens_are_drawn_from_the_residual_of_all_ranks(method, ranks_of):
+    """Some ranks have no residual; where p and q are the same none has any, and the token is drawn from p."""
+    size = 100 if ON_GPU else 2 - (method == "block")
+    parts = [vars(impossible_drafts(size, 2064, closeness)) for closeness in (INF, 1.0, 0.0)]
+    call = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    call["draft_logits"][-size:] = call["target_logits"][-size:, :1]
+    call |= {"temperature": 0.7, "seeds": torch.arange(len(call["seeds"]))}
+    assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, method), call)
+
+
+def test_block_verification_knows_other_ranks_logits_of_a_one_hot_token(ranks_of):
+    """The mass of max(0, c p - q) is c less the other model's probability of the only token, which the last rank has.
+
+    c is .9 after the first draft. The mass is small: where it were taken for c, with these seeds that draft were accepted.
+    """
+    target, draft = torch.full((2, 3, 1030), -INF), torch.full((2, 2, 1030), -INF)
+    target[:, 0, :2], draft[:, 0, :2] = torch.tensor([0.45, 0.55]).log(), torch.tensor([0.5, 0.5]).log()
+    target[0, 1, 1029] = draft[1, 1, 1029] = INF
+    draft[0, 1, 1029] = target[1, 1, 1029] = 3.0
+    draft[0, 1, 3] = target[1, 1, 3] = 0.0
+    target[:, 2, 0] = 0.0
+    call = {"target_logits": target, "draft_token_ids": torch.tensor([[0, 3]]).expand(2, 2), "draft_logits": draft}
+    call |= {"seeds": torch.tensor([0, 2])}
+    output, _ = assert_ranks_agree(ranks_of([0, 1024, 1030]), partial(sampler_of, "block"), call)
+    assert output.num_accepted.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_packed_calls_give_the_bits_of_one_gpu(method, ranks_of):
+    counts, slots = [2, 0, 1], torch.tensor([3, 0, 4])
+    batch = case(3, 2, 3100, torch.bfloat16, seed=7)
+    options = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")}
+    by_slot = {name: in_slots(value, slots, 5) for name, value in options.items()}
+    call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "positions": batch.positions}
+    if method == "block":  # rows and a slot that are none, as only a device takes them
+        call["row_starts"][-1] += 99
+        call["slots"][0] = 5
+        with like_a_device():
+            output, _ = assert_ranks_agree(ranks_of(*UNEVEN), partial(packed_of, method), call)
+        assert output.invalid.tolist() == [True, False, True]
+    else:
+        assert_ranks_agree(ranks_of(*UNEVEN), partial(packed_of, method), call)
+
+
+def test_tokens_are_sampled_and_drafted_alike(ranks_of):
+    batch = case(3, 0, 2064, torch.bfloat16, seed=3)
+    call = {"logits": batch.target_logits[:, 0], "temperature": batch.temperature, "seeds": batch.seeds}
+    draft, sizes = assert_ranks_agree(ranks_of(*TWO), lambda shard=None: sampler_of("strict", shard).draft, call)
+    assert len(sizes) == 2
+    one_row = {"target_logits": batch.target_logits, "draft_token_ids": batch.draft_token_ids}
+    one_row |= {"temperature": batch.temperature, "seeds": batch.seeds, "logprobs": "raw"}
+    output, _ = assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, "block"), one_row)
+    assert torch.equal(output.token_ids[:, 0], draft.token_ids)
+    with mock.patch.object(backends, "choose", return_value=backends.kernels()):
+        call = {name: value.to(DEVICE) for name, value in call.items()}
+        for token_ids in ranks_of(*TWO).run(lambda shard: partial(sample, shard=shard), call):
+            assert torch.equal(token_ids, draft.token_ids)
+
+
+def test_what_the_kernels_do_not_take_is_refused_by_name_and_left_to_eager(ranks_of):
+    divided, whole = ranks_of([0, 1030, 2064]).shards[0], ranks_of(*UNEVEN).shards[0]
+    for shard, parts in ((divided, [(0, 1030), (1030, 1034)]), (whole, [(0, 1024), (1024, 2076)])):
+        layout = sharding.Layout(parts, 0, sum(length for _, length in parts), torch.device(DEVICE))
+        shard._layouts.setdefault(torch.zeros(1, device=DEVICE).device, layout)
+    ids = torch.zeros(1, 0, dtype=torch.int64, device=DEVICE)
+    for shard, options, message in (
+        (divided, {}, "shard: 'triton' takes shards that start at multiples of 1,024"),
+        (whole, {"top_p": 0.9}, "shard: 'triton' does not truncate rows that are sharded"),
+    ):
+        length = shard._layouts[torch.zeros(1, device=DEVICE).device].local
+        sampler, logits = sampler_of("strict", shard), torch.zeros(1, 1, length, device=DEVICE)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            sampler(logits, ids, seeds=0, **options)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            sampler.draft(logits[:, 0], seeds=0, **options)
+        batch = RowBatch.check(
+            logits[:, 0], 1.0, 0, None, *[options.get(name) for name in ("top_k", "top_p")], shard=shard
+        )
+        with mock.patch.object(backends, "choose", return_value=backends.kernels()):
+            assert backends.for_rows("auto", batch) is backends.eager
+            assert backends.for_rows("auto", batch._replace(truncation=None, shard=None)) is backends.kernels()
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block", "synthetic"])
+def test_a_captured_call_is_replayed_with_new_inputs(method):
+    """On one GPU, so a group of one rank: the launches and the collectives are those of more."""
+    store = distributed.HashStore()
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        with mock.patch.object(sharding, "all_gather", ALL_GATHER):
+            sampler = sampler_of(method, VocabShard(None, 0, 3100))
+            calls = [vars(case(4, 3, 3100, torch.bfloat16, seed=seed).to("cuda")) for seed in (0, 1)]
+            static = {name: value.clone() for name, value in calls[0].items()}
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                sampler(**static)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = sampler(**static)
+            for call in calls[::-1]:
+                for name, value in call.items():
+                    static[name].copy_(value)
+                graph.replay()
+                assert_bits(output, sampler_of(method)(**call))
+    finally:
+        distributed.destroy_process_group()
+
+
+ALL_GATHER = sharding.all_gather
