@@ -175,7 +175,8 @@ def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and len(row) != TRUNCATED and len(draft_row) not in (TRUNCATED, BY_PLACE)
+    WHOLE_ROWS: tl.constexpr = len(row) != TRUNCATED and len(draft_row) != TRUNCATED and len(draft_row) != BY_PLACE
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and WHOLE_ROWS
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
