@@ -8,6 +8,7 @@ compares residual masses.
 | file | what is in it |
 |---|---|
 | `arguments` | the bundles that kernels receive: the shape and type of every field |
+| `bundles` | from the tensors of a call to these bundles |
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
 | `packed` | where the rows and the state of a request are |
@@ -36,16 +37,8 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict, truncation
-from specdecode.kernels.plan import (
-    EACH_LIMIT,
-    LIMITS,
-    MANY_REQUESTS,
-    OF_TRUNCATION,
-    TENSORS,
-    AcceptRule,
-    layout,
-    plan_step,
-)
+from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
+from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.shard_plan import plan_sharded
 from specdecode.kernels.state import MOST_ROWS

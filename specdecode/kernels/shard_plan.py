@@ -16,23 +16,17 @@ from specdecode.batch import Logprobs
 from specdecode.kernels import exchange, probabilistic, sharded
 from specdecode.kernels.arguments import Exchange, Inputs, Searching, Settling, Shard, Sizes, Workspace
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel
+from specdecode.kernels.bundles import MIN_BLOCKS, Layout, at_least, inputs_of, outputs_of, rows_of, sizes_of
 from specdecode.kernels.exchange import NOTES
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.plan import (
     EMIT_REGISTERS,
-    MIN_BLOCKS,
     PLANS,
     SEARCH,
     SETTLING,
     SUM_PROGRAMS,
     AcceptRule,
-    Layout,
     add_reading,
-    at_least,
-    inputs_of,
-    outputs_of,
-    rows_of,
-    sizes_of,
 )
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.state import FIELDS
