@@ -5,27 +5,29 @@ import importlib
 import os
 import warnings
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from specdecode import eager
-from specdecode.batch import RowBatch
+
+if TYPE_CHECKING:
+    from specdecode.sharding import VocabShard
 
 Backend = Literal["auto", "triton", "eager"]
 
 
-def choose(backend: Backend, logits: Tensor) -> ModuleType:
-    """Return the backend's module for these logits.
+def choose(backend: Backend, logits: Tensor, shard: "VocabShard | None" = None) -> ModuleType:
+    """Return the backend's module for these logits, which may be a shard of the vocabulary's.
 
-    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
-    replaced.
+    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run; for a shard it is eager,
+    because the kernels over shards have not been run on GPUs. Any other choice is never replaced.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
-    if backend == "eager" or (backend == "auto" and logits.is_cpu):
+    if backend == "eager" or (backend == "auto" and (logits.is_cpu or shard is not None)):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:
@@ -34,14 +36,6 @@ def choose(backend: Backend, logits: Tensor) -> ModuleType:
         raise ValueError(f"backend: 'triton' cannot run here: {why_not}; use 'eager' or 'auto'")
     warn_once(f"specdecode: the eager backend is used, because the Triton backend cannot run: {why_not}")
     return eager
-
-
-def for_rows(backend: Backend, batch: RowBatch) -> ModuleType:
-    """Return the backend's module for drawing from rows; `"auto"` is eager where the kernels cannot."""
-    chosen = choose(backend, batch.logits)
-    if batch.shard is not None and backend == "auto" and chosen is not eager:
-        return chosen if chosen.why_not_sharded(batch.shard, batch.logits, batch.is_truncated) is None else eager
-    return chosen
 
 
 @functools.cache

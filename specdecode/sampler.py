@@ -388,7 +388,7 @@ class RejectionSampler:
             batch = self._checked(check_packed(*arguments, *others, *where))
         if self.shard is not None:
             self.shard.agree(target_logits)
-        if backends.choose(self.backend, target_logits) is eager:
+        if backends.choose(self.backend, target_logits, self.shard) is eager:
             return
         backend = self._backend_for(batch)
         if backend is not eager:
@@ -420,7 +420,7 @@ class RejectionSampler:
         Raises:
             ValueError: the backend is `"triton"`, whose kernels cannot.
         """
-        backend = backends.choose(self.backend, batch.target_logits)
+        backend = backends.choose(self.backend, batch.target_logits, self.shard)
         if backend is eager:
             return eager
         why_not = backend.why_not_verified(self.method, batch)
@@ -485,4 +485,5 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        return DraftOutput(*backends.for_rows(self.backend, batch).sample(batch, domains))
+        backend = backends.choose(self.backend, batch.logits, batch.shard)
+        return DraftOutput(*backend.sample(batch, domains))

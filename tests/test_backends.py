@@ -10,6 +10,10 @@ from specdecode import RejectionSampler, backends
 from tests.conftest import ON_GPU
 
 
+class OnGpu:
+    device, is_cpu = torch.device("cuda"), False
+
+
 @pytest.fixture(autouse=True)
 def asked_anew():
     """What was found for other tests is not remembered, nor what is found here."""
@@ -34,8 +38,6 @@ def test_a_backend_that_is_named_runs_or_is_refused(monkeypatch):
 
 
 def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
-    class OnGpu:
-        device, is_cpu = torch.device("cuda"), False
 
     monkeypatch.setattr(backends, "obstacle", lambda device: "triton is not installed")
     with pytest.warns(RuntimeWarning, match=r"eager backend is used.*triton is not installed"):
@@ -43,6 +45,12 @@ def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert backends.choose("auto", OnGpu()) is backends.eager  # said once
+
+
+def test_auto_is_eager_for_shards_whose_kernels_have_not_been_run_on_gpus(monkeypatch):
+    monkeypatch.setattr(backends, "obstacle", lambda device: None)
+    assert backends.choose("auto", OnGpu(), object()) is backends.eager
+    assert backends.choose("triton", OnGpu(), object()) is not backends.eager
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard, backends, sample, sharding
-from specdecode.batch import RowBatch
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
@@ -255,12 +254,6 @@ def test_what_the_kernels_do_not_take_is_refused_by_name_and_left_to_eager(ranks
             sampler(logits, ids, seeds=0, **options)
         with pytest.raises(ValueError, match=f"^{message}"):
             sampler.draft(logits[:, 0], seeds=0, **options)
-        batch = RowBatch.check(
-            logits[:, 0], 1.0, 0, None, *[options.get(name) for name in ("top_k", "top_p")], shard=shard
-        )
-        with mock.patch.object(backends, "choose", return_value=backends.kernels()):
-            assert backends.for_rows("auto", batch) is backends.eager
-            assert backends.for_rows("auto", batch._replace(truncation=None, shard=None)) is backends.kernels()
 
 
 @needs_gpu
