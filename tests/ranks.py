@@ -69,3 +69,16 @@ class Ranks:
             if isinstance(result, Exception):
                 raise result
         return results
+
+
+def made_once() -> Callable[..., Ranks]:
+    """Return ranks with some bounds; those of equal bounds are made once."""
+    made: dict = {}
+
+    def make(bounds: list[int], order: list[int] | None = None) -> Ranks:
+        key = str((bounds, order))
+        if key not in made:
+            made[key] = Ranks(bounds, order)
+        return made[key]
+
+    return make

@@ -22,7 +22,7 @@ from specdecode.sharding import Layout
 from tests.differential import assert_same_tokens, like_a_device
 from tests.differential import case as random_case
 from tests.packing import in_slots, packed_rows, with_counts
-from tests.ranks import Ranks, groups, on_ranks
+from tests.ranks import Ranks, groups, made_once, on_ranks
 from tests.test_fuzz import FLOATS, make_call, pick
 from tests.test_logprobs import assert_right
 from tests.test_packed import numbers_of
@@ -37,16 +37,7 @@ DIVIDED_BLOCKS = [([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0]), ([0,
 
 @pytest.fixture(scope="module")
 def ranks_of():
-    """Return ranks with some bounds; those of equal bounds are made once."""
-    made: dict = {}
-
-    def make(bounds: list[int], order: list[int] | None = None) -> Ranks:
-        key = str((bounds, order))
-        if key not in made:
-            made[key] = Ranks(bounds, order)
-        return made[key]
-
-    return make
+    return made_once()
 
 
 def sampler_of(method: str, shard: VocabShard | None = None) -> RejectionSampler:

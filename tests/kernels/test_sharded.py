@@ -20,7 +20,7 @@ from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
 from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, needs_gpu, small
 from tests.packing import in_slots, packed_rows, with_counts
-from tests.ranks import Ranks
+from tests.ranks import Ranks, made_once
 
 NAN, INF = float("nan"), float("inf")
 THREE, TWO, UNEVEN, EMPTY = (
@@ -34,16 +34,7 @@ LARGE = ([0, 51_200, 51_200, 151_936], [1, 2, 0])
 
 @pytest.fixture(scope="module")
 def ranks_of() -> Callable:
-    """Return ranks with some bounds; those of equal bounds are made once."""
-    made: dict = {}
-
-    def make(bounds: list[int], order: list[int] | None = None) -> Ranks:
-        key = str((bounds, order))
-        if key not in made:
-            made[key] = Ranks(bounds, order)
-        return made[key]
-
-    return make
+    return made_once()
 
 
 @pytest.fixture(autouse=True)
