@@ -25,10 +25,12 @@ try:
 except ImportError:
     raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
 
-from specdecode.batch import SamplerOutput, Sampling, check_count, check_share, check_temperature
+from specdecode.batch import SamplerOutput
+from specdecode.checks import check_count
 from specdecode.demo import DRAFT, TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
+from specdecode.sampling import Sampling, check_share, check_temperature
 from specdecode.synthetic import AcceptanceSchedule
 
 if TYPE_CHECKING:

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import (
-    INT64,
-    Logprobs,
-    Packing,
-    RowBatch,
-    SamplerOutput,
-    Sampling,
-    VerificationBatch,
-    check_logits,
-)
-from specdecode.packing import check_packed
+from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import INT64, check_logits
+from specdecode.packing import Packing
+from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -185,14 +178,12 @@ def _verify(
     drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
-    if row_starts is None:
+    numbers: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
+    others: Any = *numbers, row_starts, num_draft_tokens, slots
+    if row_starts is None or not seeds_are_drawn:
         return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
-    where: Any = row_starts, num_draft_tokens, slots
-    if not seeds_are_drawn:
-        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
-    batch = check_packed(*tensors, temperature, 0, *others, *where)
+    batch = VerificationBatch.check(*tensors, temperature, 0, *others)
     packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
     return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
 

@@ -8,19 +8,11 @@ from torch import Tensor
 
 from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
-from specdecode.batch import (
-    MOST_DRAFT_TOKENS,
-    Logprobs,
-    RowBatch,
-    SamplerOutput,
-    Sampling,
-    VerificationBatch,
-    check_choice,
-    check_count,
-)
+from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
-from specdecode.packing import check_packed
+from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -312,7 +304,7 @@ class RejectionSampler:
         where: Any = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
-        return self._verify(check_packed(*arguments, *others, *where))
+        return self._verify(VerificationBatch.check(*arguments, *others, *where))
 
     def warmup(
         self,
@@ -377,15 +369,10 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        if row_starts is None:
-            if slots is not None or num_draft_tokens is not None:
-                raise ValueError(
-                    "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
-                )
-            batch = self._checked(VerificationBatch.check(*arguments, *others))
-        else:
-            where: Any = row_starts, num_draft_tokens, slots
-            batch = self._checked(check_packed(*arguments, *others, *where))
+        if row_starts is None and not (slots is None and num_draft_tokens is None):
+            raise ValueError("row_starts: needed beside slots and num_draft_tokens, which are those of packed calls")
+        where: Any = row_starts, num_draft_tokens, slots
+        batch = self._checked(VerificationBatch.check(*arguments, *others, *where))
         if self.shard is not None:
             self.shard.agree(target_logits)
         if backends.choose(self.backend, target_logits, self.shard) is eager:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, distributed
 
-from specdecode.batch import check_count, check_seeds
+from specdecode.checks import check_count, check_seeds
 from specdecode.noise import BLOCK_SIZE
 
 MOST_TOKENS = 2**31 - 1

@@ -32,16 +32,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
-from specdecode.batch import (
-    Truncation,
-    check_count,
-    check_seeds,
-    check_temperature,
-    check_tensor,
-    check_type,
-    seed_each,
-    shown,
-)
+from specdecode.checks import check_count, check_seeds, check_tensor, check_type, seed_each, shown
 from specdecode.integrations.generation_config import (
     Processors,
     check_config,
@@ -50,6 +41,7 @@ from specdecode.integrations.generation_config import (
     merged_sampling,
 )
 from specdecode.sampler import Method
+from specdecode.sampling import Truncation, check_temperature
 
 __all__ = ["GenerationOutput", "PromptLookup", "Step", "TokenKind", "generate"]
 

@@ -12,8 +12,9 @@ from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
 from specdecode import RejectionSampler, eager, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode.batch import RowBatch, Truncation, VerificationBatch
+from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.noise import SELECT
+from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
