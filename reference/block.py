@@ -17,16 +17,17 @@ So tau = i must have the probability A_i. The longest block is tried first: then
 
     h_i = A_i / (A_i + 1 - c_i)  for i < K,  h_K = c_K.
 
-1. For each i from 1 to K draw a uniform number eta_i. Accept tau drafts, where tau is the largest i with eta_i <= h_i, or 0 if
-   there is none. A failure at i does not stop the search.
+1. For each i from 1 to K draw a uniform number eta_i. Accept tau drafts, where tau is the largest i with eta_i <= h_i, or
+   0 if there is none. A failure at i does not stop the search.
 2. If tau < K, draw the recovered token from max(0, c_tau p - q), normalised. Otherwise draw the bonus token from p.
 
 Why this is exact: given the first i drafts, tau >= i and the next token is v with the probability
 
     min(c_i p(v), q(v)) + max(0, c_i p(v) - q(v)) = c_i p(v).
 
-So given these drafts and tau >= i, the next token is distributed as p. No method accepts more drafts on average, if it is exact, sees one draft
-path drawn from q, and emits one token after the accepted drafts. K is the request's own number of drafts.
+So given these drafts and tau >= i, the next token is distributed as p. No method accepts more drafts on average, if it is
+exact, sees one draft path drawn from q, and emits one token after the accepted drafts. K is the request's own number of
+drafts.
 
 The noise needs care. The uniform numbers of all drafts are compared, also those beyond the accepted length, and the
 next step drafts and decides on the same positions again. If it used the same numbers, its drafts would depend on what
