@@ -13,7 +13,8 @@ compares residual masses.
 | `read`, `emit` | the two kernels of every step |
 | `packed` | where the rows and the state of a request are |
 | `vocabulary` | draft rows over a vocabulary of their own |
-| `rows`, `distribution` | how rows are read, block statistics; from these to softmax, NaN and infinities included |
+| `rows` | where rows are, and how they are read |
+| `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |

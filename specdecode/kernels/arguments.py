@@ -119,7 +119,7 @@ class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
     state_ptr: Pointer  # int32, see `state`; None without drafts
-    statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
+    statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: (
         Pointer  # [rows, 2] float32: logit and (int32) token of the last token kept; None: rows are not truncated
     )

@@ -33,19 +33,10 @@ from specdecode.kernels.probabilistic import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import (
-    INFINITY,
-    LOG2_E,
-    draft_row_at,
-    load_logit,
-    load_statistics,
-    load_temperature,
-    sum_in_order,
-    target_row_at,
-    target_statistics,
-)
+from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.statistics import load_statistics, sum_in_order, target_statistics
 from specdecode.kernels.vocabulary import NO_PLACE
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (

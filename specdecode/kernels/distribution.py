@@ -11,17 +11,8 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Distribution
 from specdecode.kernels.greedy import argmax
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    INFINITY,
-    SHARDED,
-    base_2_scale,
-    load_logits,
-    part_of_blocks,
-    scaled,
-    sum_blocks,
-    sum_in_order,
-)
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, SHARDED, base_2_scale, load_logits, part_of_blocks, scaled
+from specdecode.kernels.statistics import sum_blocks, sum_in_order
 
 
 @triton.jit

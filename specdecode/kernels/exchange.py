@@ -21,7 +21,6 @@ from specdecode.kernels.rows import (
     LAST_TOKEN,
     draft_row_at,
     load_logit,
-    load_statistics,
     load_temperature,
     row_index,
     target_row_at,
@@ -29,6 +28,7 @@ from specdecode.kernels.rows import (
     whole_target_row_at,
 )
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.statistics import load_statistics, statistics_at
 
 FIRST, DRAFT_LOGIT, OTHER_LOGIT, NOTES = (tl.constexpr(number) for number in range(4))
 """What a rank notes of a row: its first token with the largest logit here, where the row may be a point mass; the logit of
@@ -70,7 +70,7 @@ def logit_here(row, token, sizes):
 @triton.jit
 def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes):
     """Make a row's statistics finite; note its first largest token, and return it; note the draft's logit."""
-    pointer = workspace.statistics_ptr + index * sizes.num_blocks * 2
+    pointer = statistics_at(workspace.statistics_ptr, index, sizes)
     block_max = repair(row, pointer, is_read, temperature, sizes)
     first = first_here(row, block_max, temperature, sizes)
     tl.store(exchange.notes_ptr + index * NOTES + FIRST, first.to(tl.float32, bitcast=True))
@@ -97,7 +97,7 @@ def note_kernel(inputs, workspace, exchange, sizes):
     row = whole_target_row_at(request, offset, inputs)
     first = note_row(row, index, is_read, token, temperature, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
-        raw_ptr = workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
+        raw_ptr = statistics_at(workspace.raw_statistics_ptr, index, sizes)
         repair(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
     other = tl.full([], -1, tl.int32)
     if inputs.draft.ptr is not None:
@@ -141,9 +141,10 @@ def arrange_statistics(start, index, pointer, exchange, sizes):
     of_rank, place = place_blocks(index, exchange, sizes)
     source = exchange.received_ptr + of_rank + start + place * 2
     block_max = tl.load(source, mask=inside, other=-INFINITY)
-    tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2, block_max, mask=inside)
+    destination = statistics_at(pointer, index, sizes) + blocks * 2
+    tl.store(destination, block_max, mask=inside)
     sumexp = tl.load(source + 1, mask=inside, other=0.0)
-    tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2 + 1, sumexp, mask=inside)
+    tl.store(destination + 1, sumexp, mask=inside)
     row_max = tl.max(block_max, 0)
     return row_max, tl.argmax((block_max == row_max).to(tl.int32), 0)
 

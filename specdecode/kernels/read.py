@@ -21,14 +21,8 @@ from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    draft_statistics,
     load_blocks,
     load_temperature,
-    raw_statistics,
-    store_both,
-    store_raw_statistics,
-    store_statistics,
-    target_statistics,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -41,6 +35,14 @@ from specdecode.kernels.state import (
     post_empty,
     post_stop,
     row_finished_ptr,
+)
+from specdecode.kernels.statistics import (
+    draft_statistics,
+    raw_statistics,
+    store_both,
+    store_raw_statistics,
+    store_statistics,
+    target_statistics,
 )
 
 

@@ -25,10 +25,9 @@ from specdecode.kernels.rows import (
     logit_of,
     part_of_blocks,
     scaled,
-    store_statistics,
-    sum_in_order,
     up_to_cutoff,
 )
+from specdecode.kernels.statistics import store_statistics, sum_in_order
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
