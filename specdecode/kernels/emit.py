@@ -11,7 +11,6 @@ writes 8 bytes of token.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
@@ -37,6 +36,7 @@ from specdecode.kernels.state import (
     store_output,
     store_token,
 )
+from specdecode.kernels.values import Place
 
 
 @triton.jit

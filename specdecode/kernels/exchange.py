@@ -1,14 +1,14 @@
 """What ranks tell each other of sharded rows in Triton, and how it is put together.
 
 A rank sends the statistics of its blocks, 8 bytes for 1,024 logits, and of each row up to three notes: 12 bytes. From these
-follow all statistics of one GPU, and the few logits that decide and that one rank has: see `arguments.ShardedRow`. In block
+follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.ShardedRow`. In block
 verification a second exchange has the residual sums of blocks, 4 bytes each.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import LOG_C, load_residual, numbers_at
+from specdecode.kernels.block import listed_residual
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -19,11 +19,9 @@ from specdecode.kernels.rows import (
     INFINITY,
     KNOWN,
     LAST_TOKEN,
-    draft_row_at,
     load_logit,
     load_temperature,
     row_index,
-    target_row_at,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -121,15 +119,15 @@ def note_kernel(inputs, workspace, exchange, sizes):
 @triton.jit
 def rank_of(block, exchange):
     """Return which rank has a block."""
-    return (tl.load(exchange.places_ptr + block) // exchange.most_blocks).to(tl.int64)
+    return (tl.load(exchange.sources_ptr + block) // exchange.most_blocks).to(tl.int64)
 
 
 @triton.jit
 def place_blocks(index, exchange, sizes):
     """Return where the blocks of a row are in what was received, counted from where such rows begin."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    places = tl.load(exchange.places_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
-    rank, block = (places // exchange.most_blocks).to(tl.int64), places % exchange.most_blocks
+    sources = tl.load(exchange.sources_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
+    rank, block = (sources // exchange.most_blocks).to(tl.int64), sources % exchange.most_blocks
     return rank * exchange.length, index * exchange.most_blocks + block
 
 
@@ -206,15 +204,10 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     chunks = tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
-        request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-        offset = entry % sizes.num_draft_tokens
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-        row = target_row_at(request, offset, inputs, workspace, sizes)
-        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+        _, _, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, sizes.shard.start // BLOCK_SIZE + blocks, tuning.LANES)
-        sums = residual_sums(target, draft, residual, load_temperature(inputs.requests, request))
+        sums = residual_sums(target, draft, residual, temperature)
         sums_ptr = exchange.sums_ptr + entry.to(tl.int64) * exchange.most_blocks
         tl.store(sums_ptr + blocks, sums, mask=blocks < exchange.most_blocks)
 

@@ -14,10 +14,10 @@ again afterwards would need nothing of that launch, but in a large batch most of
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Normalizer
 from specdecode.kernels.distribution import combine, logprob
 from specdecode.kernels.rows import load_logit, target_row_at, whole_target_row_at, with_notes
 from specdecode.kernels.statistics import load_statistics, raw_statistics
+from specdecode.kernels.values import Normalizer
 
 
 @triton.jit

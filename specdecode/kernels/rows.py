@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import DraftVocabRow, Row, ShardedRow, TruncatedRow
+from specdecode.kernels.values import DraftVocabRow, Row, ShardedRow, TruncatedRow
 from specdecode.kernels.vocabulary import by_target, load_places
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)

@@ -19,7 +19,6 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution, Normalizer, Place, Residual
 from specdecode.kernels.block import settle
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -47,6 +46,7 @@ from specdecode.kernels.selection import block_scores, noise_at
 from specdecode.kernels.state import count_drafts, load_draft_ids, store_logprob, store_output, store_token
 from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
 IS_ACCEPTED, IS_EMPTY = tl.constexpr(1), tl.constexpr(2)
 """The bits of a verdict: the draft is accepted; the row has no finite logit."""

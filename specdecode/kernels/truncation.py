@@ -10,7 +10,6 @@ follows computes with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Row
 from specdecode.kernels.candidates import (
     ANY_NUMBER,
     CANDIDATES,
@@ -48,6 +47,7 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
 from specdecode.kernels.statistics import draft_statistics, load_statistics, statistics_at, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Row
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)

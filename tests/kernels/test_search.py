@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdecode import kernels
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.arguments import Int32, Place, Pointer, Residual, Settling
+from specdecode.kernels.arguments import Int32, Pointer, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.packed import locate
@@ -21,6 +21,7 @@ from specdecode.kernels.rows import LARGEST_TEMPERATURE, whole_draft_row_at, who
 from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.values import Place, Residual
 from tests.conftest import ON_GPU
 from tests.differential import case
 from tests.kernels.common import (
