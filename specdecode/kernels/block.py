@@ -16,7 +16,6 @@ point mass. An i that is left *open* matters only above the largest accepted one
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place, Residual
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob, normalizer_of
@@ -33,19 +32,11 @@ from specdecode.kernels.probabilistic import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import (
-    INFINITY,
-    LOG2_E,
-    draft_row_at,
-    load_logit,
-    load_statistics,
-    load_temperature,
-    sum_in_order,
-    target_row_at,
-    target_statistics,
-)
+from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.statistics import load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
@@ -262,6 +253,19 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
 
 
 @triton.jit
+def listed_residual(entry, inputs, workspace, sizes):
+    """Return what it takes to sum a listed residual: its request and offset, the `Residual`, T, and both rows."""
+    request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
+    offset = entry % sizes.num_draft_tokens
+    numbers_ptr = numbers_at(workspace, request, offset, sizes)
+    residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+    temperature = load_temperature(inputs.requests, request)
+    row = target_row_at(request, offset, inputs, workspace, sizes)
+    draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+    return request, offset, residual, temperature, row, draft_row
+
+
+@triton.jit
 def sum_kernel(inputs, workspace, sizes, tuning):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
     await_launch(tuning.OVERLAPS)
@@ -269,13 +273,7 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
-        request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-        offset = entry % sizes.num_draft_tokens
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-        temperature = load_temperature(inputs.requests, request)
-        row = target_row_at(request, offset, inputs, workspace, sizes)
-        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+        request, offset, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)

@@ -9,19 +9,10 @@ made non-finite are computed again here, from the logits: the only place where t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution
 from specdecode.kernels.greedy import argmax
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    INFINITY,
-    SHARDED,
-    base_2_scale,
-    load_logits,
-    part_of_blocks,
-    scaled,
-    sum_blocks,
-    sum_in_order,
-)
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, SHARDED, base_2_scale, load_logits, part_of_blocks, scaled
+from specdecode.kernels.statistics import sum_blocks, sum_in_order
+from specdecode.kernels.values import Distribution
 
 
 @triton.jit

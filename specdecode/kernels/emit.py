@@ -11,10 +11,9 @@ writes 8 bytes of token.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
-from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked
+from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
@@ -37,6 +36,7 @@ from specdecode.kernels.state import (
     store_output,
     store_token,
 )
+from specdecode.kernels.values import Place
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
     place = Place(request, 0, -1, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
-    raw = load_raw(place, workspace, sizes)
+    raw = load_raw_statistics(place, workspace, sizes)
     token, p = sample(place, noise, inputs, workspace, sizes)
     tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
     if outputs.logsumexp_ptr is not None:
@@ -87,7 +87,7 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
-        raw = load_raw(place, workspace, sizes)  # in flight while it is decided
+        raw = load_raw_statistics(place, workspace, sizes)  # in flight while it is decided
         accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, p.row_max == -INFINITY
         if tuning.POSTED:
@@ -127,7 +127,7 @@ def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, t
         is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
     place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw(place, workspace, sizes)  # in flight while the row is looked at
+    raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at
     _, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:

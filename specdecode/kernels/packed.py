@@ -11,7 +11,7 @@ finite logit there, as in a row of NaN, and so emits token 0 and marks it invali
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Request
+from specdecode.kernels.values import Request
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Inputs,
+    Outputs,
     Placing,
     Reading,
     Searching,
@@ -131,13 +132,7 @@ def plan_step(
     search = "large" if large and not per_row else "many" if (many or large) and has_draft_rows else "few"
     flags = per_row, per_row and decides, settles, sums and not large, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
-    plan.add(
-        emit_kernel,
-        (requests * (num_draft_tokens + 1) if per_row else requests,),
-        (inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning),
-        num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=EMIT_REGISTERS if has_draft_rows else None,
-    )
+    add_emitting(plan, inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning, rule.num_warps)
     return plan
 
 
@@ -225,6 +220,26 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     num_warps = 4 if large else 8
     bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
     plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+
+
+def add_emitting(
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    workspace: Workspace,
+    sizes: Sizes,
+    tuning: Searching,
+    num_warps: int,
+) -> None:
+    """Add the launch that emits, given how many warps a program has without draft rows."""
+    has_draft_rows = inputs.draft.ptr is not None
+    plan.add(
+        emit_kernel,
+        (sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),),
+        (inputs, outputs, workspace, sizes, tuning),
+        num_warps=8 if has_draft_rows else num_warps,
+        max_registers=EMIT_REGISTERS if has_draft_rows else None,
+    )
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

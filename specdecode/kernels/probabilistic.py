@@ -13,7 +13,6 @@ Block verification draws from max(0, c p - q), which is c times max(0, p - q / c
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Normalizer, Residual, Terms
 from specdecode.kernels.distribution import combine, combine_both, logprob
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
@@ -26,17 +25,12 @@ from specdecode.kernels.rows import (
     WHOLE,
     base_2_scale,
     draft_row_at,
-    draft_statistics,
     load_blocks,
     load_logit,
     load_logits,
-    load_statistics,
     own_draft_row_at,
     scaled,
-    sum_blocks,
-    sum_in_order,
     target_row_at,
-    target_statistics,
     tokens_of,
     unpack,
 )
@@ -51,7 +45,9 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import block_scores, select_block, select_token, token_weights
+from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
 
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)

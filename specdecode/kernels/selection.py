@@ -10,20 +10,12 @@ weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the fi
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Noise, Normalizer
 from specdecode.kernels.distribution import combine, combine_again
 from specdecode.kernels.philox import accept_uniform, exponential
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    base_2_scale,
-    in_order,
-    load_logits,
-    load_statistics,
-    target_row_at,
-    target_statistics,
-    tokens_of,
-)
+from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
 from specdecode.kernels.search import with_blocks
+from specdecode.kernels.statistics import load_statistics, target_statistics
+from specdecode.kernels.values import Noise, Normalizer
 
 
 @triton.jit

@@ -19,11 +19,10 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution, Normalizer, Place, Residual
 from specdecode.kernels.block import settle
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked, normalizer_of
+from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import (
@@ -39,15 +38,15 @@ from specdecode.kernels.rows import (
     INFINITY,
     LAST_TOKEN,
     draft_row_at,
-    load_statistics,
     load_temperature,
     row_index,
     target_row_at,
-    target_statistics,
 )
 from specdecode.kernels.selection import block_scores, noise_at
 from specdecode.kernels.state import count_drafts, load_draft_ids, store_logprob, store_output, store_token
+from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
 IS_ACCEPTED, IS_EMPTY = tl.constexpr(1), tl.constexpr(2)
 """The bits of a verdict: the draft is accepted; the row has no finite logit."""
@@ -152,7 +151,7 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
 def offer_row(place, outputs, inputs, workspace, sizes, tuning):
     """Return the verdict on the draft at a place, this rank's offer of a token, and that token's log-probability."""
     noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw(place, workspace, sizes)
+    raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     verdict = tl.where(p.row_max == -INFINITY, IS_EMPTY, 0)
     if not tuning.SETTLES:

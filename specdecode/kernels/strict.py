@@ -10,8 +10,9 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.logprobs import normalizer_of
-from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, target_row_at, target_statistics
+from specdecode.kernels.rows import BLOCK_SIZE, target_row_at
 from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
+from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 
 

@@ -12,7 +12,6 @@ and leaves the statistics of what is kept.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import TruncatedRow
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -25,10 +24,10 @@ from specdecode.kernels.rows import (
     logit_of,
     part_of_blocks,
     scaled,
-    store_statistics,
-    sum_in_order,
     up_to_cutoff,
 )
+from specdecode.kernels.statistics import store_statistics, sum_in_order
+from specdecode.kernels.values import TruncatedRow
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""

@@ -11,23 +11,17 @@ import triton.language as tl
 
 from specdecode import kernels
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.arguments import Int32, Place, Pointer, Residual, Settling
+from specdecode.kernels.arguments import Int32, Pointer, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import ROW, load_both, log_quotient, residual_sums, select_residual_block
-from specdecode.kernels.rows import (
-    LARGEST_TEMPERATURE,
-    draft_statistics,
-    load_statistics,
-    sum_in_order,
-    target_statistics,
-    whole_draft_row_at,
-    whole_target_row_at,
-)
+from specdecode.kernels.rows import LARGEST_TEMPERATURE, whole_draft_row_at, whole_target_row_at
 from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
+from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.values import Place, Residual
 from tests.conftest import ON_GPU
 from tests.differential import case
 from tests.kernels.common import (
