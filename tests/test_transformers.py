@@ -701,7 +701,7 @@ class TestCaches:
             alignment = copy.copy(alignment)
             if mutant == "keeps rejected columns":
                 alignment.columns = alignment.columns + 1
-                alignment.max_shift = min(alignment.max_shift + 1, self.cache.get_seq_length() - alignment.width + 1)
+                alignment.max_shift = min(alignment.max_shift + 1, self.cache.num_columns - alignment.width + 1)
             elif mutant == "moves all rows alike":
                 alignment.is_crop = True
             elif alignment.rows is not None:

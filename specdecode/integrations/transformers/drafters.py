@@ -74,6 +74,7 @@ class ModelDrafter(Drafter):
             drawn.append(self.sampler.draft(row, **sampling, seeds=batch.seeds, positions=positions, offset=i))
             tokens = torch.cat([tokens, drawn[-1].token_ids[:, None]], dim=1)
             logits.append(row)
+        self.drafted = tokens, batch.lengths + num_draft_tokens
         if not logits or self.sampler.method == "strict":  # which does not use them
             return Drafts(tokens[:, batch.width :])
         logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
@@ -93,4 +94,6 @@ class ModelDrafter(Drafter):
         return self.processors.of_batch(row[:, None], tokens, batch, num_drafts)[:, 0]
 
     def realign(self, alignment: Alignment) -> None:
+        if self.model.cache.recurrent and max(alignment.ends) > self.model.cache.num_columns:
+            self.model.logits(*self.drafted, keep=1)  # the last draft was accepted: its state is needed
         self.model.realign(alignment)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -33,11 +33,17 @@ class Loop:
     on_step: Callable[[Step], object] | None
 
     def decode_all(self, requests: list[Request], tokens: Tensor, sampling: Sampling, seeds: Tensor) -> None:
-        """Generate the tokens of all requests: at once, or one by one if a model would count padding."""
-        counts_padding = any(model.counts_padding for model in (self.target, *self.drafter.models))
-        groups: dict[Hashable, list[int]] = defaultdict(list)
-        for row in range(len(requests)):
-            groups[row if counts_padding else None].append(row)
+        """Generate the tokens of all requests: at once if padding changes nothing.
+
+        One by one if a model would count padding. If one would only see that of the prompts, then those of the same length
+        at once: later padding is in no state.
+        """
+        models = [self.target, *self.drafter.models]
+        counts_padding = any(model.counts_padding for model in models)
+        sees_padding = any(model.sees_padding for model in models)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row, request in enumerate(requests):
+            groups[row if counts_padding else request.length if sees_padding else 0].append(row)
         for rows in groups.values():
             members = [requests[row] for row in rows]
             select = partial(torch.index_select, dim=0, index=torch.tensor(rows, device=tokens.device))

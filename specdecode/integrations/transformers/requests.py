@@ -91,6 +91,7 @@ class Alignment:
         self.width = max(after)
         shifts = [(old_width - before[row]) - (self.width - length) for row, length in zip(rows, after)]
         self.max_shift = max(shifts)
+        self.ends = [self.width - 1 + shift for shift in shifts]  # the old columns before each row's last new token
         self.is_crop = min(shifts) == self.max_shift
         self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
         columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,38 @@ CACHED_BY_COLUMN = {"full_attention", "sliding_attention", "chunked_attention"}
 
 if hasattr(DynamicCache, "is_recording_past"):  # before, caches of short convolutions could not keep all columns
     CACHED_BY_COLUMN.add("conv")
+
+CONTINUES_FROM_STATE = {
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "inkling_text",
+    "kimi_linear",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
+    "zaya",
+}
+"""Model types with recurrent states from which several tokens can go on in one call."""
+
+STEPS_FROM_STATE = {"falcon_mamba", "jamba", "mamba", "zamba"}
+"""Model types with recurrent states from which one token can go on: a scan of several starts from zero instead."""
+
+WITHOUT_POSITIONS = {"falcon_mamba", "mamba", "mamba2"}
+"""Model types of recurrent layers alone, where there are no positions."""
+
+REFUSED = {
+    "minimax": "it takes only a cache of its own class, which cannot go back",
+    "recurrent_gemma": "its recurrent layers start from zero in every call of several tokens",
+    "rwkv": "its state is not in a cache of transformers",
+    "xlstm": "its state is not in a cache of transformers",
+}
+"""Why model types with recurrent states are refused, as target and as draft model."""
 
 
 def check_model(name: str, model: Any) -> None:
@@ -48,19 +81,38 @@ def check_model(name: str, model: Any) -> None:
 
 def check_cache(name: str, model: Any, text_config: Any) -> None:
     """Refuse models that keep what cannot be put back after rejected drafts."""
-    layer_types = list(getattr(text_config, "layer_types", None) or ())
-    others = set(layer_types) - CACHED_BY_COLUMN
+    model_type, got = text_config.model_type, type(model).__name__
+    if name == "target" and model_type in STEPS_FROM_STATE:
+        raise ValueError(
+            f"{name}: expected a decoder that scores several drafts in one call, got {got}, whose recurrent layers, as "
+            "transformers has them, go on from a state with one token at a time only: it can be the draft model"
+        )
+    if is_recurrent(text_config):
+        return
+    others = set(getattr(text_config, "layer_types", None) or ()) - CACHED_BY_COLUMN
     if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False) or others:
         layers = f" with layers of type {', '.join(sorted(others))}" if others else ""
+        reason = f": {REFUSED[model_type]}" if model_type in REFUSED else ""
         raise ValueError(
-            f"{name}: expected a decoder that caches only keys and values, so that rejected drafts can be removed, "
-            f"got {type(model).__name__}{layers}"
+            f"{name}: expected a decoder whose cache can go back to the last accepted token: keys and values, or the "
+            f"recurrent states of the model types that the documentation lists, got {got}{layers}{reason}"
         )
-    if "conv" in layer_types and getattr(text_config, "conv_bias", False):
-        raise ValueError(
-            f"{name}: expected convolutions without a bias, got {type(model).__name__} with conv_bias=True, whose "
-            "padding is not zero to them"
-        )
+
+
+def is_recurrent(text_config: Any) -> bool:
+    """Return whether layers keep a state of all columns so far, from which the model goes on."""
+    return text_config.model_type in CONTINUES_FROM_STATE | STEPS_FROM_STATE
+
+
+def sees_padding(text_config: Any) -> bool:
+    """Return whether padding before a prompt may leave something in a state, or in a convolution."""
+    return is_recurrent(text_config) or bool(getattr(text_config, "conv_bias", False))
+
+
+def counts_columns(text_config: Any, parameters: Collection[str]) -> bool:
+    """Return whether positions are those of columns, padding included: so it is without position_ids."""
+    counts = "input_ids" in parameters and "position_ids" not in parameters
+    return counts and text_config.model_type not in POSITIONS_BY_DISTANCE | WITHOUT_POSITIONS
 
 
 def attends_ahead(model: Any, text_config: Any) -> bool:
