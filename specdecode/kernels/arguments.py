@@ -211,8 +211,8 @@ class Settling(NamedTuple):
     TOP: Constant  # by bounds: so many blocks are looked at first
     BLOCKS: Constant  # then, and where all are summed, so many at once
     LANES: Constant  # logits of each that are loaded at once
-    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: all open residuals are summed
-    SUMMED: Constant  # the block sums of every residual that may be drawn from are wanted, not only of the open ones
+    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: nothing is decided by bounds
+    SUMMED: Constant  # which residuals' block sums are wanted besides: OPEN_ONES, SPREAD or ALL of `probabilistic`
     OVERLAPS: Constant
 
 
@@ -227,5 +227,5 @@ class Searching(NamedTuple):
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     SETTLES: Constant  # or, in block verification, that is settled first
-    SUMMED: Constant  # and the block sums of every residual that may be drawn from are in the workspace
+    SUMMED: Constant  # and which residuals' block sums are in the workspace, as for `Settling`
     OVERLAPS: Constant

@@ -22,8 +22,11 @@ from specdecode.kernels.logprobs import leave_logprob, normalizer_of
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
+    ALL,
     NONE,
+    OPEN_ONES,
     ROW,
+    SPREAD,
     SUMMED_ROW,
     acceptance_terms,
     is_possible,
@@ -40,15 +43,26 @@ from specdecode.kernels.statistics import load_statistics, sum_in_order, target_
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, IS_SUMMED, NUMBERS = (
-    tl.constexpr(number) for number in range(12)
-)
+(
+    LOG_RATIO,
+    ROW_MAX,
+    DRAFT_MAX,
+    LOG_SUM_RATIO,
+    SUBTRACTED,
+    LOG_SUM,
+    SHARED,
+    LOG_C,
+    LEAST,
+    DECISION,
+    IS_LISTED,
+    NUMBERS,
+) = (tl.constexpr(number) for number in range(12))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
 at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
 
-SPREAD = tl.constexpr(0.25)
-"""A row none of whose blocks has this part of p is spread out: by bounds, most of its blocks would have to be read in turn."""
+LARGEST_PART = tl.constexpr(0.25)
+"""A row none of whose blocks has this part of p is spread out: by bounds, most of its blocks would be read in turn."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -197,25 +211,57 @@ def decide_kernel(inputs, workspace, sizes, tuning):
             is_wanted = at(is_open, offset) == 1
             # From the row up to which all is accepted the token is drawn, if no more is.
             may_stop = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
-            if tuning.ROUNDS > 0:
-                if is_wanted | may_stop:
-                    residual = load_residual(numbers_ptr, at(log_c, offset))
-                    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
-                    block_sums = relative_sums(residual.row_max, statistics, temperature)
-                    is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * SPREAD
-                    may_stop &= is_spread
-                    if is_wanted & (is_spread == 0):
-                        decision = decide_by_bounds(
-                            its_least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
-                        )
-                        is_wanted = decision == OPEN
-            is_wanted |= may_stop
-            tl.store(numbers_ptr + IS_SUMMED, tl.where(is_wanted, 1.0, 0.0))
+            if tuning.SUMMED != ALL:
+                residual = load_residual(numbers_ptr, at(log_c, offset))
+                decision, is_wanted, may_stop = decide_by_blocks(
+                    decision,
+                    is_wanted,
+                    may_stop,
+                    its_least,
+                    residual,
+                    request,
+                    offset,
+                    temperature,
+                    inputs,
+                    workspace,
+                    sizes,
+                    tuning,
+                )
+            if tuning.SUMMED != OPEN_ONES:
+                is_wanted |= may_stop
+            tl.store(numbers_ptr + IS_LISTED, tl.where(is_wanted, 1.0, 0.0))
             if is_wanted:
                 place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
                 entry = request.index * sizes.num_draft_tokens + offset
                 tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
         tl.store(numbers_ptr + DECISION, decision)
+
+
+@triton.jit
+def decide_by_blocks(
+    decision, is_wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
+):
+    """Return what few blocks decide about a number of drafts; and whether the residual is to be summed, to decide or to draw.
+
+    If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
+    """
+    is_seen = is_wanted
+    if tuning.SUMMED == SPREAD:
+        is_seen |= may_stop
+    if is_seen:
+        statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
+        block_sums = relative_sums(residual.row_max, statistics, temperature)
+        if tuning.SUMMED == SPREAD:
+            is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * LARGEST_PART
+            may_stop &= is_spread
+            is_seen = is_wanted & (is_spread == 0)
+        if tuning.ROUNDS > 0:
+            if is_seen:
+                decision = decide_by_bounds(
+                    least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
+                )
+                is_wanted = decision == OPEN
+    return decision, is_wanted, may_stop
 
 
 @triton.jit
@@ -317,7 +363,7 @@ def decide(place, noise, inputs, workspace, sizes):
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
         row_max, draft_max, log_sum_ratio, subtracted = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
         if inputs.draft.ptr is not None:
-            subtracted = tl.where(tl.load(numbers_ptr + IS_SUMMED) == 1, SUMMED_ROW, subtracted)
+            subtracted = tl.where(tl.load(numbers_ptr + IS_LISTED) == 1, SUMMED_ROW, subtracted)
         residual = Residual(row_max, draft_max, log_sum_ratio, subtracted)
     p = combine(statistics, row, place.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

@@ -53,11 +53,15 @@ from specdecode.kernels.vocabulary import by_target, token_of
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
 
+OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows that
+are spread out; all that may be drawn from."""
+
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
-"""What is subtracted from p before a token is drawn: nothing; all of q; the same, where the block sums of what is left are in
-the workspace. Any other number is the only token of q."""
+"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in the
+workspace. Any other number is the only token of q."""
 
 
 @triton.jit
@@ -270,12 +274,15 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
         if subtracted <= ROW:
-            if tuning.SUMMED:
+            if tuning.SUMMED == ALL:
                 block = select_summed_block(place, exponentials, workspace, sizes)
-            elif workspace.residual_sums_ptr is None:
-                block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
-            elif subtracted == SUMMED_ROW:
-                block = select_summed_block(place, exponentials, workspace, sizes)
+            elif tuning.SUMMED == SPREAD:
+                if subtracted == SUMMED_ROW:
+                    block = select_summed_block(place, exponentials, workspace, sizes)
+                else:
+                    block = select_residual_block(
+                        place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning
+                    )
             else:
                 block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
             if block < 0:

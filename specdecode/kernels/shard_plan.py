@@ -28,6 +28,7 @@ from specdecode.kernels.plan import (
     AcceptRule,
     add_reading,
 )
+from specdecode.kernels.probabilistic import ALL, OPEN_ONES
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.state import FIELDS
 
@@ -247,7 +248,7 @@ def add_residuals(
     plan: ShardedPlan, inputs: Inputs, workspace: Workspace, told: Exchange, sizes: Sizes, sums: bool
 ) -> Exchange:
     """Add the launches of block verification before its offers, and the exchange of residual sums if there are any."""
-    tuning = Settling(*SETTLING, 0, sums, can_overlap(plan.device))
+    tuning = Settling(*SETTLING, 0, ALL.value if sums else OPEN_ONES.value, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
     plan.last.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
     plan.last.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4)
@@ -278,7 +279,7 @@ def add_offers(
     sums: bool,
 ) -> None:
     """Add the launch that offers tokens."""
-    flags = not settles, False, settles, sums, can_overlap(plan.device)
+    flags = not settles, False, settles, ALL.value if sums else OPEN_ONES.value, can_overlap(plan.device)
     has_draft_rows = inputs.draft.ptr is not None
     tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, probabilistic.draw, *flags)
     plan.last.add(

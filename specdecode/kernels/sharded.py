@@ -26,6 +26,7 @@ from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, norm
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import (
+    ALL,
     NONE,
     ROW,
     load_both,
@@ -115,7 +116,7 @@ def residual_sums_here(place, block, p, residual, inputs, workspace, sizes, tuni
         sums = sums_without(residual.subtracted, p, row, place.temperature, sizes)
     if inputs.draft.ptr is not None:
         if residual.subtracted <= ROW:
-            if tuning.SUMMED:
+            if tuning.SUMMED == ALL:
                 sums = load_residual_sums(workspace, place.request, place.offset, sizes)
             else:  # of this block alone: no other of this rank's has a better score
                 draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)

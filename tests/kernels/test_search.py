@@ -86,7 +86,9 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     tl.store(found.masses_ptr + 2 * index + 1, p.sumexp)
     for test in range(found.tests):
         least = mass * tl.load(found.fractions_ptr + test)
-        decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, settling)
+        decision = decide_by_bounds(
+            least, residual, p.block_sums, request, 0, temperature, inputs, workspace, sizes, settling
+        )
         tl.store(found.decisions_ptr + index * found.tests + test, decision)
 
 
@@ -104,7 +106,7 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
     widths = top, columns, 128 if ON_GPU else 512
     tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=widths[2])
-    settling = Settling(*widths, ROUNDS=rounds, SUMMED=False, OVERLAPS=False)
+    settling = Settling(*widths, ROUNDS=rounds, SUMMED=probabilistic.OPEN_ONES.value, OVERLAPS=False)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
     integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)
