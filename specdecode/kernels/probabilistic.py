@@ -2,10 +2,11 @@
 
     the draft x is accepted iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
 
-The decision takes the statistics and one logit of each row. The block sums of the residual would take a second read of both
-rows. But to know which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads
-4 KB (bfloat16) for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite
-logit) there is nothing to search: p without one token differs from p in one block.
+`decide` makes the decision, from the statistics and one logit of each row. `recover` draws the token after a rejection, and
+from p alone the one after all drafts. The block sums of the residual would take a second read of both rows. But to know
+which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads 4 KB (bfloat16)
+for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite logit) there is
+nothing to search: p without one token differs from p in one block.
 
 Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
 """
