@@ -99,7 +99,7 @@ class RejectionSampler:
     References:
         Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2
         (`"probabilistic"`). Sun et al. 2024, arXiv 2403.10444, algorithm 2 (`"block"`). Daliri et al. 2024, arXiv
-        2408.07978, algorithm 2 (`"strict"`).
+        2408.07978 (`"strict"`).
     """
 
     def __init__(

@@ -19,8 +19,9 @@ from tests.distributions import FALSE_ALARM, p_value, softmax
 
 transformers = pytest.importorskip("transformers")
 
-from specdecode.integrations import transformers as integration  # noqa: E402
 from specdecode.integrations.transformers import PromptLookup, TokenKind, generate  # noqa: E402
+from specdecode.integrations.transformers.models import CachedModel  # noqa: E402
+from specdecode.integrations.transformers.supported import CACHED_BY_COLUMN  # noqa: E402
 
 VOCAB = 8
 NEW = 16
@@ -694,13 +695,13 @@ class TestCaches:
     def test_mutants_are_caught(self, mutant, monkeypatch, plain):
         """Break the roll-back and see the tokens of strict verification change."""
         target = TARGETS["llama"]
-        original = integration._CachedModel.realign
+        original = CachedModel.realign
 
         def realign(self, alignment):
             alignment = copy.copy(alignment)
             if mutant == "keeps rejected columns":
                 alignment.columns = alignment.columns + 1
-                alignment.max_shift = min(alignment.max_shift + 1, self.cache.get_seq_length() - alignment.width + 1)
+                alignment.max_shift = min(alignment.max_shift + 1, self.cache.num_columns - alignment.width + 1)
             elif mutant == "moves all rows alike":
                 alignment.is_crop = True
             elif alignment.rows is not None:
@@ -710,7 +711,7 @@ class TestCaches:
         stop = plain["llama"][0][len(PROMPTS[0]) + 3]
         good = texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop))
         assert good == texts(ragged(target, None, eos_token_id=stop))
-        monkeypatch.setattr(integration._CachedModel, "realign", realign)
+        monkeypatch.setattr(CachedModel, "realign", realign)
         assert texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop)) != good
 
 
@@ -1272,7 +1273,7 @@ class TestErrors:
             PromptLookup(min_ngram=4)
 
 
-@pytest.mark.skipif("conv" not in integration.CACHED_BY_COLUMN, reason="of a newer transformers")
+@pytest.mark.skipif("conv" not in CACHED_BY_COLUMN, reason="of a newer transformers")
 class TestConvolutions:
     """Decoders with short convolutions among their attention layers: what these are over is kept by column."""
 

@@ -25,6 +25,7 @@ from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
     NONE,
     ROW,
+    SUMMED_ROW,
     acceptance_terms,
     is_possible,
     load_both,
@@ -40,12 +41,15 @@ from specdecode.kernels.statistics import load_statistics, sum_in_order, target_
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
-    tl.constexpr(number) for number in range(11)
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, IS_SUMMED, NUMBERS = (
+    tl.constexpr(number) for number in range(12)
 )
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, and the decision, as far as it takes no sum of all blocks."""
+at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
+
+SPREAD = tl.constexpr(0.25)
+"""A row none of whose blocks has this part of p is spread out: by bounds, most of its blocks would have to be read in turn."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -189,15 +193,22 @@ def decide_kernel(inputs, workspace, sizes, tuning):
         tl.store(numbers_ptr + LEAST, its_least)
         if inputs.draft.ptr is not None:
             is_wanted = at(is_open, offset) == 1
+            # From the row up to which all is accepted the token is drawn, if no more is.
+            may_stop = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if tuning.ROUNDS > 0:
-                if is_wanted:
+                if is_wanted | may_stop:
                     residual = load_residual(numbers_ptr, at(log_c, offset))
-                    decision = decide_by_bounds(
-                        its_least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
-                    )
-                    is_wanted = decision == OPEN
-            if tuning.SUMMED:  # the token is drawn from sums: of the row up to which all is accepted as well
-                is_wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
+                    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
+                    block_sums = relative_sums(residual.row_max, statistics, temperature)
+                    is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * SPREAD
+                    may_stop &= is_spread
+                    if is_wanted & (is_spread == 0):
+                        decision = decide_by_bounds(
+                            its_least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
+                        )
+                        is_wanted = decision == OPEN
+            is_wanted |= may_stop
+            tl.store(numbers_ptr + IS_SUMMED, tl.where(is_wanted, 1.0, 0.0))
             if is_wanted:
                 place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
                 entry = request.index * sizes.num_draft_tokens + offset
@@ -214,7 +225,7 @@ def load_residual(numbers_ptr, log_c):
 
 
 @triton.jit
-def decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning):
+def decide_by_bounds(least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning):
     """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
 
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
@@ -222,8 +233,6 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
     """
     row = target_row_at(request, offset, inputs, workspace, sizes)
     draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
-    block_sums = relative_sums(residual.row_max, statistics, temperature)
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
     left = tl.sum(block_sums, 0)
     margin = left * SLACK  # `left` becomes a difference, and is rounded
@@ -304,6 +313,9 @@ def decide(place, noise, inputs, workspace, sizes):
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+        row_max, draft_max, log_sum_ratio, subtracted = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+        if inputs.draft.ptr is not None:
+            subtracted = tl.where(tl.load(numbers_ptr + IS_SUMMED) == 1, SUMMED_ROW, subtracted)
+        residual = Residual(row_max, draft_max, log_sum_ratio, subtracted)
     p = combine(statistics, row, place.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

@@ -56,8 +56,9 @@ LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
-NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""What is subtracted from p before a token is drawn: nothing, or all of q; any other number is the only token of q."""
+NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+"""What is subtracted from p before a token is drawn: nothing; all of q; the same, where the block sums of what is left are in
+the workspace. Any other number is the only token of q."""
 
 
 @triton.jit
@@ -246,6 +247,13 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
 
 
 @triton.jit
+def select_summed_block(place, exponentials, workspace, sizes):
+    """Draw a block, if the block sums of the residual are in the workspace; return -1 if they are all 0."""
+    sums = load_residual_sums(workspace, place.request, place.offset, sizes)
+    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
+
+
+@triton.jit
 def sums_without(token, p, row, temperature, sizes):
     """Return the block sums of p without one token."""
     block = token // BLOCK_SIZE
@@ -262,11 +270,13 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
-        if subtracted == ROW:
+        if subtracted <= ROW:
             if tuning.SUMMED:
-                sums = load_residual_sums(workspace, place.request, place.offset, sizes)
-                if tl.max(sums, 0) > 0:
-                    block = select_block(sums, exponentials)
+                block = select_summed_block(place, exponentials, workspace, sizes)
+            elif workspace.residual_sums_ptr is None:
+                block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
+            elif subtracted == SUMMED_ROW:
+                block = select_summed_block(place, exponentials, workspace, sizes)
             else:
                 block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
             if block < 0:
@@ -283,11 +293,11 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
         token_ids = tokens_of(block)
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
-            draft = load_logits(draft_row, token_ids, subtracted == ROW)
+            draft = load_logits(draft_row, token_ids, subtracted <= ROW)
         token_exponentials = exponential(place.key, place.offset, token_ids, inputs.requests.token_domain)
         weights = tl.where(token_ids == subtracted, 0.0, token_weights(target, p.row_max, place.temperature))
         if inputs.draft.ptr is not None:
-            if subtracted == ROW:
+            if subtracted <= ROW:
                 left = shortfall(target, draft, residual, base_2_scale(place.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)

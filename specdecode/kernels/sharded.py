@@ -121,7 +121,7 @@ def residual_sums_here(place, block, p, residual, inputs, workspace, sizes, tuni
     if residual.subtracted >= 0:
         sums = sums_without(residual.subtracted, p, row, place.temperature, sizes)
     if inputs.draft.ptr is not None:
-        if residual.subtracted == ROW:
+        if residual.subtracted <= ROW:
             if tuning.SUMMED:
                 sums = load_residual_sums(workspace, place.request, place.offset, sizes)
             else:  # of this block alone: no other of this rank's has a better score
