@@ -41,9 +41,20 @@ from specdecode.kernels.statistics import load_statistics, sum_in_order, target_
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, IS_SUMMED, NUMBERS = (
-    tl.constexpr(number) for number in range(12)
-)
+(
+    LOG_RATIO,
+    ROW_MAX,
+    DRAFT_MAX,
+    LOG_SUM_RATIO,
+    SUBTRACTED,
+    LOG_SUM,
+    SHARED,
+    LOG_C,
+    LEAST,
+    DECISION,
+    IS_SUMMED,
+    NUMBERS,
+) = (tl.constexpr(number) for number in range(12))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
 at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
@@ -204,7 +215,16 @@ def decide_kernel(inputs, workspace, sizes, tuning):
                     may_stop &= is_spread
                     if is_wanted & (is_spread == 0):
                         decision = decide_by_bounds(
-                            its_least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
+                            its_least,
+                            residual,
+                            block_sums,
+                            request,
+                            offset,
+                            temperature,
+                            inputs,
+                            workspace,
+                            sizes,
+                            tuning,
                         )
                         is_wanted = decision == OPEN
             is_wanted |= may_stop
