@@ -22,7 +22,15 @@ compares residual masses.
 | `logprobs` | log-probabilities of emitted tokens |
 | `exchange`, `sharded` | with shards of the vocabulary: what ranks tell each other, and the token that each offers |
 | `shard_plan` | the launches and exchanges of such a step |
-| `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
+| `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
+| `philox` | random numbers |
+
+| what happens | where |
+|---|---|
+| a NaN or an infinity in a row | `distribution.recompute_nonfinite` |
+| a row need not be read | `read.may_matter` |
+| the token after a rejection | `probabilistic.recover`; in `strict.decide` it is drawn already |
+| a tie | `selection.first_largest` and `search.ranked` between scores, `greedy.argmax` between logits |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.

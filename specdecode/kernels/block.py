@@ -10,7 +10,8 @@ point mass. An i that is left *open* matters only above the largest accepted one
 2. `decide_kernel`, a program for each number of drafts: decides without reading, and in a large batch by the few blocks that
    hold most of p, which bound A_i from both sides. If that is not enough, it lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
-4. `settle`, at the start of the launch that emits: what is still open follows from the sums.
+4. `settle`, at the start of the launch that emits: what is still open follows from the sums. The token after the accepted
+   drafts is drawn by `probabilistic.draw`.
 """
 
 import triton
@@ -19,7 +20,7 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob, normalizer_of
-from specdecode.kernels.packed import locate
+from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
     ALL,
@@ -170,8 +171,7 @@ def undecided(decision, counts):
 @triton.jit
 def ratio_kernel(inputs, workspace, sizes, tuning):
     """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
-    request = locate((tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % sizes.num_draft_tokens
+    request, offset = locate_program(sizes.num_draft_tokens, inputs.packing, sizes)
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
@@ -190,9 +190,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
 @triton.jit
 def decide_kernel(inputs, workspace, sizes, tuning):
     """Decide about one number of drafts of a request, if that takes no sum of all blocks; else list the residual for it."""
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
@@ -241,7 +239,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
 def decide_by_blocks(
     decision, is_wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
 ):
-    """Return what few blocks decide about a number of drafts; and whether the residual is to be summed, to decide or to draw.
+    """Return what few blocks decide about a number of drafts, and whether its residual is to be summed, to decide or draw.
 
     If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
     """

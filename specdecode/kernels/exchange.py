@@ -12,7 +12,7 @@ from specdecode.kernels.block import listed_residual
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_both, load_logsumexp, residual_sums
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -82,9 +82,7 @@ def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes
 @triton.jit
 def note_kernel(inputs, workspace, exchange, sizes):
     """Note what this rank tells of the rows at one offset of a request; sizes are those of its shard."""
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     token, num_drafts = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
     if inputs.drafts.ids_ptr is not None:
@@ -174,9 +172,7 @@ def keep_known(index, row_max, largest, token, has_other, other_index, other_lar
 def arrange_kernel(inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it."""
     admit_next_launch(exchange.OVERLAPS)
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)

@@ -30,3 +30,9 @@ def locate(index, packing, sizes):
         row = tl.where(is_valid, row, 0)
         vocab_size = tl.where(is_valid, sizes.vocab_size, 0)
     return Request(index, row, slot, num_drafts, vocab_size)
+
+
+@triton.jit
+def locate_program(programs, packing, sizes):
+    """Return a program's request and its offset, in a grid that has so many programs for each request."""
+    return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs

@@ -2,10 +2,11 @@
 
     the draft x is accepted iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
 
-The decision takes the statistics and one logit of each row. The block sums of the residual would take a second read of both
-rows. But to know which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads
-4 KB (bfloat16) for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite
-logit) there is nothing to search: p without one token differs from p in one block.
+`decide` makes the decision, from the statistics and one logit of each row. `recover` draws the token after a rejection, and
+from p alone the one after all drafts. The block sums of the residual would take a second read of both rows. But to know
+which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads 4 KB (bfloat16)
+for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite logit) there is
+nothing to search: p without one token differs from p in one block.
 
 Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
 """
@@ -54,14 +55,14 @@ LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
 
 OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows that
-are spread out; all that may be drawn from."""
+"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows
+that are spread out; all that may be drawn from."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
-"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in the
-workspace. Any other number is the only token of q."""
+"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in
+the workspace. Any other number is the only token of q."""
 
 
 @triton.jit

@@ -69,20 +69,25 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def summarise(chunk, request, offset, reads_draft, temperature, inputs, workspace, sizes, tuning):
-    """Store the statistics of a program's blocks of a target row, and of the draft row beside it if that is read."""
-    READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None
+def summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning):
+    """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
+
+    The draft row is read where `token` is a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of both
+    arguments at least one is None.
+    """
     row = whole_target_row_at(request, offset, inputs)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
-    if READS_DRAFT:
+    if inputs.draft.ptr is not None:
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         its_statistics = draft_statistics(workspace, request, offset, sizes)
+    if token is not None:
+        reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(tuning.tiles):
         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
         target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
-        if READS_DRAFT:  # the loads of both rows are in flight at once
+        if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
             if workspace.places_ptr is not None:
                 has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
@@ -93,25 +98,20 @@ def summarise(chunk, request, offset, reads_draft, temperature, inputs, workspac
         summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
         if workspace.raw_statistics_ptr is not None:
             store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-        if READS_DRAFT:
+        if token is not None:
             if has_blocks:
                 store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
             elif workspace.places_ptr is not None:
                 if reads_draft:  # the row goes on to the target's last block, with nothing
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
-
-
-@triton.jit
-def summarise_draft(chunk, request, offset, temperature, inputs, workspace, sizes, tuning):
-    """Store the statistics of a program's blocks of a draft row alone, whose logsumexp was given but cannot be trusted."""
-    if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
-        draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-        statistics = draft_statistics(workspace, request, offset, sizes)
-        for tile in range(tuning.tiles):
-            first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-            draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
-            store_statistics(statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
+    if logsumexp is not None:
+        if is_trusted(logsumexp) == 0:  # seldom
+            if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
+                for tile in range(tuning.tiles):
+                    first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+                    draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
+                    store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
 
 
 @triton.jit
@@ -146,7 +146,6 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
 @triton.jit
 def read_kernel(inputs, workspace, sizes, tuning):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
-    HAS_DRAFTS: tl.constexpr = inputs.drafts.ids_ptr is not None
     DECIDES: tl.constexpr = tuning.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
@@ -154,29 +153,25 @@ def read_kernel(inputs, workspace, sizes, tuning):
         admit_next_launch(tuning.OVERLAPS)
     chunk, request, offset = place_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
-    if READS_DRAFT:
-        token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
+    logsumexp = None
     if HAS_LOGSUMEXP:
         logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < request.num_drafts)
     temperature = load_temperature(inputs.requests, request)
     matters = True
-    if HAS_DRAFTS:
+    if inputs.drafts.ids_ptr is not None:
         if offset > 0:
             matters = may_matter(request, offset, inputs, workspace, sizes, DECIDES)
         elif not DECIDES:
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
     if matters:
-        reads_draft = (token >= 0) & (temperature > 0) if READS_DRAFT else False
-        summarise(chunk, request, offset, reads_draft, temperature, inputs, workspace, sizes, tuning)
-        if HAS_LOGSUMEXP:
-            if is_trusted(logsumexp) == 0:  # seldom
-                summarise_draft(chunk, request, offset, temperature, inputs, workspace, sizes, tuning)
+        summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning)
         if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
             await_launch(tuning.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
-                if not READS_DRAFT:  # loaded before programs are counted, not kept in a register while rows are read
-                    token = load_draft_ids(inputs.drafts, request, offset, sizes)
+                # Without draft rows it is loaded only now, before programs are counted: it takes a register.
+                draft = token if READS_DRAFT else load_draft_ids(inputs.drafts, request, offset, sizes)
                 if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), tuning.chunks):
-                    decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
+                    decide(request, offset, draft, temperature, inputs, workspace, sizes, tuning)

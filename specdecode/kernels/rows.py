@@ -17,11 +17,9 @@ BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
-WHOLE = tl.constexpr(len(Row._fields))
-"""Fields of a row that is not truncated."""
-TRUNCATED, SHARDED = tl.constexpr(len(TruncatedRow._fields)), tl.constexpr(len(ShardedRow._fields))
-BY_PLACE = tl.constexpr(len(DraftVocabRow._fields))
-"""Fields of a row that is read by the tokens of another vocabulary."""
+WHOLE, TRUNCATED = tl.constexpr(len(Row._fields)), tl.constexpr(len(TruncatedRow._fields))
+SHARDED, BY_PLACE = tl.constexpr(len(ShardedRow._fields)), tl.constexpr(len(DraftVocabRow._fields))
+"""The number of fields of each kind of row, all that the compiler knows a kind by; `BY_PLACE` is a `DraftVocabRow`."""
 KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
 """Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)

@@ -25,9 +25,8 @@ def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
         logits = unpack(parts[part])
         for half in tl.static_range(len(logits)):
             maxima = tl.maximum(maxima, logits[half])
-    if (
-        INTEGER_MAX
-    ):  # one instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored
+    if INTEGER_MAX:
+        # One instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored.
         block_max = in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
     else:
         block_max = tl.max(maxima, 1)

@@ -2,7 +2,8 @@
 
     y = argmax log p(v) + G(v), drawn in two levels as in `selection`        the draft x is accepted iff x = y
 
-A decision reads a row's statistics, 8 bytes for each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
+So the token after a rejection is y, which is drawn before that is known. A decision reads a row's statistics, 8 bytes for
+each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
 """
 
 import triton

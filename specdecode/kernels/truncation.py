@@ -1,7 +1,8 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
 
-Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*. A program has one row. It
-looks for the cutoff among few `candidates`, twice at most, and if it is not there, by `widecut` in the whole row.
+Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
+program has one row. It looks for the cutoff among few `candidates`, twice at most, and if it is not there, by `widecut` in
+the whole row.
 
 The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.

@@ -1,6 +1,6 @@
 """What the functions in kernels pass to each other: named values, the kinds of rows among them.
 
-A row's type says how it is read: `rows` and `probabilistic` are compiled for each by the number of its fields.
+A row's kind says how it is read. Functions that differ by it are compiled for each; see `rows.WHOLE`.
 """
 
 from typing import Any, NamedTuple
