@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -146,6 +145,4 @@ def with_states(config: Any) -> DynamicCache:
     for i, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionAndSlidingWindowAttentionLayer):
             layers[i] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
-        elif isinstance(layer, DynamicSlidingWindowLayer):
-            layers[i] = DynamicLayer()  # type: ignore[no-untyped-call]
     return cache

@@ -77,7 +77,8 @@ def generate(
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
     Args:
-        target: Hugging Face causal language model that caches keys and values only; sliding windows are fine.
+        target: Hugging Face causal language model that caches keys and values; sliding windows are fine, and so are the
+            recurrent layers of many hybrid models.
         draft: such a model with the target's tokenizer, a `PromptLookup`, or None to sample token by token. Vocabulary
             sizes may differ by 1 %, because one tokenizer is padded to several sizes.
         input_ids: [batch, prompt] int64, padded on the left.
@@ -116,7 +117,7 @@ def generate(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument is out of range or does not fit the others, the config asks for what is not supported, a
-            model is in training mode or has state that cannot be rolled back, or all logits of the target in a row are NaN
+            model is in training mode or has a state that cannot go back, or all logits of the target in a row are NaN
             or -inf.
 
     Example:

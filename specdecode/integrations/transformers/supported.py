@@ -43,7 +43,7 @@ WITHOUT_POSITIONS = {"falcon_mamba", "mamba", "mamba2"}
 
 REFUSED = {
     "minimax": "it takes only a cache of its own class, which cannot go back",
-    "recurrent_gemma": "its recurrent layers start from zero in every call of several tokens",
+    "recurrent_gemma": "what goes on from its state has other logits than without a cache",
     "rwkv": "its state is not in a cache of transformers",
     "xlstm": "its state is not in a cache of transformers",
 }
