@@ -6,27 +6,28 @@ given the text and the drafts so far. Start with c_0 = 1, and after draft x_i le
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i)).
 
-Let n be the number of accepted drafts. The rule is: P(n >= i, given the first i drafts) = c_i. For i < K the next token
-v is drafted from q, so n >= i + 1 has the probability
+Let tau be the number of accepted drafts. The rule is: P(tau >= i, given the first i drafts) = c_i. For i < K the next token
+v is drafted from q, so tau >= i + 1 has the probability
 
     sum_v q(v) min(1, c_i p(v) / q(v)) = sum_v min(c_i p(v), q(v)) = c_i - A_i,
     where  A_i = sum_v max(0, c_i p(v) - q(v)).
 
-So n = i must have the probability A_i. The longest block is tried first: then length i is tried with probability
+So tau = i must have the probability A_i. The longest block is tried first: then length i is tried with probability
 1 - (c_i - A_i), and must be accepted with probability
 
     h_i = A_i / (A_i + 1 - c_i)  for i < K,  h_K = c_K.
 
-1. For each i from 1 to K draw a uniform number eta_i. Accept n drafts, where n is the largest i with eta_i <= h_i, or 0 if
-   there is none. A failure at i does not stop the search.
-2. If n < K, draw the recovered token from max(0, c_n p - q), normalised. Otherwise draw the bonus token from p.
+1. For each i from 1 to K draw a uniform number eta_i. Accept tau drafts, where tau is the largest i with eta_i <= h_i, or
+   0 if there is none. A failure at i does not stop the search.
+2. If tau < K, draw the recovered token from max(0, c_tau p - q), normalised. Otherwise draw the bonus token from p.
 
-Why this is exact: given the first i drafts, n >= i and the next token is v with the probability
+Why this is exact: given the first i drafts, tau >= i and the next token is v with the probability
 
     min(c_i p(v), q(v)) + max(0, c_i p(v) - q(v)) = c_i p(v).
 
-So given n >= i, the next token is distributed as p. The paper shows that among methods that are exact and see one draft path
-drawn from q, none accepts more drafts on average. K is the request's own number of drafts.
+So given these drafts and tau >= i, the next token is distributed as p. No method accepts more drafts on average, if it is
+exact, sees one draft path drawn from q, and emits one token after the accepted drafts. K is the request's own number of
+drafts.
 
 The noise needs care. The uniform numbers of all drafts are compared, also those beyond the accepted length, and the
 next step drafts and decides on the same positions again. If it used the same numbers, its drafts would depend on what

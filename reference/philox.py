@@ -10,7 +10,7 @@ the step. The position is the absolute position of the token in its sequence. Th
 two uses that must be independent have two domains.
 
 Left out: streams, skipping ahead, other widths. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy
-as 1, 2, 3" (SC 2011), section 3.2 and table 2.
+as 1, 2, 3" (SC 2011), and its library Random123.
 """
 
 from enum import IntEnum

@@ -12,8 +12,8 @@ be the sum of w over block b.
 
 P(v) = (W_b / W) * (w(v) / W_b) = w(v) / W, exactly as before.
 
-Ties go to the lowest index. Left out: top-k and top-p. Sources: Gumbel-max in Maddison, Tarlow, Minka, "A* sampling"
-(2014), section 2; the two levels are the chain rule of probability applied to it.
+Ties go to the lowest index. Left out: top-k, top-p and min-p, which [`truncation`][reference.truncation] has. Sources:
+Gumbel-max in Maddison, Tarlow, Minka, "A* sampling" (2014); the two levels are the chain rule of probability applied to it.
 """
 
 from typing import NamedTuple

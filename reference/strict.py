@@ -12,7 +12,7 @@ one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two le
 may be less.
 
 Left out: draft logits, which this method does not use. Source: Daliri, Musco, Suresh, "Coupling without communication and
-drafter-invariant speculative decoding" (2024), algorithm 2 and theorem 2.
+drafter-invariant speculative decoding" (2024), the protocol of Gumbel sampling.
 """
 
 import numpy as np

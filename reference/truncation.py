@@ -14,10 +14,9 @@ At least one token is kept. The rest of this package needs no other change than 
 -inf. Then softmax gives the truncated distribution p', normalised over what is kept, and every method is exact for p' as it
 is for any p. The drafts' distribution q is truncated by its own row.
 
-Left out: nothing. Sources: top-k in Fan, Lewis, Dauphin, "Hierarchical neural story generation" (2018), section 5.1; top-p
-(nucleus sampling) in Holtzman et al., "The curious case of neural text degeneration" (2020), section 3.1; min-p in Nguyen et
-al., "Turning up the heat: min-p sampling for creative and coherent LLM outputs" (2025), section 3. The order of the rules is
-vLLM's.
+Left out: nothing. Sources: top-k in Fan, Lewis, Dauphin, "Hierarchical neural story generation" (2018); top-p (nucleus
+sampling) in Holtzman et al., "The curious case of neural text degeneration" (2020), section 3.1; min-p in Nguyen et al.,
+"Turning up the heat: min-p sampling for creative and coherent LLM outputs" (2025). The order of the rules is vLLM's.
 """
 
 from typing import NamedTuple

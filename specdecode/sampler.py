@@ -91,7 +91,7 @@ class RejectionSampler:
     References:
         Leviathan et al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2
         (`"probabilistic"`). Sun et al. 2024, arXiv 2403.10444, algorithm 2 (`"block"`). Daliri et al. 2024, arXiv
-        2408.07978, algorithm 2 (`"strict"`).
+        2408.07978 (`"strict"`).
     """
 
     def __init__(
@@ -299,6 +299,8 @@ class RejectionSampler:
                     [ 3, -1, -1],
                     [ 3, -1, -1]])
         """
+        if row_starts is None:  # which below means that a call is not packed
+            raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots

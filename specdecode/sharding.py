@@ -216,7 +216,7 @@ class Layout:
         in_order_of_ranks = [
             by_start[block // self.most_blocks] * self.most_blocks + block % self.most_blocks for block, *_ in at
         ]
-        self.places = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
+        self.sources = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
         """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
 
         holders_of_any = [rank for rank in by_start if shards[rank][1]]

@@ -210,7 +210,8 @@ def test_truncation_is_passed_if_a_request_that_is_not_greedy_truncates():
     assert not names & set(arguments("strict", batch_of(mixed, top_k=50)))  # the whole vocabulary
 
 
-def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
+def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind(caplog):
+    caplog.set_level("INFO", logger="specdecode")
     logits, drafts = drafted()
     hook, batch = EagleSample("block", engine(rejection_sampling=True)), batch_of(torch.ones(40))
     hook.verifier = Mock(wraps=(real := hook.verifier), method="block")
@@ -221,6 +222,7 @@ def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
     for call in (plain, truncated):
         assert call["draft_logits"].shape == (1, 3, 50)
         assert real(**call).token_ids.shape == (1, 4)
+    assert [record.getMessage() for record in caplog.records] == ["specdecode: 'block' verifies draft chains"]
 
 
 def test_grammar_masks_are_applied_first_and_logits_are_checked_as_sglang_does():

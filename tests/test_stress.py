@@ -190,7 +190,7 @@ def make_case(seed: int, device: str, most_bytes: int) -> Case:
         calls = [sampler.draft(source[:, offset], temperature, seeds, where, offset=offset) for _ in range(2)]
         assert torch.equal(calls[0].token_ids, calls[1].token_ids), f"draft {offset} drawn again differs"
         assert torch.equal(*(call.logsumexp.view(torch.int32) for call in calls)), f"logsumexp {offset} again differs"
-        token_ids[:, offset], logsumexp[:, offset] = calls[0]
+        token_ids[:, offset], logsumexp[:, offset] = calls[0].token_ids, calls[0].logsumexp
     assert ((token_ids >= 0) & (token_ids < vocab)).all(), "a draft drawn is no token"
 
     token_ids = torch.where(chance(batch, drafts) < 0.15, integers(0, vocab, batch, drafts), token_ids)

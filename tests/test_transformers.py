@@ -19,8 +19,9 @@ from tests.distributions import FALSE_ALARM, p_value, softmax
 
 transformers = pytest.importorskip("transformers")
 
-from specdecode.integrations import transformers as integration  # noqa: E402
 from specdecode.integrations.transformers import PromptLookup, TokenKind, generate  # noqa: E402
+from specdecode.integrations.transformers.models import CachedModel  # noqa: E402
+from specdecode.integrations.transformers.supported import CACHED_BY_COLUMN  # noqa: E402
 
 VOCAB = 8
 NEW = 16
@@ -694,13 +695,13 @@ class TestCaches:
     def test_mutants_are_caught(self, mutant, monkeypatch, plain):
         """Break the roll-back and see the tokens of strict verification change."""
         target = TARGETS["llama"]
-        original = integration._CachedModel.realign
+        original = CachedModel.realign
 
         def realign(self, alignment):
             alignment = copy.copy(alignment)
             if mutant == "keeps rejected columns":
                 alignment.columns = alignment.columns + 1
-                alignment.max_shift = min(alignment.max_shift + 1, self.cache.get_seq_length() - alignment.width + 1)
+                alignment.max_shift = min(alignment.max_shift + 1, self.cache.num_columns - alignment.width + 1)
             elif mutant == "moves all rows alike":
                 alignment.is_crop = True
             elif alignment.rows is not None:
@@ -710,7 +711,7 @@ class TestCaches:
         stop = plain["llama"][0][len(PROMPTS[0]) + 3]
         good = texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop))
         assert good == texts(ragged(target, None, eos_token_id=stop))
-        monkeypatch.setattr(integration._CachedModel, "realign", realign)
+        monkeypatch.setattr(CachedModel, "realign", realign)
         assert texts(ragged(target, noisy(target, 0.1), method="strict", eos_token_id=stop)) != good
 
 
@@ -952,14 +953,6 @@ class TestModels:
             inside = ragged(target, draft)
         assert torch.equal(inside.sequences, ragged(target, draft).sequences)
         assert inside.stats.acceptance_rate > 0
-
-    def test_recurrent_models_are_refused(self):
-        config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=8, state_size=4, num_hidden_layers=1)
-        mamba = transformers.MambaForCausalLM(config)
-        with pytest.raises(ValueError, match=r"target: expected a decoder .* got MambaForCausalLM"):
-            ragged(mamba, None)
-        with pytest.raises(ValueError, match=r"draft: expected a decoder .* got MambaForCausalLM"):
-            ragged(TARGETS["llama"], mamba)
 
     def test_layers_that_keep_other_state_are_refused(self):
         target = copy.deepcopy(TARGETS["llama"])
@@ -1272,7 +1265,7 @@ class TestErrors:
             PromptLookup(min_ngram=4)
 
 
-@pytest.mark.skipif("conv" not in integration.CACHED_BY_COLUMN, reason="of a newer transformers")
+@pytest.mark.skipif("conv" not in CACHED_BY_COLUMN, reason="of a newer transformers")
 class TestConvolutions:
     """Decoders with short convolutions among their attention layers: what these are over is kept by column."""
 
@@ -1294,6 +1287,11 @@ class TestConvolutions:
         assert torch.equal(output.sequences, expected)
         assert 0 < output.stats.acceptance_rate < 1
 
-    def test_a_bias_which_padding_has_too_is_refused(self):
-        with pytest.raises(ValueError, match="target: expected convolutions without a bias, got Lfm2ForCausalLM"):
-            ragged(lfm2(conv_bias=True), None)
+    def test_a_bias_which_padding_has_too_changes_nothing(self):
+        target = lfm2(conv_bias=True)
+        prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], [1, 2, 3]]
+        output = generate(
+            target, noisy(target, 0.05), *padded(prompts), max_new_tokens=8, method="strict", temperature=1, seeds=100
+        )
+        expected = [one_by_one(target, prompt, 8, 1.0, 100 + row) for row, prompt in enumerate(prompts)]
+        assert texts(output, prompts) == expected

@@ -48,7 +48,6 @@ def install(method: EngineMethod) -> None:
 
     # AROUND and not REPLACE: the hook is given SGLang's function, for the steps that it leaves to it.
     HookRegistry.register(TARGET, EagleSample(method, Engine()), HookType.AROUND)
-    logger.info("specdecode: %r verifies draft chains", method)
 
 
 class Engine:
@@ -186,6 +185,8 @@ class EagleSample:
         kind = call["target_logits"].dtype, "draft_logits" in call
         if kind in self.warm:
             return
+        if not self.warm:  # not in `install`: SGLang loads its plug-ins before it sets up the log
+            logger.info("specdecode: %r verifies draft chains", self.verifier.method)
         self.warm.add(kind)
         for options in (call, call | truncation(call, info)):
             first: dict[str, Any] = {}

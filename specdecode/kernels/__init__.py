@@ -7,13 +7,14 @@ compares residual masses.
 
 | file | what is in it |
 |---|---|
-| `arguments` | the bundles that kernels receive: the shape and type of every field |
+| `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
 | `bundles` | from the tensors of a call to these bundles |
 | `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
 | `packed` | where the rows and the state of a request are |
 | `vocabulary` | draft rows over a vocabulary of their own |
-| `rows`, `distribution` | how rows are read, block statistics; from these to softmax, NaN and infinities included |
+| `rows` | where rows are, and how they are read |
+| `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
@@ -21,7 +22,15 @@ compares residual masses.
 | `logprobs` | log-probabilities of emitted tokens |
 | `exchange`, `sharded` | with shards of the vocabulary: what ranks tell each other, and the token that each offers |
 | `shard_plan` | the launches and exchanges of such a step |
-| `greedy`, `strict`, `probabilistic`, `block`, `synthetic`, `philox` | what each method adds |
+| `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
+| `philox` | random numbers |
+
+| what happens | where |
+|---|---|
+| a NaN or an infinity in a row | `distribution.recompute_nonfinite` |
+| a row need not be read | `read.may_matter` |
+| the token after a rejection | `probabilistic.recover`; in `strict.decide` it is drawn already |
+| a tie | `selection.first_largest` and `search.ranked` between scores, `greedy.argmax` between logits |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.
@@ -98,16 +107,9 @@ def verify(
             None chooses by the number of rows.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
-    packing, num_draft_tokens, device = batch.packing, batch.num_draft_tokens, batch.target_logits.device
+    packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
-    outputs = {
-        "token_ids": torch.empty(requests, num_draft_tokens + 1, dtype=torch.int64, device=device),
-        "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
-        "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
-        "invalid": torch.empty(requests, dtype=torch.bool, device=device),
-    }
-    if batch.logprobs is not None:
-        outputs["logprobs"] = torch.empty(requests, num_draft_tokens + 1, dtype=torch.float32, device=device)
+    outputs = room_for_output(batch, requests)
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
@@ -130,7 +132,7 @@ def verify(
         reads_both = batch.draft_logsumexp is None
     tensors["ids"] = batch.draft_token_ids
     if schedule is not None:
-        tensors["rates"] = conditional_rates(schedule, device)
+        tensors["rates"] = conditional_rates(schedule, batch.target_logits.device)
     if large is None:
         rows = requests * (num_draft_tokens + 1)
         if packing is not None:
@@ -140,6 +142,20 @@ def verify(
     many = not large and (requests >= MANY_REQUESTS if many is None else many)
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output
+
+
+def room_for_output(batch: VerificationBatch, requests: int) -> dict[str, Tensor]:
+    """Return the tensors that a verification fills, in the order of `SamplerOutput`."""
+    num_tokens, device = batch.num_draft_tokens + 1, batch.target_logits.device
+    outputs = {
+        "token_ids": torch.empty(requests, num_tokens, dtype=torch.int64, device=device),
+        "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
+        "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
+        "invalid": torch.empty(requests, dtype=torch.bool, device=device),
+    }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_tokens, dtype=torch.float32, device=device)
+    return outputs
 
 
 def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
@@ -225,7 +241,7 @@ def run(
     shards, is_greedy = batch.shard.agree(target), isinstance(temperature, float) and temperature == 0
     sharded_plan = plan_sharded(rule, is_greedy, *how[:3], shards, *how[3:])
     sharded_plan.run(
-        {**outputs, **inputs, "places": shards.places, "holders": shards.holders}, numbers, batch.shard.group
+        {**outputs, **inputs, "sources": shards.sources, "holders": shards.holders}, numbers, batch.shard.group
     )
 
 

@@ -1,4 +1,4 @@
-"""What kernels and their functions receive: named bundles, the shape and the type of each field said once.
+"""What the host passes to kernels: named bundles, the shape and the type of each field said once.
 
 Kernels are compiled for the value of a field in capitals. A pointer may be absent (None), for which they are compiled too.
 `launch` derives each kernel's signature from the annotations here.
@@ -17,8 +17,6 @@ Count = Annotated[Any, "count"]  # int32, where 0 is a constant
 AlignedPointer = Annotated[Any, "pointer", "aligned"]
 AlignedInt32 = Annotated[Any, "i32", "aligned"]
 AlignedInt64 = Annotated[Any, "i64", "aligned"]
-
-# ---- what the host passes to a kernel
 
 
 class Rows(NamedTuple):
@@ -119,10 +117,8 @@ class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
     state_ptr: Pointer  # int32, see `state`; None without drafts
-    statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `rows`
-    cutoffs_ptr: (
-        Pointer  # [rows, 2] float32: logit and (int32) token of the last token kept; None: rows are not truncated
-    )
+    statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
+    cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `candidates`, or None
     candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
@@ -131,7 +127,7 @@ class Workspace(NamedTuple):
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
     notes_ptr: (
-        Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `ShardedRow`; None: rows are not sharded
+        Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `values.ShardedRow`; None: no shards
     )
 
 
@@ -162,14 +158,14 @@ class Exchange(NamedTuple):
 
     notes_ptr: Pointer  # [rows, NOTES] float32, of this rank; see `exchange`
     maxima_ptr: (
-        Pointer  # [rows, 2] float32 statistics of this rank's shard as one block; None: blocks are those of rows
+        Pointer  # [rows, 2] float32 statistics of this rank's shard as one block; None: those of its blocks travel
     )
     sums_ptr: Pointer  # [batch * num_draft_tokens, most_blocks] float32 residual sums of this rank's blocks, or None
     offers_ptr: Pointer  # [batch, num_draft_tokens + 1, OFFERS] int64, of this rank
     verdicts_ptr: Pointer  # [batch, num_draft_tokens + 1] int32; it is not exchanged: all ranks compute the same
-    places_ptr: Pointer  # [num_blocks] int32 where a block is among those of all ranks, [ranks, most_blocks]
+    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, most_blocks]
     received_ptr: (
-        Pointer  # [ranks, length]: statistics, raw statistics, notes; then sums; then offers; None: nothing yet
+        Pointer  # [ranks, length] statistics, raw statistics, notes; later sums; later offers; None: nothing yet
     )
     length: Int64
     notes_start: Int64
@@ -215,8 +211,8 @@ class Settling(NamedTuple):
     TOP: Constant  # by bounds: so many blocks are looked at first
     BLOCKS: Constant  # then, and where all are summed, so many at once
     LANES: Constant  # logits of each that are loaded at once
-    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: all open residuals are summed
-    SUMMED: Constant  # the block sums of every residual that may be drawn from are wanted, not only of the open ones
+    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: nothing is decided by bounds
+    SUMMED: Constant  # which residuals' block sums are wanted besides: OPEN_ONES, SPREAD or ALL of `probabilistic`
     OVERLAPS: Constant
 
 
@@ -231,121 +227,5 @@ class Searching(NamedTuple):
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     SETTLES: Constant  # or, in block verification, that is settled first
-    SUMMED: Constant  # and the block sums of every residual that may be drawn from are in the workspace
+    SUMMED: Constant  # and which residuals' block sums are in the workspace, as for `Settling`
     OVERLAPS: Constant
-
-
-# ---- values inside kernels
-
-
-class Row(NamedTuple):
-    """One logits row."""
-
-    ptr: Any
-    stride_token: Any
-    vocab_size: Any
-
-
-class TruncatedRow(NamedTuple):
-    """One logits row, of which logits beyond the last token kept are read as -inf."""
-
-    ptr: Any
-    stride_token: Any
-    vocab_size: Any
-    cutoff_logit: Any
-    cutoff_token: Any
-
-
-class Places(NamedTuple):
-    """The draft's id of each token of the target, see `vocabulary`."""
-
-    ptr: Any
-    vocab_size: Any  # of the target
-
-
-class DraftVocabRow(NamedTuple):
-    """One draft row over a vocabulary of its own, read by the target's tokens."""
-
-    row: Any  # by the draft's ids, truncated or not
-    places: Places
-
-
-class ShardedRow(NamedTuple):
-    """One logits row, of which this rank has the tokens from `start` to `vocab_size`; others are read as -inf.
-
-    What ranks have told each other of single tokens is known besides.
-    """
-
-    ptr: Any  # where token 0 would be
-    stride_token: Any
-    vocab_size: Any
-    start: Any
-    row_max: Any
-    first: Any  # the first token with the row's largest logit, if the row is a point mass
-    draft: Any  # the draft judged by the row, -1 for none
-    draft_logit: Any
-    other: Any  # `first` of the draft row beside a target row, of the target row beside a draft row
-    other_logit: Any
-
-
-class Request(NamedTuple):
-    """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
-
-    index: Any  # int64: of its output, its positions and its workspace
-    row: Any  # int64: of its target rows and draft tokens
-    slot: Any  # int64: of its draft rows and of its numbers
-    num_drafts: Any  # at most: some of its ids may be no tokens
-    vocab_size: Any  # of its target rows: 0 if it has none
-
-
-class Place(NamedTuple):
-    """One offset of one request."""
-
-    request: Request
-    offset: Any
-    token: Any  # the draft there, -1 for none
-    key: Any  # (seed, position of offset 0), see `philox`
-    temperature: Any
-
-
-class Noise(NamedTuple):
-    """Random numbers of a place, which do not depend on logits: computed while loads are in flight."""
-
-    uniform: Any  # of the accept decision
-    exponentials: Any  # [MAX_BLOCKS] one for each block
-
-
-class Distribution(NamedTuple):
-    """softmax(logits / T) of a row."""
-
-    row_max: Any  # largest logit
-    sumexp: Any  # sum of exp((l - row_max) / T)
-    one_hot: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
-    block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
-
-
-class Normalizer(NamedTuple):
-    """What gives a token's log-probability, with its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
-
-    row_max: Any
-    log_sum: Any
-    one_hot: Any
-
-
-class Residual(NamedTuple):
-    """What gives max(0, p - q), with the logits of both rows; in block verification max(0, p - q / c)."""
-
-    row_max: Any  # of p
-    draft_max: Any  # of q
-    log_sum_ratio: Any  # log(sumexp of q / sumexp of p), plus log c
-    subtracted: Any  # NONE, ROW (all of q), or the only token of q
-
-
-class Terms(NamedTuple):
-    """What decides about a draft x, and what is drawn from if it is rejected."""
-
-    log_p: Any  # of x
-    log_q: Any
-    p: Distribution
-    q: Normalizer
-    residual: Residual

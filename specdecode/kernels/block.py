@@ -10,21 +10,25 @@ point mass. An i that is left *open* matters only above the largest accepted one
 2. `decide_kernel`, a program for each number of drafts: decides without reading, and in a large batch by the few blocks that
    hold most of p, which bound A_i from both sides. If that is not enough, it lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
-4. `settle`, at the start of the launch that emits: what is still open follows from the sums.
+4. `settle`, at the start of the launch that emits: what is still open follows from the sums. The token after the accepted
+   drafts is drawn by `probabilistic.draw`.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place, Residual
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob, normalizer_of
-from specdecode.kernels.packed import locate
+from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import (
+    ALL,
     NONE,
+    OPEN_ONES,
     ROW,
+    SPREAD,
+    SUMMED_ROW,
     acceptance_terms,
     is_possible,
     load_both,
@@ -33,27 +37,33 @@ from specdecode.kernels.probabilistic import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import (
-    INFINITY,
-    LOG2_E,
-    draft_row_at,
-    load_logit,
-    load_statistics,
-    load_temperature,
-    sum_in_order,
-    target_row_at,
-    target_statistics,
-)
+from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.statistics import load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED, LOG_C, LEAST, DECISION, NUMBERS = (
-    tl.constexpr(number) for number in range(11)
-)
+(
+    LOG_RATIO,
+    ROW_MAX,
+    DRAFT_MAX,
+    LOG_SUM_RATIO,
+    SUBTRACTED,
+    LOG_SUM,
+    SHARED,
+    LOG_C,
+    LEAST,
+    DECISION,
+    IS_LISTED,
+    NUMBERS,
+) = (tl.constexpr(number) for number in range(12))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, and the decision, as far as it takes no sum of all blocks."""
+at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
+
+LARGEST_PART = tl.constexpr(0.25)
+"""A row none of whose blocks has this part of p is spread out: by bounds, most of its blocks would be read in turn."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -161,8 +171,7 @@ def undecided(decision, counts):
 @triton.jit
 def ratio_kernel(inputs, workspace, sizes, tuning):
     """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
-    request = locate((tl.program_id(0) // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % sizes.num_draft_tokens
+    request, offset = locate_program(sizes.num_draft_tokens, inputs.packing, sizes)
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
@@ -181,9 +190,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
 @triton.jit
 def decide_kernel(inputs, workspace, sizes, tuning):
     """Decide about one number of drafts of a request, if that takes no sum of all blocks; else list the residual for it."""
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
@@ -200,20 +207,59 @@ def decide_kernel(inputs, workspace, sizes, tuning):
         tl.store(numbers_ptr + LEAST, its_least)
         if inputs.draft.ptr is not None:
             is_wanted = at(is_open, offset) == 1
-            if tuning.ROUNDS > 0:
-                if is_wanted:
-                    residual = load_residual(numbers_ptr, at(log_c, offset))
-                    decision = decide_by_bounds(
-                        its_least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
-                    )
-                    is_wanted = decision == OPEN
-            if tuning.SUMMED:  # the token is drawn from sums: of the row up to which all is accepted as well
-                is_wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
+            # From the row up to which all is accepted the token is drawn, if no more is.
+            may_stop = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
+            if tuning.SUMMED != ALL:
+                residual = load_residual(numbers_ptr, at(log_c, offset))
+                decision, is_wanted, may_stop = decide_by_blocks(
+                    decision,
+                    is_wanted,
+                    may_stop,
+                    its_least,
+                    residual,
+                    request,
+                    offset,
+                    temperature,
+                    inputs,
+                    workspace,
+                    sizes,
+                    tuning,
+                )
+            if tuning.SUMMED != OPEN_ONES:
+                is_wanted |= may_stop
+            tl.store(numbers_ptr + IS_LISTED, tl.where(is_wanted, 1.0, 0.0))
             if is_wanted:
                 place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
                 entry = request.index * sizes.num_draft_tokens + offset
                 tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
         tl.store(numbers_ptr + DECISION, decision)
+
+
+@triton.jit
+def decide_by_blocks(
+    decision, is_wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
+):
+    """Return what few blocks decide about a number of drafts, and whether its residual is to be summed, to decide or draw.
+
+    If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
+    """
+    is_seen = is_wanted
+    if tuning.SUMMED == SPREAD:
+        is_seen |= may_stop
+    if is_seen:
+        statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
+        block_sums = relative_sums(residual.row_max, statistics, temperature)
+        if tuning.SUMMED == SPREAD:
+            is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * LARGEST_PART
+            may_stop &= is_spread
+            is_seen = is_wanted & (is_spread == 0)
+        if tuning.ROUNDS > 0:
+            if is_seen:
+                decision = decide_by_bounds(
+                    least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
+                )
+                is_wanted = decision == OPEN
+    return decision, is_wanted, may_stop
 
 
 @triton.jit
@@ -225,7 +271,7 @@ def load_residual(numbers_ptr, log_c):
 
 
 @triton.jit
-def decide_by_bounds(least, residual, request, offset, temperature, inputs, workspace, sizes, tuning):
+def decide_by_bounds(least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning):
     """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
 
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
@@ -233,8 +279,6 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
     """
     row = target_row_at(request, offset, inputs, workspace, sizes)
     draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
-    block_sums = relative_sums(residual.row_max, statistics, temperature)
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
     left = tl.sum(block_sums, 0)
     margin = left * SLACK  # `left` becomes a difference, and is rounded
@@ -262,6 +306,19 @@ def decide_by_bounds(least, residual, request, offset, temperature, inputs, work
 
 
 @triton.jit
+def listed_residual(entry, inputs, workspace, sizes):
+    """Return what it takes to sum a listed residual: its request and offset, the `Residual`, T, and both rows."""
+    request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
+    offset = entry % sizes.num_draft_tokens
+    numbers_ptr = numbers_at(workspace, request, offset, sizes)
+    residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+    temperature = load_temperature(inputs.requests, request)
+    row = target_row_at(request, offset, inputs, workspace, sizes)
+    draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+    return request, offset, residual, temperature, row, draft_row
+
+
+@triton.jit
 def sum_kernel(inputs, workspace, sizes, tuning):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
     await_launch(tuning.OVERLAPS)
@@ -269,13 +326,7 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
-        request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-        offset = entry % sizes.num_draft_tokens
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-        temperature = load_temperature(inputs.requests, request)
-        row = target_row_at(request, offset, inputs, workspace, sizes)
-        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+        request, offset, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)
@@ -308,6 +359,9 @@ def decide(place, noise, inputs, workspace, sizes):
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+        row_max, draft_max, log_sum_ratio, subtracted = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+        if inputs.draft.ptr is not None:
+            subtracted = tl.where(tl.load(numbers_ptr + IS_LISTED) == 1, SUMMED_ROW, subtracted)
+        residual = Residual(row_max, draft_max, log_sum_ratio, subtracted)
     p = combine(statistics, row, place.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

@@ -70,10 +70,13 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 4))
 
 
+NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)
+
+
 def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
     """Return the bundle of [batch, rows, vocab] logits, or of [batch, vocab]."""
     if rows is None:
-        return Rows(None, 0, 0, 0, ALIGNED=True)
+        return NO_ROWS
     _, (stride_request, *offsets, stride_token), is_aligned = rows
     stride_offset = offsets[0] if offsets else 0
     is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0

@@ -2,26 +2,20 @@
 
     M = max m_b        W_b = s_b exp((m_b - M) / T)        sumexp = sum W_b        log p(x) = (l_x - M) / T - log sumexp
 
-A greedy row, or one with an infinite logit, is a point mass on the first largest logit. Statistics that a NaN or an infinity
-made non-finite are computed again here, from the logits: the only place where that is dealt with.
+A greedy row, or one with an infinite logit, is a point mass on the first largest logit.
+
+A NaN in a row counts as -inf, and is dealt with here: reading does not look for it, but the statistics of its block are not
+finite then, and `recompute_nonfinite` computes them again from the logits. (Where logits are read once more to draw a token,
+`rows.load_logits` makes -inf of it.)
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution
 from specdecode.kernels.greedy import argmax
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    INFINITY,
-    SHARDED,
-    base_2_scale,
-    load_logits,
-    part_of_blocks,
-    scaled,
-    sum_blocks,
-    sum_in_order,
-)
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, SHARDED, base_2_scale, load_logits, part_of_blocks, scaled
+from specdecode.kernels.statistics import sum_blocks, sum_in_order
+from specdecode.kernels.values import Distribution
 
 
 @triton.jit

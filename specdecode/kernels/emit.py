@@ -1,8 +1,9 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
 In a small batch a program has one row: it decides about its draft, draws the token that is emitted if the request stops
-there, and adds its stop bit; the last program to finish a request writes its output. In a large batch, where it was decided
-while reading where requests stop, and in block verification, a program has one request.
+there, and adds its stop bit; `state` says which of a request's programs writes its output. So it is in any batch whose rows
+are truncated. In a large batch, where it was decided while reading where requests stop, and in block verification, a program
+has one request.
 
 A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again; it
 writes 8 bytes of token.
@@ -11,11 +12,10 @@ writes 8 bytes of token.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
-from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked
-from specdecode.kernels.packed import locate
+from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
@@ -34,9 +34,11 @@ from specdecode.kernels.state import (
     load_stop,
     state_of_bits,
     store_logprob,
+    store_no_drafts,
     store_output,
     store_token,
 )
+from specdecode.kernels.values import Place
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
     place = Place(request, 0, -1, key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
-    raw = load_raw(place, workspace, sizes)
+    raw = load_raw_statistics(place, workspace, sizes)
     token, p = sample(place, noise, inputs, workspace, sizes)
     tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
     if outputs.logsumexp_ptr is not None:
@@ -60,10 +62,7 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
         cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
         tl.store(outputs.cutoff_ptr + request.index, cutoff.to(tl.int64))
-    if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request.index, 0)
-        tl.store(outputs.num_drafts_ptr + request.index, 0)
-        tl.store(outputs.invalid_ptr + request.index, p.row_max == -INFINITY)
+    store_no_drafts(outputs, request, p.row_max == -INFINITY)
 
 
 @triton.jit
@@ -87,7 +86,7 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
-        raw = load_raw(place, workspace, sizes)  # in flight while it is decided
+        raw = load_raw_statistics(place, workspace, sizes)  # in flight while it is decided
         accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, p.row_max == -INFINITY
         if tuning.POSTED:
@@ -127,7 +126,7 @@ def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, t
         is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
     place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw(place, workspace, sizes)  # in flight while the row is looked at
+    raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at
     _, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:
@@ -146,13 +145,12 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
+    request, offset = locate_program(programs, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:
         emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
     elif tuning.PER_ROW:
-        offset = tl.program_id(0) % programs
         emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning)
     else:
         emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning)

@@ -1,34 +1,32 @@
 """What ranks tell each other of sharded rows in Triton, and how it is put together.
 
 A rank sends the statistics of its blocks, 8 bytes for 1,024 logits, and of each row up to three notes: 12 bytes. From these
-follow all statistics of one GPU, and the few logits that decide and that one rank has: see `arguments.ShardedRow`. In block
+follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.ShardedRow`. In block
 verification a second exchange has the residual sums of blocks, 4 bytes each.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import LOG_C, load_residual, numbers_at
+from specdecode.kernels.block import listed_residual
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_both, load_logsumexp, residual_sums
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     KNOWN,
     LAST_TOKEN,
-    draft_row_at,
     load_logit,
-    load_statistics,
     load_temperature,
     row_index,
-    target_row_at,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.statistics import load_statistics, statistics_at
 
 FIRST, DRAFT_LOGIT, OTHER_LOGIT, NOTES = (tl.constexpr(number) for number in range(4))
 """What a rank notes of a row: its first token with the largest logit here, where the row may be a point mass; the logit of
@@ -70,7 +68,7 @@ def logit_here(row, token, sizes):
 @triton.jit
 def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes):
     """Make a row's statistics finite; note its first largest token, and return it; note the draft's logit."""
-    pointer = workspace.statistics_ptr + index * sizes.num_blocks * 2
+    pointer = statistics_at(workspace.statistics_ptr, index, sizes)
     block_max = repair(row, pointer, is_read, temperature, sizes)
     first = first_here(row, block_max, temperature, sizes)
     tl.store(exchange.notes_ptr + index * NOTES + FIRST, first.to(tl.float32, bitcast=True))
@@ -84,9 +82,7 @@ def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes
 @triton.jit
 def note_kernel(inputs, workspace, exchange, sizes):
     """Note what this rank tells of the rows at one offset of a request; sizes are those of its shard."""
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     token, num_drafts = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
     if inputs.drafts.ids_ptr is not None:
@@ -97,7 +93,7 @@ def note_kernel(inputs, workspace, exchange, sizes):
     row = whole_target_row_at(request, offset, inputs)
     first = note_row(row, index, is_read, token, temperature, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
-        raw_ptr = workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
+        raw_ptr = statistics_at(workspace.raw_statistics_ptr, index, sizes)
         repair(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
     other = tl.full([], -1, tl.int32)
     if inputs.draft.ptr is not None:
@@ -121,15 +117,15 @@ def note_kernel(inputs, workspace, exchange, sizes):
 @triton.jit
 def rank_of(block, exchange):
     """Return which rank has a block."""
-    return (tl.load(exchange.places_ptr + block) // exchange.most_blocks).to(tl.int64)
+    return (tl.load(exchange.sources_ptr + block) // exchange.most_blocks).to(tl.int64)
 
 
 @triton.jit
 def place_blocks(index, exchange, sizes):
     """Return where the blocks of a row are in what was received, counted from where such rows begin."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    places = tl.load(exchange.places_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
-    rank, block = (places // exchange.most_blocks).to(tl.int64), places % exchange.most_blocks
+    sources = tl.load(exchange.sources_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
+    rank, block = (sources // exchange.most_blocks).to(tl.int64), sources % exchange.most_blocks
     return rank * exchange.length, index * exchange.most_blocks + block
 
 
@@ -141,9 +137,10 @@ def arrange_statistics(start, index, pointer, exchange, sizes):
     of_rank, place = place_blocks(index, exchange, sizes)
     source = exchange.received_ptr + of_rank + start + place * 2
     block_max = tl.load(source, mask=inside, other=-INFINITY)
-    tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2, block_max, mask=inside)
+    destination = statistics_at(pointer, index, sizes) + blocks * 2
+    tl.store(destination, block_max, mask=inside)
     sumexp = tl.load(source + 1, mask=inside, other=0.0)
-    tl.store(pointer + index * sizes.num_blocks * 2 + blocks * 2 + 1, sumexp, mask=inside)
+    tl.store(destination + 1, sumexp, mask=inside)
     row_max = tl.max(block_max, 0)
     return row_max, tl.argmax((block_max == row_max).to(tl.int32), 0)
 
@@ -175,9 +172,7 @@ def keep_known(index, row_max, largest, token, has_other, other_index, other_lar
 def arrange_kernel(inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it."""
     admit_next_launch(exchange.OVERLAPS)
-    num_rows = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // num_rows).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % num_rows
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
@@ -205,15 +200,10 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     chunks = tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
-        request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-        offset = entry % sizes.num_draft_tokens
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-        row = target_row_at(request, offset, inputs, workspace, sizes)
-        draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+        _, _, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, sizes.shard.start // BLOCK_SIZE + blocks, tuning.LANES)
-        sums = residual_sums(target, draft, residual, load_temperature(inputs.requests, request))
+        sums = residual_sums(target, draft, residual, temperature)
         sums_ptr = exchange.sums_ptr + entry.to(tl.int64) * exchange.most_blocks
         tl.store(sums_ptr + blocks, sums, mask=blocks < exchange.most_blocks)
 

@@ -1,6 +1,7 @@
 """Greedy in Triton: the first largest raw logit, no softmax.
 
-The block that holds it is known from the maxima of all blocks, and is the only one read again: 2 KB of bfloat16.
+The block that holds it is known from the maxima of all blocks, and is the only one read again: 2 KB of bfloat16. A tie goes
+to the first block that has the maximum, and to its first token that has it.
 """
 
 import triton

@@ -14,16 +14,10 @@ again afterwards would need nothing of that launch, but in a large batch most of
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Normalizer
 from specdecode.kernels.distribution import combine, logprob
-from specdecode.kernels.rows import (
-    load_logit,
-    load_statistics,
-    raw_statistics,
-    target_row_at,
-    whole_target_row_at,
-    with_notes,
-)
+from specdecode.kernels.rows import load_logit, target_row_at, whole_target_row_at, with_notes
+from specdecode.kernels.statistics import load_statistics, raw_statistics
+from specdecode.kernels.values import Normalizer
 
 
 @triton.jit
@@ -39,7 +33,7 @@ def normalizer_of(p):
 
 
 @triton.jit
-def load_raw(place, workspace, sizes):
+def load_raw_statistics(place, workspace, sizes):
     """Return the statistics at temperature 1 of the target row at a place, if raw log-probabilities are asked for."""
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
@@ -49,7 +43,7 @@ def load_raw(place, workspace, sizes):
 
 @triton.jit
 def normalizer_asked(place, p, raw, inputs, workspace, sizes):
-    """Return what gives the log-probabilities asked for at a place, given that of what is sampled from and `load_raw`."""
+    """Return what gives the log-probabilities asked for at a place: of `p`, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is None:
         return p
     else:
@@ -71,6 +65,6 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
 @triton.jit
 def leave_logprob(place, p, inputs, workspace, sizes):
     """Leave the log-probability of the draft at a place in the output, for the case that it is emitted."""
-    normalizer = normalizer_asked(place, p, load_raw(place, workspace, sizes), inputs, workspace, sizes)
+    normalizer = normalizer_asked(place, p, load_raw_statistics(place, workspace, sizes), inputs, workspace, sizes)
     value = logprob_asked(place, place.token, normalizer, inputs, workspace, sizes)
     tl.store(workspace.logprobs_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, value)

@@ -11,7 +11,7 @@ finite logit there, as in a row of NaN, and so emits token 0 and marks it invali
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Request
+from specdecode.kernels.values import Request
 
 
 @triton.jit
@@ -30,3 +30,9 @@ def locate(index, packing, sizes):
         row = tl.where(is_valid, row, 0)
         vocab_size = tl.where(is_valid, sizes.vocab_size, 0)
     return Request(index, row, slot, num_drafts, vocab_size)
+
+
+@triton.jit
+def locate_program(programs, packing, sizes):
+    """Return a program's request and its offset, in a grid that has so many programs for each request."""
+    return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs

@@ -14,6 +14,7 @@ import triton
 from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Inputs,
+    Outputs,
     Placing,
     Reading,
     Searching,
@@ -27,6 +28,7 @@ from specdecode.kernels.bundles import MIN_BLOCKS, TENSORS, Layout, inputs_of, o
 from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
+from specdecode.kernels.probabilistic import ALL, OPEN_ONES, SPREAD
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.state import FIELDS
 from specdecode.kernels.truncation import truncate_kernel
@@ -70,6 +72,10 @@ ROUNDS, SUM_PROGRAMS, SETTLING = 2, 1056, (1, 4, 512)
 SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
 MANY_REQUESTS = 12
 
+# In block verification with up to so many requests, each on a multiprocessor of its own, emission waits for the longest
+# search: residuals of rows that are spread out are summed. T = 1: 128 requests of 3 drafts 97 to 91 us, but 256 157 to 163.
+SPREAD_REQUESTS = 132
+
 PLANS = 1024  # that are kept, of calls whose sizes, strides or dtypes differ
 MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
 
@@ -111,7 +117,6 @@ def plan_step(
     settles = has_drafts and rule.while_reading is None
     while_reading = rule.before_truncation if truncates else rule.while_reading
     decides = large and not settles and while_reading is not None
-    sums = settles and has_draft_rows
     parts = parts_of(inputs, sizes, truncates, settles, logprobs)
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     state = parts["state"]
@@ -125,19 +130,14 @@ def plan_step(
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
+    summed = summed_residuals(requests, large) if settles and has_draft_rows else OPEN_ONES.value
     if settles:
-        add_settling(plan, *bundles, summed=sums and not large)
+        add_settling(plan, *bundles, summed)
     per_row = has_drafts and not settles and (truncates or not large)
     search = "large" if large and not per_row else "many" if (many or large) and has_draft_rows else "few"
-    flags = per_row, per_row and decides, settles, sums and not large, can_overlap(device)
+    flags = per_row, per_row and decides, settles, summed, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
-    plan.add(
-        emit_kernel,
-        (requests * (num_draft_tokens + 1) if per_row else requests,),
-        (inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning),
-        num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=EMIT_REGISTERS if has_draft_rows else None,
-    )
+    add_emitting(plan, inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning, rule.num_warps)
     return plan
 
 
@@ -165,18 +165,25 @@ def parts_of(
     }
 
 
+def summed_residuals(requests: int, large: bool) -> int:
+    """Return which residuals block verification sums beside those that it must: see `arguments.Settling`."""
+    if not large:
+        return int(ALL)
+    return int(SPREAD if requests <= SPREAD_REQUESTS else OPEN_ONES)
+
+
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
     """Add the launch that finds the places of the target's tokens among the draft's."""
     bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
     plan.add(places_kernel, (triton.cdiv(sizes.vocab_size, SPAN.value),), bundles, num_warps=8, follows=False)
 
 
-def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: bool) -> None:
+def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> None:
     """Add the launches of block verification between reading and emitting."""
-    tuning = Settling(*SETTLING, 0 if summed else ROUNDS, summed, can_overlap(plan.device))
+    tuning = Settling(*SETTLING, 0 if summed == ALL.value else ROUNDS, summed, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
     plan.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
-    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4 if summed else 8)
+    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4 if summed == ALL.value else 8)
     if inputs.draft.ptr is not None:
         shares = requests * num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
         plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
@@ -225,6 +232,26 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     num_warps = 4 if large else 8
     bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
     plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+
+
+def add_emitting(
+    plan: Plan,
+    inputs: Inputs,
+    outputs: Outputs,
+    workspace: Workspace,
+    sizes: Sizes,
+    tuning: Searching,
+    num_warps: int,
+) -> None:
+    """Add the launch that emits, given how many warps a program has without draft rows."""
+    has_draft_rows = inputs.draft.ptr is not None
+    plan.add(
+        emit_kernel,
+        (sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),),
+        (inputs, outputs, workspace, sizes, tuning),
+        num_warps=8 if has_draft_rows else num_warps,
+        max_registers=EMIT_REGISTERS if has_draft_rows else None,
+    )
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

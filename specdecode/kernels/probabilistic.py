@@ -2,10 +2,11 @@
 
     the draft x is accepted iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
 
-The decision takes the statistics and one logit of each row. The block sums of the residual would take a second read of both
-rows. But to know which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads
-4 KB (bfloat16) for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite
-logit) there is nothing to search: p without one token differs from p in one block.
+`decide` makes the decision, from the statistics and one logit of each row. `recover` draws the token after a rejection, and
+from p alone the one after all drafts. The block sums of the residual would take a second read of both rows. But to know
+which block is selected takes only a few of them, because p bounds them all: `select_residual_block` reads 4 KB (bfloat16)
+for each block that it looks at. If p or q is a point mass (greedy, a deterministic drafter, an infinite logit) there is
+nothing to search: p without one token differs from p in one block.
 
 Block verification draws from max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
 """
@@ -13,7 +14,6 @@ Block verification draws from max(0, c p - q), which is c times max(0, p - q / c
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Normalizer, Residual, Terms
 from specdecode.kernels.distribution import combine, combine_both, logprob
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
@@ -26,17 +26,12 @@ from specdecode.kernels.rows import (
     WHOLE,
     base_2_scale,
     draft_row_at,
-    draft_statistics,
     load_blocks,
     load_logit,
     load_logits,
-    load_statistics,
     own_draft_row_at,
     scaled,
-    sum_blocks,
-    sum_in_order,
     target_row_at,
-    target_statistics,
     tokens_of,
     unpack,
 )
@@ -51,16 +46,23 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import block_scores, select_block, select_token, token_weights
+from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
 
 LARGEST_LOGSUMEXP = tl.constexpr(256.0)
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
 
+OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows
+that are spread out; all that may be drawn from."""
+
 LN_2 = tl.constexpr(0.6931471805599453)
 
-NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""What is subtracted from p before a token is drawn: nothing, or all of q; any other number is the only token of q."""
+NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in
+the workspace. Any other number is the only token of q."""
 
 
 @triton.jit
@@ -249,6 +251,13 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
 
 
 @triton.jit
+def select_summed_block(place, exponentials, workspace, sizes):
+    """Draw a block, if the block sums of the residual are in the workspace; return -1 if they are all 0."""
+    sums = load_residual_sums(workspace, place.request, place.offset, sizes)
+    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
+
+
+@triton.jit
 def sums_without(token, p, row, temperature, sizes):
     """Return the block sums of p without one token."""
     block = token // BLOCK_SIZE
@@ -265,11 +274,16 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
-        if subtracted == ROW:
-            if tuning.SUMMED:
-                sums = load_residual_sums(workspace, place.request, place.offset, sizes)
-                if tl.max(sums, 0) > 0:
-                    block = select_block(sums, exponentials)
+        if subtracted <= ROW:
+            if tuning.SUMMED == ALL:
+                block = select_summed_block(place, exponentials, workspace, sizes)
+            elif tuning.SUMMED == SPREAD:
+                if subtracted == SUMMED_ROW:
+                    block = select_summed_block(place, exponentials, workspace, sizes)
+                else:
+                    block = select_residual_block(
+                        place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning
+                    )
             else:
                 block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
             if block < 0:
@@ -286,11 +300,11 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
         token_ids = tokens_of(block)
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
-            draft = load_logits(draft_row, token_ids, subtracted == ROW)
+            draft = load_logits(draft_row, token_ids, subtracted <= ROW)
         token_exponentials = exponential(place.key, place.offset, token_ids, inputs.requests.token_domain)
         weights = tl.where(token_ids == subtracted, 0.0, token_weights(target, p.row_max, place.temperature))
         if inputs.draft.ptr is not None:
-            if subtracted == ROW:
+            if subtracted <= ROW:
                 left = shortfall(target, draft, residual, base_2_scale(place.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)

@@ -12,7 +12,6 @@ A small batch is read whole, because all its rows are in flight before the first
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Place
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob
 from specdecode.kernels.packed import locate
@@ -21,14 +20,8 @@ from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    draft_statistics,
     load_blocks,
     load_temperature,
-    raw_statistics,
-    store_both,
-    store_raw_statistics,
-    store_statistics,
-    target_statistics,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -42,6 +35,15 @@ from specdecode.kernels.state import (
     post_stop,
     row_finished_ptr,
 )
+from specdecode.kernels.statistics import (
+    draft_statistics,
+    raw_statistics,
+    store_both,
+    store_raw_statistics,
+    store_statistics,
+    target_statistics,
+)
+from specdecode.kernels.values import Place
 
 
 @triton.jit
@@ -64,6 +66,52 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
     PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
     LANES: tl.constexpr = 4096 // rows.ptr.dtype.element_ty.primitive_bitwidth
     return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
+
+
+@triton.jit
+def summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning):
+    """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
+
+    The draft row is read where `token` is a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of both
+    arguments at least one is None.
+    """
+    row = whole_target_row_at(request, offset, inputs)
+    statistics = target_statistics(workspace, request, offset, sizes)
+    if workspace.raw_statistics_ptr is not None:
+        raw = raw_statistics(workspace, request, offset, sizes)
+    if inputs.draft.ptr is not None:
+        draft_row = whole_draft_row_at(request, offset, inputs, sizes)
+        its_statistics = draft_statistics(workspace, request, offset, sizes)
+    if token is not None:
+        reads_draft = (token >= 0) & (temperature > 0)
+    for tile in range(tuning.tiles):
+        first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+        target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
+        if token is not None:  # the loads of both rows are in flight at once
+            has_blocks = reads_draft
+            if workspace.places_ptr is not None:
+                has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
+            draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
+        if tuning.ADMITS_LATE:
+            if tile == tuning.tiles - 1:
+                admit_next_launch(tuning.OVERLAPS)
+        summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        if workspace.raw_statistics_ptr is not None:
+            store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        if token is not None:
+            if has_blocks:
+                store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            elif workspace.places_ptr is not None:
+                if reads_draft:  # the row goes on to the target's last block, with nothing
+                    nothing = tl.zeros([tuning.BLOCKS], tl.float32)
+                    store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
+    if logsumexp is not None:
+        if is_trusted(logsumexp) == 0:  # seldom
+            if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
+                for tile in range(tuning.tiles):
+                    first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+                    draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
+                    store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
 
 
 @triton.jit
@@ -98,7 +146,6 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
 @triton.jit
 def read_kernel(inputs, workspace, sizes, tuning):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
-    HAS_DRAFTS: tl.constexpr = inputs.drafts.ids_ptr is not None
     DECIDES: tl.constexpr = tuning.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
@@ -106,63 +153,25 @@ def read_kernel(inputs, workspace, sizes, tuning):
         admit_next_launch(tuning.OVERLAPS)
     chunk, request, offset = place_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
-    if READS_DRAFT:
-        token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
+    logsumexp = None
     if HAS_LOGSUMEXP:
         logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < request.num_drafts)
     temperature = load_temperature(inputs.requests, request)
     matters = True
-    if HAS_DRAFTS:
+    if inputs.drafts.ids_ptr is not None:
         if offset > 0:
             matters = may_matter(request, offset, inputs, workspace, sizes, DECIDES)
         elif not DECIDES:
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
     if matters:
-        row = whole_target_row_at(request, offset, inputs)
-        statistics = target_statistics(workspace, request, offset, sizes)
-        if workspace.raw_statistics_ptr is not None:
-            raw = raw_statistics(workspace, request, offset, sizes)
-        if inputs.draft.ptr is not None:
-            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            its_statistics = draft_statistics(workspace, request, offset, sizes)
-        if READS_DRAFT:
-            reads_draft = (token >= 0) & (temperature > 0)
-        for tile in range(tuning.tiles):
-            first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-            target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
-            if READS_DRAFT:  # the loads of both rows are in flight at once
-                has_blocks = reads_draft
-                if workspace.places_ptr is not None:
-                    has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
-                draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
-            if tuning.ADMITS_LATE:
-                if tile == tuning.tiles - 1:
-                    admit_next_launch(tuning.OVERLAPS)
-            summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            if workspace.raw_statistics_ptr is not None:
-                store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            if READS_DRAFT:
-                if has_blocks:
-                    store_statistics(
-                        its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
-                    )
-                elif workspace.places_ptr is not None:
-                    if reads_draft:  # the row goes on to the target's last block, with nothing
-                        nothing = tl.zeros([tuning.BLOCKS], tl.float32)
-                        store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
-        if HAS_LOGSUMEXP:
-            if is_trusted(logsumexp) == 0:  # seldom
-                if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
-                    for tile in range(tuning.tiles):
-                        first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-                        draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
-                        store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
+        summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning)
         if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
             await_launch(tuning.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
-                if not READS_DRAFT:  # loaded before programs are counted, not kept in a register while rows are read
-                    token = load_draft_ids(inputs.drafts, request, offset, sizes)
+                # Without draft rows it is loaded only now, before programs are counted: it takes a register.
+                draft = token if READS_DRAFT else load_draft_ids(inputs.drafts, request, offset, sizes)
                 if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), tuning.chunks):
-                    decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
+                    decide(request, offset, draft, temperature, inputs, workspace, sizes, tuning)

@@ -1,30 +1,25 @@
-"""Logits rows in Triton: where they lie, how they are read, and the statistics of their blocks.
+"""Logits rows in Triton: where they lie, and how they are read.
 
-A block of `BLOCK_SIZE` logits is summarised by its maximum m and by s = sum exp((l - m) / T): 8 bytes for 2,048 of bfloat16.
-All that a method needs of a row follows from these pairs, but for single logits and for a few blocks, such as the one that a
-token is drawn from: those are read again. Greedy requests leave sums of 0.
-
-Rows are read at the speed of memory, at which an element may cost a handful of instructions. So nothing is done about NaN
-and infinities here: they make the statistics of their block non-finite, and `distribution` computes those again.
+A row is read in one of two ways. `load_blocks` gives whole blocks as they are stored, at the speed of memory, at which an
+element may cost a handful of instructions: there a NaN remains one. `load_logits` and `load_logit` give float32, and -inf
+for a NaN. Either way a token that the row does not have reads as -inf: beyond the vocabulary, beyond the row's cutoff, of
+another rank's shard, or not of the draft's vocabulary.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.arguments import DraftVocabRow, Row, ShardedRow, TruncatedRow
+from specdecode.kernels.values import DraftVocabRow, Row, ShardedRow, TruncatedRow
 from specdecode.kernels.vocabulary import by_target, load_places
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
-WARP = tl.constexpr(32)
 INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
-WHOLE = tl.constexpr(len(Row._fields))
-"""Fields of a row that is not truncated."""
-TRUNCATED, SHARDED = tl.constexpr(len(TruncatedRow._fields)), tl.constexpr(len(ShardedRow._fields))
-BY_PLACE = tl.constexpr(len(DraftVocabRow._fields))
-"""Fields of a row that is read by the tokens of another vocabulary."""
+WHOLE, TRUNCATED = tl.constexpr(len(Row._fields)), tl.constexpr(len(TruncatedRow._fields))
+SHARDED, BY_PLACE = tl.constexpr(len(ShardedRow._fields)), tl.constexpr(len(DraftVocabRow._fields))
+"""The number of fields of each kind of row, all that the compiler knows a kind by; `BY_PLACE` is a `DraftVocabRow`."""
 KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
 """Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
@@ -177,7 +172,7 @@ def load_logits(row, token_ids, wanted):
 
 @triton.jit
 def load_logit(row, token, wanted):
-    """Return the logit of one token as float32, -inf for NaN and for a token that the row has not."""
+    """Return the logit of one token < vocab_size as float32, -inf for NaN; of no use if it is negative or not wanted."""
     if len(row) == BY_PLACE:
         place = load_places(row.places, token, wanted)
         is_there = place < row.row.vocab_size
@@ -252,118 +247,3 @@ def key_of(logit):
 def logit_of(key):
     """Return the logit that has a key."""
     return in_order(key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
-    """Return the maximum of each block and its sum of exponentials (0 if greedy), given its parts."""
-    logits = unpack(parts[0])
-    maxima = logits[0] if len(logits) == 1 else tl.maximum(logits[0], logits[1])
-    for part in tl.static_range(1, len(parts)):
-        logits = unpack(parts[part])
-        for half in tl.static_range(len(logits)):
-            maxima = tl.maximum(maxima, logits[half])
-    if (
-        INTEGER_MAX
-    ):  # one instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored
-        block_max = in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
-    else:
-        block_max = tl.max(maxima, 1)
-    sumexp = tl.zeros_like(block_max)
-    if temperature > 0:
-        scale = base_2_scale(temperature)
-        finite = tl.where(tl.abs(block_max) < INFINITY, block_max, 0.0)[:, None]
-        sums = ()
-        for part in tl.static_range(len(parts)):
-            logits = unpack(parts[part])
-            added = ()
-            for half in tl.static_range(len(logits)):
-                weights = tl.exp2((logits[half] - finite) * scale)
-                added = added + (weights if part == 0 else sums[half] + weights,)
-            sums = added
-        sumexp = sum_blocks(sums)
-    return block_max, sumexp
-
-
-@triton.jit
-def sum_blocks(weights):
-    """Return the sums of [BLOCKS, LANES] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
-
-    The order is the same however the compiler distributes the lanes over threads, which depends on how a row lies in memory.
-    The weights are a tuple: one tensor, or two [BLOCKS, LANES // 2], of even and of odd lanes.
-    """
-    sums = weights[0] if len(weights) == 1 else weights[0] + weights[1]
-    BLOCKS: tl.constexpr = sums.shape[0]
-    LANES: tl.constexpr = sums.shape[1]
-    for level in tl.static_range(20):
-        if LANES >> level > 1:
-            sums = tl.sum(tl.reshape(sums, [BLOCKS, LANES >> (level + 1), 2]), 2)
-    return tl.reshape(sums, [BLOCKS])
-
-
-@triton.jit
-def sum_in_order(weights):
-    """Return the sum of a vector, in the order of `sum_blocks`."""
-    return tl.sum(sum_blocks((tl.reshape(weights, [1, weights.shape[0]]),)), 0)
-
-
-@triton.jit
-def target_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a target row are."""
-    index = request.index * (sizes.num_draft_tokens + 1) + offset
-    return workspace.statistics_ptr + index * sizes.num_blocks * 2
-
-
-@triton.jit
-def raw_statistics(workspace, request, offset, sizes):
-    """Return where the statistics at temperature 1 of a target row are, if they are kept."""
-    index = request.index * (sizes.num_draft_tokens + 1) + offset
-    return workspace.raw_statistics_ptr + index * sizes.num_blocks * 2
-
-
-@triton.jit
-def draft_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a draft row are: behind those of all target rows."""
-    target_rows = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1)
-    index = target_rows + request.index * sizes.num_draft_tokens + offset
-    return workspace.statistics_ptr + index * sizes.num_blocks * 2
-
-
-@triton.jit
-def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; return them."""
-    block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
-    return block_max, sumexp
-
-
-@triton.jit
-def store_raw_statistics(
-    pointer, statistics, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
-):
-    """Store statistics at temperature 1, given those at the request's temperature."""
-    block_max, sumexp = statistics
-    if temperature != 1:
-        _, sumexp = block_statistics(parts, tl.full([], 1.0, tl.float32), INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
-
-
-@triton.jit
-def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
-    """Store the maxima and the sums of consecutive blocks."""
-    # Each warp has a block, and its first lane stores. As a [BLOCKS] vector the numbers would first move between warps, for
-    # which all of them would have to wait for each other.
-    blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
-    pointers = pointer + blocks * 2 + lanes
-    wanted = (blocks < sizes.num_blocks) & (lanes == 0)
-    tl.store(pointers, tl.broadcast_to(block_max[:, None], [BLOCKS, WARP]), mask=wanted)
-    tl.store(pointers + 1, tl.broadcast_to(sumexp[:, None], [BLOCKS, WARP]), mask=wanted)
-
-
-@triton.jit
-def load_statistics(pointer, wanted, sizes):
-    """Return the maxima and sums of all blocks of a row, [MAX_BLOCKS], as stored; -inf and 0 beyond the last."""
-    blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    inside = tl.where(wanted, blocks < sizes.num_blocks, False)
-    block_max = tl.load(pointer + blocks * 2, mask=inside, other=-INFINITY)
-    return block_max, tl.load(pointer + blocks * 2 + 1, mask=inside, other=0.0)

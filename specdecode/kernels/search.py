@@ -4,7 +4,7 @@ To know a block's score takes reading it in both rows; a bound on the score is k
 number of the block are packed into one int32, a key: the block takes the place of the lowest bits of the bound, and the
 result counts as if these bits were all ones, so it remains an upper bound. So the blocks that come next are found by integer
 maxima. A search begins with the `TOP` largest keys of all, which is often enough. Then it continues with the largest key of
-each of `BLOCKS` columns.
+each of `BLOCKS` columns. Of blocks with equal scores the lowest wins, in whatever order they were looked at: `ranked`.
 """
 
 import triton

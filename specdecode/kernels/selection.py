@@ -5,25 +5,20 @@
 One random number is drawn for each block, and one for each token of a single block, of which alone logits are read again.
 With G = -log E, E exponential, the first is argmax W_b / E(b) and the second argmax w(v) / E'(v): so they are computed, and
 weights need no logarithm. (Of tokens that arrive after times E(v) / w(v) the first is taken: an *exponential race*.)
+
+A tie goes to the lowest block, and in it to the lowest token: `first_largest`. `search.ranked` does so where blocks come in
+the order of their bounds.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Noise, Normalizer
 from specdecode.kernels.distribution import combine, combine_again
 from specdecode.kernels.philox import accept_uniform, exponential
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    base_2_scale,
-    in_order,
-    load_logits,
-    load_statistics,
-    target_row_at,
-    target_statistics,
-    tokens_of,
-)
+from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
 from specdecode.kernels.search import with_blocks
+from specdecode.kernels.statistics import load_statistics, target_statistics
+from specdecode.kernels.values import Noise, Normalizer
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from specdecode.batch import Logprobs
 from specdecode.kernels import exchange, probabilistic, sharded
 from specdecode.kernels.arguments import Exchange, Inputs, Searching, Settling, Shard, Sizes, Workspace
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel
-from specdecode.kernels.bundles import MIN_BLOCKS, Layout, at_least, inputs_of, outputs_of, rows_of, sizes_of
+from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Layout, at_least, inputs_of, outputs_of, sizes_of
 from specdecode.kernels.exchange import NOTES
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.plan import (
@@ -28,6 +28,7 @@ from specdecode.kernels.plan import (
     AcceptRule,
     add_reading,
 )
+from specdecode.kernels.probabilistic import ALL, OPEN_ONES
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.state import FIELDS
 
@@ -121,16 +122,13 @@ def plan_sharded(
     all_know = is_greedy and logprobs != "raw"  # what is emitted, from each shard's maximum and where that is
     # Where a token is only drawn, statistics of other ranks' blocks are of no use but for the maximum.
     maxima = all_know or (rule.draw is None and logprobs is None and not samples)
-    if is_greedy:  # draft rows do not matter
-        nothing = inputs.drafts._replace(logsumexp_ptr=None)
-        inputs = inputs._replace(draft=rows_of(None, None, local), drafts=nothing)
+    if is_greedy:
+        inputs = without_draft_rows(inputs)
     shard = Shard(shards.vocab_size, shards.start, shards.start + local, shards.most_blocks)
     here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, shard=shard)
     sizes = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
-    arranged = sizes
-    if maxima:  # a shard is a block
-        arranged = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
-        sizes = arranged if all_know else sizes
+    arranged = with_shards_as_blocks(sizes, shards) if maxima else sizes
+    sizes = arranged if all_know else sizes
     has_drafts = inputs.drafts.ids_ptr is not None
     settles = has_drafts and rule.while_reading is None
     sums = settles and inputs.draft.ptr is not None
@@ -151,6 +149,16 @@ def plan_sharded(
     add_offers(plan, inputs, outputs, workspace, told, sizes, rule, decide, settles=settles, sums=sums)
     add_finish(plan, inputs, outputs, told, sizes, is_known=all_know)
     return plan
+
+
+def without_draft_rows(inputs: Inputs) -> Inputs:
+    """Return the inputs of greedy requests, to which only their drafts matter."""
+    return inputs._replace(draft=NO_ROWS, drafts=inputs.drafts._replace(logsumexp_ptr=None))
+
+
+def with_shards_as_blocks(sizes: Sizes, shards: sharding.Layout) -> Sizes:
+    """Return the sizes of a row of which each shard that has tokens counts as one block."""
+    return sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))
 
 
 def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
@@ -180,7 +188,7 @@ def told_at_first(plan: ShardedPlan, shards: sharding.Layout, maxima: bool, logp
         sums_ptr=part("sent_sums"),
         offers_ptr=part("sent_offers"),
         verdicts_ptr=part("verdicts"),
-        places_ptr=Argument("holders" if maxima else "places", torch.int32),
+        sources_ptr=Argument("holders" if maxima else "sources", torch.int32),
         received_ptr=None,
         length=0,
         notes_start=0,
@@ -240,7 +248,7 @@ def add_residuals(
     plan: ShardedPlan, inputs: Inputs, workspace: Workspace, told: Exchange, sizes: Sizes, sums: bool
 ) -> Exchange:
     """Add the launches of block verification before its offers, and the exchange of residual sums if there are any."""
-    tuning = Settling(*SETTLING, 0, sums, can_overlap(plan.device))
+    tuning = Settling(*SETTLING, 0, ALL.value if sums else OPEN_ONES.value, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
     plan.last.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
     plan.last.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4)
@@ -271,7 +279,7 @@ def add_offers(
     sums: bool,
 ) -> None:
     """Add the launch that offers tokens."""
-    flags = not settles, False, settles, sums, can_overlap(plan.device)
+    flags = not settles, False, settles, ALL.value if sums else OPEN_ONES.value, can_overlap(plan.device)
     has_draft_rows = inputs.draft.ptr is not None
     tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, probabilistic.draw, *flags)
     plan.last.add(

@@ -19,14 +19,14 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Distribution, Normalizer, Place, Residual
 from specdecode.kernels.block import settle
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import load_raw, logprob_asked, normalizer_asked, normalizer_of
-from specdecode.kernels.packed import locate
+from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
+from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import (
+    ALL,
     NONE,
     ROW,
     load_both,
@@ -39,15 +39,22 @@ from specdecode.kernels.rows import (
     INFINITY,
     LAST_TOKEN,
     draft_row_at,
-    load_statistics,
     load_temperature,
     row_index,
     target_row_at,
-    target_statistics,
 )
 from specdecode.kernels.selection import block_scores, noise_at
-from specdecode.kernels.state import count_drafts, load_draft_ids, store_logprob, store_output, store_token
+from specdecode.kernels.state import (
+    count_drafts,
+    load_draft_ids,
+    store_logprob,
+    store_no_drafts,
+    store_output,
+    store_token,
+)
+from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
 IS_ACCEPTED, IS_EMPTY = tl.constexpr(1), tl.constexpr(2)
 """The bits of a verdict: the draft is accepted; the row has no finite logit."""
@@ -61,7 +68,7 @@ RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 
 @triton.jit
 def decide_sample(place, noise, inputs, workspace, sizes):
-    """Return what `strict.decide` does, but a token that is still to be drawn, from p, of which nothing is subtracted."""
+    """Return what `strict.decide` does, but in place of the token what it is drawn from: p, less nothing."""
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
     statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
     p = combine(statistics, row, place.temperature, sizes)
@@ -73,7 +80,7 @@ def decide_sample(place, noise, inputs, workspace, sizes):
 
 @triton.jit
 def decide_sample_here(place, noise, inputs, workspace, sizes):
-    """Return what `decide_sample` does, of this rank's blocks alone, whose statistics did not travel; see `maxima_ptr`.
+    """Return what `decide_sample` does, of this rank's blocks alone, whose statistics do not travel (`Exchange.maxima_ptr`).
 
     What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
     """
@@ -115,8 +122,8 @@ def residual_sums_here(place, block, p, residual, inputs, workspace, sizes, tuni
     if residual.subtracted >= 0:
         sums = sums_without(residual.subtracted, p, row, place.temperature, sizes)
     if inputs.draft.ptr is not None:
-        if residual.subtracted == ROW:
-            if tuning.SUMMED:
+        if residual.subtracted <= ROW:
+            if tuning.SUMMED == ALL:
                 sums = load_residual_sums(workspace, place.request, place.offset, sizes)
             else:  # of this block alone: no other of this rank's has a better score
                 draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
@@ -152,7 +159,7 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
 def offer_row(place, outputs, inputs, workspace, sizes, tuning):
     """Return the verdict on the draft at a place, this rank's offer of a token, and that token's log-probability."""
     noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw(place, workspace, sizes)
+    raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     verdict = tl.where(p.row_max == -INFINITY, IS_EMPTY, 0)
     if not tuning.SETTLES:
@@ -178,7 +185,7 @@ def offer_row(place, outputs, inputs, workspace, sizes, tuning):
 @triton.jit
 def store_offers(request, offsets, wanted, verdicts, numbers, logprob, exchange, sizes):
     """Store the verdicts and offers of some rows of a request."""
-    index = request.index * (sizes.num_draft_tokens + 1) + offsets
+    index = row_index(request, offsets, False, sizes)
     tl.store(exchange.verdicts_ptr + index, verdicts, mask=wanted)
     tl.store(exchange.offers_ptr + index * exchange.OFFERS, numbers, mask=wanted)
     if exchange.OFFERS == 2:
@@ -192,8 +199,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
-    offset = tl.program_id(0) % programs
+    request, offset = locate_program(programs, inputs.packing, sizes)
     temperature, key = load_temperature(inputs.requests, request), load_key(inputs.requests, request)
     num_drafts, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
@@ -226,7 +232,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
 @triton.jit
 def best_offers(request, offsets, wanted, exchange, sizes):
     """Return the best offer at each of some rows, and the log-probability that came with it."""
-    index = request.index * (sizes.num_draft_tokens + 1) + offsets
+    index = row_index(request, offsets, False, sizes)
     best, logprobs = tl.zeros_like(index), index.to(tl.float32)
     for rank in range(exchange.ranks):
         pointer = exchange.received_ptr + rank * exchange.length + index * exchange.OFFERS
@@ -234,9 +240,8 @@ def best_offers(request, offsets, wanted, exchange, sizes):
         is_better = numbers > best
         if exchange.OFFERS == 2:
             theirs = tl.load(pointer + 1, mask=wanted, other=0).to(tl.int32).to(tl.float32, bitcast=True)
-            is_better |= (numbers == best) & (
-                theirs > logprobs
-            )  # only the rank that has a one-hot token knows its logit
+            # Of a point mass all ranks offer the one token, but only the rank that has it knows its logit.
+            is_better |= (numbers == best) & (theirs > logprobs)
             logprobs = tl.where(is_better, theirs, logprobs)
         best = tl.where(is_better, numbers, best)
     return best, logprobs
@@ -256,7 +261,7 @@ def finish_kernel(inputs, outputs, exchange, sizes):
     await_launch(exchange.OVERLAPS)
     best, logprobs = best_offers(request, offsets, wanted, exchange, sizes)
     tokens = ((best & LAST_TOKEN) ^ LAST_TOKEN).to(tl.int32)
-    index = request.index * (sizes.num_draft_tokens + 1) + offsets
+    index = row_index(request, offsets, False, sizes)
     verdicts = tl.load(exchange.verdicts_ptr + index, mask=wanted, other=0)
     is_accepted = (verdicts & IS_ACCEPTED) > 0
     if exchange.MATCHES:
@@ -272,7 +277,4 @@ def finish_kernel(inputs, outputs, exchange, sizes):
         tl.store(outputs.token_ids_ptr + request.index, token)
         if outputs.logprobs_ptr is not None:
             tl.store(outputs.logprobs_ptr + request.index, logprob)
-        if outputs.num_accepted_ptr is not None:
-            tl.store(outputs.num_accepted_ptr + request.index, 0)
-            tl.store(outputs.num_drafts_ptr + request.index, 0)
-            tl.store(outputs.invalid_ptr + request.index, is_empty)
+        store_no_drafts(outputs, request, is_empty)

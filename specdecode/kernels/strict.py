@@ -2,7 +2,8 @@
 
     y = argmax log p(v) + G(v), drawn in two levels as in `selection`        the draft x is accepted iff x = y
 
-A decision reads a row's statistics, 8 bytes for each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
+So the token after a rejection is y, which is drawn before that is known. A decision reads a row's statistics, 8 bytes for
+each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
 """
 
 import triton
@@ -10,8 +11,9 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.logprobs import normalizer_of
-from specdecode.kernels.rows import BLOCK_SIZE, load_statistics, target_row_at, target_statistics
+from specdecode.kernels.rows import BLOCK_SIZE, target_row_at
 from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
+from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 
 

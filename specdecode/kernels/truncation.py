@@ -1,7 +1,8 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
 
-Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*. A program has one row. It
-looks for the cutoff among few `candidates`, twice at most, and if it is not there, by `widecut` in the whole row.
+Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
+program has one row. It looks for the cutoff among few `candidates`, twice at most, and if it is not there, by `widecut` in
+the whole row.
 
 The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
@@ -10,7 +11,6 @@ follows computes with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import Row
 from specdecode.kernels.candidates import (
     ANY_NUMBER,
     CANDIDATES,
@@ -38,18 +38,17 @@ from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
-    draft_statistics,
     load_logit,
-    load_statistics,
     load_temperature,
     logit_of,
     scaled,
-    target_statistics,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
+from specdecode.kernels.statistics import draft_statistics, load_statistics, statistics_at, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import Row
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)
@@ -224,7 +223,7 @@ def place_of(index, inputs, sizes):
 @triton.jit
 def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row, and leave the statistics of what is kept."""
-    statistics_ptr = workspace.statistics_ptr + index * sizes.num_blocks * 2
+    statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
     statistics = load_statistics(statistics_ptr, True, sizes)
     statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     p = combine(statistics, row, temperature, sizes)

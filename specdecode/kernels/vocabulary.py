@@ -10,8 +10,8 @@ graph. The launch that reads logits runs beside it.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import DraftVocabRow, Places
 from specdecode.kernels.launch import admit_next_launch
+from specdecode.kernels.values import DraftVocabRow, Places
 
 NO_PLACE = tl.constexpr(2**31 - 1)
 """In place of an id of the draft where it lacks a token, and of a token where an id is none. It is larger than any id: so a

@@ -12,7 +12,7 @@ and leaves the statistics of what is kept.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.arguments import TruncatedRow
+from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -25,10 +25,10 @@ from specdecode.kernels.rows import (
     logit_of,
     part_of_blocks,
     scaled,
-    store_statistics,
-    sum_in_order,
     up_to_cutoff,
 )
+from specdecode.kernels.statistics import store_statistics, sum_in_order
+from specdecode.kernels.values import TruncatedRow
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
@@ -109,10 +109,9 @@ def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT:
     low_more, high_more, low_less, high_less = low, high, low, high
     for _ in range(33 - SHIFT):
         more, less = (low_more + high_more + 1) >> 1, (low_less + high_less + 1) >> 1
-        both = tl.join(
-            tl.where(logits >= logit_at(more, SHIFT), each, 0.0), tl.where(logits >= logit_at(less, SHIFT), each, 0.0)
-        )
-        from_more, from_less = tl.split(tl.sum(both, 0))
+        above_more = tl.where(logits >= logit_at(more, SHIFT), each, 0.0)
+        above_less = tl.where(logits >= logit_at(less, SHIFT), each, 0.0)
+        from_more, from_less = tl.reduce((above_more, above_less), 0, add_both)
         is_more, is_less = from_more >= amount + error, from_less >= amount - error
         low_more, high_more = tl.where(is_more, more, low_more), tl.where(is_more, high_more, more - 1)
         low_less, high_less = tl.where(is_less, less, low_less), tl.where(is_less, high_less, less - 1)

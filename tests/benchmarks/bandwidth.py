@@ -10,10 +10,11 @@ try:
     import triton
     import triton.language as tl
 
-    from specdecode.kernels.arguments import Constant, Place, Pointer
+    from specdecode.kernels.arguments import Constant, Pointer
     from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
     from specdecode.kernels.packed import locate
     from specdecode.kernels.state import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
+    from specdecode.kernels.values import Place
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 

@@ -167,10 +167,19 @@ def test_bounds_decide_what_the_reference_decides():
     assert was_open.sum() >= first > last
 
 
-@pytest.mark.parametrize(("large", "rounds"), [(False, 0), (True, 0), (True, 100)])
-def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large, rounds):
-    """Those that are open; and in a small batch, of which tokens are drawn by sums, those of the rows accepted so far."""
-    batch = in_question(100 if ON_GPU else 6, 4, 50)
+@pytest.mark.parametrize(
+    ("large", "rounds", "vocab"), [(False, 0, 50), (True, 0, 50), (True, 100, 50), (True, 2, 6200)]
+)
+def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large, rounds, vocab):
+    """Those that are open, and of rows accepted so far those by whose sums tokens are drawn.
+
+    In a small batch these are all, in a large one those of rows that are spread out: no block holds a quarter of them.
+    """
+    batch = in_question(100 if ON_GPU else 6, 4, vocab)
+    batch.target_logits[::2, :, 7] += 30
+    weights = torch.softmax(batch.target_logits.double() / batch.temperature.double()[:, None, None], 2).cpu()
+    parts = torch.nn.functional.pad(weights, (0, -vocab % 1024)).unflatten(2, (-1, 1024)).sum(3)
+    is_spread = (parts.amax(2) < 0.25).numpy()
     steps = steps_of(batch, large=large, rounds=rounds)
     steps.run(*steps.launches[:3])
     without_bounds = steps_of(batch, large=large, rounds=0)
@@ -179,8 +188,8 @@ def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large, r
     offsets = np.arange(5)
     accepted = np.where(known == ACCEPTED, offsets, 0).max(1)[:, None]
     wanted = (decision == OPEN) & (offsets > accepted)
-    if not large:
-        wanted |= (offsets == accepted) & (offsets < 4)
+    wanted |= (offsets == accepted) & (offsets < 4) & (is_spread if large else True)
+    assert (is_spread & wanted).any() == (vocab > 4096)
     listed = steps.parts["listed"][: steps.parts["state"][0]].tolist()
     assert sorted(listed) == [4 * request + offset for request, offset in np.argwhere(wanted)]
     assert len(listed) > 0 or rounds > 0

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from reference import philox as reference
-from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Request, Requests
+from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Requests
 from specdecode.kernels.philox import accept_uniform, exponential, load_key, philox4x32, uniform
+from specdecode.kernels.values import Request
 from tests.kernels.common import DEVICE, run_kernel
 
 SEEDS = [0, 2**32 - 1, 2**32, -1, -(2**63)]

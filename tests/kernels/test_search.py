@@ -11,23 +11,17 @@ import triton.language as tl
 
 from specdecode import kernels
 from specdecode.kernels import block, probabilistic
-from specdecode.kernels.arguments import Int32, Place, Pointer, Residual, Settling
+from specdecode.kernels.arguments import Int32, Pointer, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import ROW, load_both, log_quotient, residual_sums, select_residual_block
-from specdecode.kernels.rows import (
-    LARGEST_TEMPERATURE,
-    draft_statistics,
-    load_statistics,
-    sum_in_order,
-    target_statistics,
-    whole_draft_row_at,
-    whole_target_row_at,
-)
+from specdecode.kernels.rows import LARGEST_TEMPERATURE, whole_draft_row_at, whole_target_row_at
 from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
+from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.values import Place, Residual
 from tests.conftest import ON_GPU
 from tests.differential import case
 from tests.kernels.common import (
@@ -92,7 +86,9 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     tl.store(found.masses_ptr + 2 * index + 1, p.sumexp)
     for test in range(found.tests):
         least = mass * tl.load(found.fractions_ptr + test)
-        decision = decide_by_bounds(least, residual, request, 0, temperature, inputs, workspace, sizes, settling)
+        decision = decide_by_bounds(
+            least, residual, p.block_sums, request, 0, temperature, inputs, workspace, sizes, settling
+        )
         tl.store(found.decisions_ptr + index * found.tests + test, decision)
 
 
@@ -110,7 +106,7 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
     widths = top, columns, 128 if ON_GPU else 512
     tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=widths[2])
-    settling = Settling(*widths, ROUNDS=rounds, SUMMED=False, OVERLAPS=False)
+    settling = Settling(*widths, ROUNDS=rounds, SUMMED=probabilistic.OPEN_ONES.value, OVERLAPS=False)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
     integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)

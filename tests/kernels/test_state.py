@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels import bundles, state
-from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Place, Pointer, Request, Sizes
+from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Pointer, Sizes
 from specdecode.kernels.state import (
     EMPTY_BITS,
     STOP_BITS,
@@ -29,6 +29,7 @@ from specdecode.kernels.state import (
     store_output,
     store_token,
 )
+from specdecode.kernels.values import Place, Request
 from tests.kernels.common import DEVICE, every, needs_interpreter, orders, run_kernel
 
 VOCAB = 1000

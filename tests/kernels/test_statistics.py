@@ -1,4 +1,4 @@
-"""How rows are read, and what is computed from the statistics of their blocks."""
+"""The statistics that reading a row leaves, and what is computed from them."""
 
 import math
 from dataclasses import replace
@@ -13,7 +13,8 @@ import triton.language as tl
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.packed import locate
-from specdecode.kernels.rows import load_statistics, target_statistics, whole_target_row_at
+from specdecode.kernels.rows import whole_target_row_at
+from specdecode.kernels.statistics import load_statistics, target_statistics
 from tests.conftest import combine as pairs
 from tests.differential import case
 from tests.kernels.common import DEVICE, DTYPES, Steps, sliced, strided

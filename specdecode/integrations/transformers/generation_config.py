@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from specdecode import Sampling
+from specdecode.integrations.transformers.requests import Batch
 
 REFUSED: dict[str, tuple[object, str]] = {
     "num_beams": (1, "beam search has no speculative form here"),
@@ -211,6 +212,11 @@ class Processors:
                 )
             processed[rows, offsets] = scores.to(processed.dtype)
         return processed
+
+    def of_batch(self, logits: Tensor, tokens: Tensor, batch: Batch, num_drafts: int = 0) -> Tensor:
+        """Return the processed rows of a batch, the first of which follows `num_drafts` drafts of each request."""
+        prompt_lengths = [request.prompt_length for request in batch.requests]
+        return self(logits, tokens, prompt_lengths, [request.length + num_drafts for request in batch.requests])
 
 
 class _Builder(GenerationMixin):

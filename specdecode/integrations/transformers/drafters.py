@@ -1,0 +1,99 @@
+"""What drafts: a draft model, prompt lookup, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdecode import RejectionSampler
+from specdecode.integrations.transformers.generation_config import Processors
+from specdecode.integrations.transformers.lookup import PromptLookup
+from specdecode.integrations.transformers.models import CachedModel
+from specdecode.integrations.transformers.requests import Alignment, Batch
+
+
+class Drafts(NamedTuple):
+    """The drafts of a step."""
+
+    token_ids: Tensor  # [requests, drafts] int64, -1 = none
+    logits: Tensor | None = None  # [requests, drafts, vocab]; None = a deterministic drafter, or not needed
+    logsumexp: Tensor | None = None  # [requests, drafts] float32
+    cutoff: Tensor | None = None  # [requests, drafts] int64; None = rows that are not truncated
+
+
+class Drafter:
+    """Drafts nothing; the others do."""
+
+    models: Sequence[CachedModel] = ()
+
+    def draft(self, batch: Batch, num_draft_tokens: int) -> Drafts:
+        """Return up to `num_draft_tokens` drafts for each request."""
+        return Drafts(batch.tokens[:, :0])
+
+    def realign(self, alignment: Alignment) -> None:
+        """Move cached columns to their places in the next step."""
+
+
+class LookupDrafter(Drafter):
+    """Drafts by prompt lookup; where nothing is found for any request, it returns no drafts."""
+
+    def __init__(self, lookup: PromptLookup) -> None:
+        self.lookup = lookup
+
+    def draft(self, batch: Batch, num_draft_tokens: int) -> Drafts:
+        found = self.lookup.propose(batch.tokens, batch.lengths, num_draft_tokens)
+        return Drafts(found if (found >= 0).any() else batch.tokens[:, :0])
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a draft model, token by token.
+
+    Args:
+        model: the draft model.
+        sampler: the sampler that will verify the drafts.
+        processors: the logits processors, which are applied to rows of both models.
+        vocab_size: how many tokens the target has.
+    """
+
+    def __init__(self, model: CachedModel, sampler: RejectionSampler, processors: Processors, vocab_size: int) -> None:
+        self.model = model
+        self.models = [model]
+        self.sampler = sampler
+        self.processors = processors
+        self.vocab_size = vocab_size
+
+    def draft(self, batch: Batch, num_draft_tokens: int) -> Drafts:
+        tokens, logits, drawn = batch.tokens, [], []
+        for i in range(num_draft_tokens):
+            row = self.row(tokens, batch, num_drafts=i)
+            sampling, positions = batch.sampling._asdict(), batch.lengths + i
+            drawn.append(self.sampler.draft(row, **sampling, seeds=batch.seeds, positions=positions, offset=i))
+            tokens = torch.cat([tokens, drawn[-1].token_ids[:, None]], dim=1)
+            logits.append(row)
+        self.drafted = tokens, batch.lengths + num_draft_tokens
+        if not logits or self.sampler.method == "strict":  # which does not use them
+            return Drafts(tokens[:, batch.width :])
+        logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
+        cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
+        cutoff = torch.stack(cutoffs, dim=1) if cutoffs else None
+        return Drafts(tokens[:, batch.width :], torch.stack(logits, dim=1), logsumexp, cutoff)
+
+    def row(self, tokens: Tensor, batch: Batch, num_drafts: int) -> Tensor:
+        """Return the rows that follow these tokens, [requests, vocab].
+
+        They are padded or cut to the target's vocabulary, then processed, as verification will do with the same rows. A
+        token that the draft model lacks has logit -inf: it is never drafted.
+        """
+        row = self.model.logits(tokens, batch.lengths + num_drafts, keep=1)[:, 0]
+        missing = self.vocab_size - row.shape[-1]
+        row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab_size]
+        return self.processors.of_batch(row[:, None], tokens, batch, num_drafts)[:, 0]
+
+    def realign(self, alignment: Alignment) -> None:
+        if self.model.cache.recurrent and max(alignment.ends) > self.model.cache.num_columns:
+            self.model.logits(*self.drafted, keep=1)  # the last draft was accepted: its state is needed
+        self.model.realign(alignment)

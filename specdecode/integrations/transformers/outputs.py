@@ -1,0 +1,74 @@
+"""What `generate` returns, and what it says of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode import AcceptanceStats
+
+
+class TokenKind(IntEnum):
+    """What a generated token is."""
+
+    PLAIN = 0
+    """Sampled from the target where nothing was drafted."""
+    ACCEPTED = 1
+    """An accepted draft."""
+    RECOVERED = 2
+    """Emitted in place of a rejected draft."""
+    BONUS = 3
+    """Emitted after drafts that were all accepted."""
+
+
+class Step(NamedTuple):
+    """What one step emitted for one request: the argument of `on_step`."""
+
+    request: int
+    """Row of `sequences`: the row of `input_ids`, times `num_return_sequences`, plus which of these."""
+
+    token_ids: list[int]
+    """New tokens, a stop token included: accepted drafts, then at most one other."""
+
+    kinds: list[TokenKind]
+    """What each of them is."""
+
+    draft_token_ids: list[int]
+    """All drafts, accepted or rejected."""
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What `generate` returns, with tensors on the device of `input_ids`."""
+
+    sequences: Tensor
+    """[batch, prompt + most new tokens] int64: the prompts as given, new tokens, then padding: the config's pad token, else
+    the first stop token, else 0. With `num_return_sequences`, each prompt has as many consecutive rows, here and below."""
+
+    num_generated: Tensor
+    """[batch] int64: new tokens, a stop token included."""
+
+    token_kinds: Tensor
+    """[batch, most new tokens] int8: the `TokenKind` of each new token, -1 in the padding."""
+
+    stats: AcceptanceStats | None
+    """Acceptance as the sampler saw it, None without a drafter. Not counted, because not verified: requests that have ended,
+    and drafts past the length limit or after a drafted stop token. The acceptance length counts one token after every
+    verification, even after an accepted stop token, where that token is discarded."""
+
+    target_calls: int
+    """Forward passes of the target."""
+
+    draft_calls: int
+    """Forward passes of the draft model; 0 where there is none."""
+
+
+def padded(rows: Sequence[Sequence[int]], value: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of several lengths as one tensor, [rows, longest row], filled up with `value`."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)

@@ -1,0 +1,118 @@
+"""The requests of a batch, and where their columns go from step to step.
+
+The tokens of a batch are right-aligned in one tensor, and the caches hold the same columns:
+
+    one step    . . a b c | x y z      three drafts each: the first request keeps x, then emits u;
+                d e f g h | x y z      the second keeps all three, then emits v
+    the next    . . . . a b c x u      both are right-aligned again, and the columns of the caches were moved
+                d e f g h x y z v      in the same way: rejected columns are gone, no gaps are left to mask
+
+So a request's columns are consecutive, whatever the other requests accept. Masks that count columns (sliding windows, ALiBi)
+stay right. The caches are never longer than the longest request needs. For one request, or if all requests accept equally
+many drafts, moving is only a crop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode import Sampling
+from specdecode.integrations.transformers.outputs import Step, TokenKind
+
+
+@dataclass
+class Request:
+    """The state of one row of `input_ids`. It leaves the batch when it is finished."""
+
+    row: int
+    length: int  # tokens so far, padding not counted
+    limit: int  # the most it may have
+    token_ids: list[int] = field(default_factory=list)
+    kinds: list[TokenKind] = field(default_factory=list)
+    finished: bool = False
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self.length
+
+    def advance(self, token_ids: list[int], draft_ids: list[int], stop_ids: list[int]) -> Step:
+        """Append what a step emitted, up to a stop token."""
+        emitted = list(takewhile(lambda token: token >= 0, token_ids))
+        drafted = list(takewhile(lambda token: token >= 0, draft_ids))
+        num_accepted = len(emitted) - 1
+        last = TokenKind.RECOVERED if num_accepted < len(drafted) else TokenKind.BONUS if drafted else TokenKind.PLAIN
+        end = next((i + 1 for i, token in enumerate(emitted) if token in stop_ids), None)
+        step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
+        self.token_ids += step.token_ids
+        self.kinds += step.kinds
+        self.length += len(step.token_ids)
+        self.finished = end is not None or self.length >= self.limit
+        return step
+
+
+class Batch(NamedTuple):
+    """The requests that are not finished, with what goes with each of them."""
+
+    requests: list[Request]
+    tokens: Tensor  # [requests, width] int64, right-aligned
+    lengths: Tensor  # [requests] int64: how many of a row's last columns are its tokens
+    sampling: Sampling
+    seeds: Tensor  # [requests] int64
+
+    @property
+    def width(self) -> int:
+        """How many columns the tokens have."""
+        return self.tokens.shape[1]
+
+
+class Alignment:
+    """Which columns the next step keeps: those of the rows that are not finished, right-aligned again.
+
+    A row's padding on the left changes from old_width - before to width - after columns. So its new column j is column
+    j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.
+
+    Args:
+        rows: the rows that are not finished.
+        before: the length of every row before the step.
+        after: the lengths of the rows that are not finished, after the step.
+        old_width: how many columns the tokens had, without drafts.
+        device: where the tokens are.
+    """
+
+    def __init__(
+        self, rows: list[int], before: list[int], after: list[int], old_width: int, device: torch.device
+    ) -> None:
+        self.width = max(after)
+        shifts = [(old_width - before[row]) - (self.width - length) for row, length in zip(rows, after)]
+        self.max_shift = max(shifts)
+        self.ends = [self.width - 1 + shift for shift in shifts]  # the old columns before each row's last new token
+        self.is_crop = min(shifts) == self.max_shift
+        self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
+        columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]
+        self.columns = columns.clamp(min=0)  # padding may hold any column
+        self.is_new_padding = columns < 0
+
+    def select(self, values: Tensor) -> Tensor:
+        """Return the rows of requests that are not finished."""
+        return values if self.rows is None else values[self.rows.to(values.device)]
+
+    def __call__(self, values: Tensor, num_columns: int, dim: int) -> Tensor:
+        """Return the first `num_columns` new columns. `dim` is the dimension of columns, 0 that of requests."""
+        values = self.select(values)
+        if self.is_crop:
+            return values.narrow(dim, self.max_shift, num_columns)
+        columns = self.columns[:, :num_columns].to(values.device)
+        shape = [1] * values.ndim
+        shape[0], shape[dim] = columns.shape
+        return values.take_along_dim(columns.view(shape), dim)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], sampling: Sampling) -> Sampling:
+    """Return what `function` makes of the tensors in `sampling`; numbers stay as they are."""
+    return Sampling._make(function(value) if isinstance(value, Tensor) else value for value in sampling)

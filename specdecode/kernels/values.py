@@ -1,0 +1,119 @@
+"""What the functions in kernels pass to each other: named values, the kinds of rows among them.
+
+A row's kind says how it is read. Functions that differ by it are compiled for each; see `rows.WHOLE`.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One logits row."""
+
+    ptr: Any
+    stride_token: Any
+    vocab_size: Any
+
+
+class TruncatedRow(NamedTuple):
+    """One logits row, of which logits beyond the last token kept are read as -inf."""
+
+    ptr: Any
+    stride_token: Any
+    vocab_size: Any
+    cutoff_logit: Any
+    cutoff_token: Any
+
+
+class Places(NamedTuple):
+    """The draft's id of each token of the target, see `vocabulary`."""
+
+    ptr: Any
+    vocab_size: Any  # of the target
+
+
+class DraftVocabRow(NamedTuple):
+    """One draft row over a vocabulary of its own, read by the target's tokens."""
+
+    row: Any  # by the draft's ids, truncated or not
+    places: Places
+
+
+class ShardedRow(NamedTuple):
+    """One logits row, of which this rank has the tokens from `start` to `vocab_size`; others are read as -inf.
+
+    What ranks have told each other of single tokens is known besides.
+    """
+
+    ptr: Any  # where token 0 would be
+    stride_token: Any
+    vocab_size: Any
+    start: Any
+    row_max: Any
+    first: Any  # the first token with the row's largest logit, if the row is a point mass
+    draft: Any  # the draft judged by the row, -1 for none
+    draft_logit: Any
+    other: Any  # `first` of the draft row beside a target row, of the target row beside a draft row
+    other_logit: Any
+
+
+class Request(NamedTuple):
+    """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
+
+    index: Any  # int64: of its output, its positions and its workspace
+    row: Any  # int64: of its target rows and draft tokens
+    slot: Any  # int64: of its draft rows and of its numbers
+    num_drafts: Any  # at most: some of its ids may be no tokens
+    vocab_size: Any  # of its target rows: 0 if it has none
+
+
+class Place(NamedTuple):
+    """One offset of one request."""
+
+    request: Request
+    offset: Any
+    token: Any  # the draft there, -1 for none
+    key: Any  # (seed, position of offset 0), see `philox`
+    temperature: Any
+
+
+class Noise(NamedTuple):
+    """Random numbers of a place, which do not depend on logits: computed while loads are in flight."""
+
+    uniform: Any  # of the accept decision
+    exponentials: Any  # [MAX_BLOCKS] one for each block
+
+
+class Distribution(NamedTuple):
+    """softmax(logits / T) of a row."""
+
+    row_max: Any  # largest logit
+    sumexp: Any  # sum of exp((l - row_max) / T)
+    one_hot: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
+    block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
+
+
+class Normalizer(NamedTuple):
+    """What gives a token's log-probability, with its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
+
+    row_max: Any
+    log_sum: Any
+    one_hot: Any
+
+
+class Residual(NamedTuple):
+    """What gives max(0, p - q), with the logits of both rows; in block verification max(0, p - q / c)."""
+
+    row_max: Any  # of p
+    draft_max: Any  # of q
+    log_sum_ratio: Any  # log(sumexp of q / sumexp of p), plus log c
+    subtracted: Any  # NONE, ROW (all of q), or the only token of q
+
+
+class Terms(NamedTuple):
+    """What decides about a draft x, and what is drawn from if it is rejected."""
+
+    log_p: Any  # of x
+    log_q: Any
+    p: Distribution
+    q: Normalizer
+    residual: Residual
