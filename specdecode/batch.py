@@ -179,7 +179,7 @@ class VerificationBatch(NamedTuple):
         check_draft_rows(draft_logits, draft_logsumexp, draft_vocab or target_logits.shape[-1], extent)
         of_both = check_samplings(sampling, draft_sampling, draft_logits, draft_vocab, extent)
         truncation, draft_temperature, draft_truncation = of_both
-        check_draft_cutoff(draft_cutoff, extent.drafts, device, draft_logsumexp, draft_truncation)
+        check_draft_cutoff(draft_cutoff, draft_logsumexp, draft_truncation, extent)
         if logprobs is not None:
             check_choice("logprobs", logprobs, get_args(Logprobs))
         for_seeds = seeds, extent.batch if seeds is None else extent.num_slots, device
@@ -289,15 +289,11 @@ def check_draft_vocab_ids(
 
 
 def check_draft_cutoff(
-    draft_cutoff: Tensor | None,
-    drafts: tuple[int, int],
-    device: torch.device,
-    draft_logsumexp: Tensor | None,
-    draft_truncation: Truncation | None,
+    draft_cutoff: Tensor | None, draft_logsumexp: Tensor | None, draft_truncation: Truncation | None, extent: Extent
 ) -> None:
     """Raise unless a cutoff comes with each logsumexp of truncated draft rows, and with nothing else."""
     if draft_cutoff is not None:
-        check_tensor("draft_cutoff", draft_cutoff, (torch.int64,), drafts, device)
+        check_tensor("draft_cutoff", draft_cutoff, (torch.int64,), extent.drafts, extent.device)
         if draft_logsumexp is None:
             raise ValueError("draft_cutoff: given without the draft_logsumexp that it belongs to")
         if draft_truncation is None:

@@ -129,13 +129,14 @@ def check_logits(
 ) -> tuple[int, ...]:
     """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
     check_type(name, logits, FLOATS)
-    if logits.ndim != len(dimensions):
-        raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(logits.shape)}")
+    shape = logits.shape
+    if len(shape) != len(dimensions):
+        raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(shape)}")
     if shard is not None:  # which may be empty
-        return *logits.shape[:-1], shard.vocab_size
-    if logits.shape[-1] == 0:
-        raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(logits.shape)}")
-    return logits.shape
+        return *shape[:-1], shard.vocab_size
+    if shape[-1] == 0:
+        raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(shape)}")
+    return shape
 
 
 def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor | int:

@@ -223,7 +223,7 @@ def run(
     if (why_not := why_not_sharded(batch.shard, target, batch.is_truncated)) is not None:
         raise ValueError(why_not)
     inputs = absent | tensors
-    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
+    layouts = tuple([None if tensor is None else layout(name, tensor) for name, tensor in inputs.items()])
     shape: tuple[int, ...] = target.shape
     logprobs, seeds_by_request = None, False
     if isinstance(batch, VerificationBatch):
