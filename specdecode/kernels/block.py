@@ -44,20 +44,10 @@ from specdecode.kernels.statistics import load_statistics, sum_in_order, target_
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
-(
-    LOG_RATIO,
-    ROW_MAX,
-    DRAFT_MAX,
-    LOG_SUM_RATIO,
-    SUBTRACTED,
-    LOG_SUM,
-    SHARED,
-    LOG_C,
-    LEAST,
-    DECISION,
-    IS_LISTED,
-    NUMBERS,
-) = (tl.constexpr(number) for number in range(12))
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (
+    tl.constexpr(number) for number in range(7)
+)
+LOG_C, LEAST, DECISION, IS_LISTED, NUMBERS = (tl.constexpr(number) for number in range(7, 12))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
 at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
@@ -201,34 +191,23 @@ def decide_kernel(inputs, workspace, sizes, tuning):
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
-        decision, its_least = at(decisions, offset), at(least, offset)
+        decision, mass = at(decisions, offset), at(least, offset)
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         tl.store(numbers_ptr + LOG_C, at(log_c, offset))
-        tl.store(numbers_ptr + LEAST, its_least)
+        tl.store(numbers_ptr + LEAST, mass)
         if inputs.draft.ptr is not None:
-            is_wanted = at(is_open, offset) == 1
+            wanted = at(is_open, offset) == 1
             # From the row up to which all is accepted the token is drawn, if no more is.
-            may_stop = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
+            stops = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if tuning.SUMMED != ALL:
-                residual = load_residual(numbers_ptr, at(log_c, offset))
-                decision, is_wanted, may_stop = decide_by_blocks(
-                    decision,
-                    is_wanted,
-                    may_stop,
-                    its_least,
-                    residual,
-                    request,
-                    offset,
-                    temperature,
-                    inputs,
-                    workspace,
-                    sizes,
-                    tuning,
+                rest = load_residual(numbers_ptr, at(log_c, offset))
+                decision, wanted, stops = decide_by_blocks(
+                    decision, wanted, stops, mass, rest, request, offset, temperature, inputs, workspace, sizes, tuning
                 )
             if tuning.SUMMED != OPEN_ONES:
-                is_wanted |= may_stop
-            tl.store(numbers_ptr + IS_LISTED, tl.where(is_wanted, 1.0, 0.0))
-            if is_wanted:
+                wanted |= stops
+            tl.store(numbers_ptr + IS_LISTED, tl.where(wanted, 1.0, 0.0))
+            if wanted:
                 place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
                 entry = request.index * sizes.num_draft_tokens + offset
                 tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
@@ -237,13 +216,13 @@ def decide_kernel(inputs, workspace, sizes, tuning):
 
 @triton.jit
 def decide_by_blocks(
-    decision, is_wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
+    decision, wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
 ):
     """Return what few blocks decide about a number of drafts, and whether its residual is to be summed, to decide or draw.
 
     If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
     """
-    is_seen = is_wanted
+    is_seen = wanted
     if tuning.SUMMED == SPREAD:
         is_seen |= may_stop
     if is_seen:
@@ -252,14 +231,14 @@ def decide_by_blocks(
         if tuning.SUMMED == SPREAD:
             is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * LARGEST_PART
             may_stop &= is_spread
-            is_seen = is_wanted & (is_spread == 0)
+            is_seen = wanted & (is_spread == 0)
         if tuning.ROUNDS > 0:
             if is_seen:
                 decision = decide_by_bounds(
                     least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
                 )
-                is_wanted = decision == OPEN
-    return decision, is_wanted, may_stop
+                wanted = decision == OPEN
+    return decision, wanted, may_stop
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from specdecode.kernels.block import settle
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
-from specdecode.kernels.packed import locate_program
+from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
 from specdecode.kernels.selection import noise_at, sample
@@ -34,7 +34,6 @@ from specdecode.kernels.state import (
     load_stop,
     state_of_bits,
     store_logprob,
-    store_no_drafts,
     store_output,
     store_token,
 )
@@ -62,7 +61,10 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
         cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
         tl.store(outputs.cutoff_ptr + request.index, cutoff.to(tl.int64))
-    store_no_drafts(outputs, request, p.row_max == -INFINITY)
+    if outputs.num_accepted_ptr is not None:
+        tl.store(outputs.num_accepted_ptr + request.index, 0)
+        tl.store(outputs.num_drafts_ptr + request.index, 0)
+        tl.store(outputs.invalid_ptr + request.index, p.row_max == -INFINITY)
 
 
 @triton.jit
@@ -145,12 +147,13 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request, offset = locate_program(programs, inputs.packing, sizes)
+    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     key = load_key(inputs.requests, request)
     if inputs.drafts.ids_ptr is None:
         emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
     elif tuning.PER_ROW:
+        offset = tl.program_id(0) % programs
         emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning)
     else:
         emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning)

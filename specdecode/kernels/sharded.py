@@ -48,7 +48,6 @@ from specdecode.kernels.state import (
     count_drafts,
     load_draft_ids,
     store_logprob,
-    store_no_drafts,
     store_output,
     store_token,
 )
@@ -277,4 +276,7 @@ def finish_kernel(inputs, outputs, exchange, sizes):
         tl.store(outputs.token_ids_ptr + request.index, token)
         if outputs.logprobs_ptr is not None:
             tl.store(outputs.logprobs_ptr + request.index, logprob)
-        store_no_drafts(outputs, request, is_empty)
+        if outputs.num_accepted_ptr is not None:
+            tl.store(outputs.num_accepted_ptr + request.index, 0)
+            tl.store(outputs.num_drafts_ptr + request.index, 0)
+            tl.store(outputs.invalid_ptr + request.index, is_empty)

@@ -235,12 +235,3 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
     tl.store(outputs.num_accepted_ptr + request.index, stop)
     tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
     tl.store(outputs.invalid_ptr + request.index, invalid)
-
-
-@triton.jit
-def store_no_drafts(outputs, request, invalid):
-    """Write the counts of a request without drafts, if it is verified and not only sampled."""
-    if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request.index, 0)
-        tl.store(outputs.num_drafts_ptr + request.index, 0)
-        tl.store(outputs.invalid_ptr + request.index, invalid)
