@@ -142,7 +142,7 @@ def check_logits(
 def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) -> Tensor | int:
     """Return seeds as a [batch] int64 tensor, or as one int s meaning s, s + 1, ...; None gives fresh random seeds."""
     if seeds is None:
-        return torch.randint(INT64.min, INT64.max, (batch,), dtype=torch.int64, device=device)
+        return draw_seeds((batch,), device)
     if isinstance(seeds, Tensor):
         check_tensor("seeds", seeds, (torch.int64,), (batch,), device)
         return plain(seeds)
@@ -151,6 +151,11 @@ def check_seeds(seeds: Tensor | int | None, batch: int, device: torch.device) ->
     if not INT64.min <= seeds <= INT64.max:
         raise ValueError(f"seeds: expected an int of 64 bits, got {shown(seeds)}")
     return int(seeds)
+
+
+def draw_seeds(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 seeds of a shape, such as (batch,), from torch's default generator."""
+    return torch.randint(INT64.min, INT64.max, shape, dtype=torch.int64, device=device)
 
 
 def seed_each(seeds: Tensor | int, batch: int, device: torch.device) -> Tensor:

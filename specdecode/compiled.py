@@ -17,7 +17,7 @@ from torch import Tensor
 from specdecode import backends
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import INT64, check_logits
+from specdecode.checks import check_logits, draw_seeds
 from specdecode.packing import Packing
 from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard
@@ -66,7 +66,7 @@ def verify(
                 draft_logsumexp,
                 *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
                 *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
+                *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
                 positions,
                 draft_cutoff,
                 draft_vocab_ids,
@@ -102,7 +102,7 @@ def sample(
             int(domains[1]),
             logits,
             *_tensors_and_numbers(sampling),
-            *_tensor_or_number(_seeds_for(logits.shape[:1], logits.device, seeds)),
+            *_tensor_or_number(draw_seeds(logits.shape[:1], logits.device) if seeds is None else seeds),
             positions,
         )
         return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
@@ -127,12 +127,6 @@ def _sampling_of(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> 
 
 def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
     return (value, 0) if isinstance(value, Tensor) else (None, value)
-
-
-def _seeds_for(batch: tuple[int, ...], device: torch.device, seeds: int | Tensor | None) -> int | Tensor:
-    if seeds is None:
-        return torch.randint(INT64.min, INT64.max, batch, dtype=torch.int64, device=device)
-    return seeds
 
 
 @torch.library.custom_op("specdecode::refuse_shard", mutates_args=())
