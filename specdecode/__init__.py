@@ -7,10 +7,11 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from specdecode.batch import SamplerOutput, Sampling
+    from specdecode.batch import SamplerOutput
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
     from specdecode.sampler import RejectionSampler
+    from specdecode.sampling import Sampling
     from specdecode.sharding import VocabShard
     from specdecode.synthetic import AcceptanceSchedule
 
@@ -32,7 +33,7 @@ _MODULES = {
     "DraftOutput": "drafting",
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
-    "Sampling": "batch",
+    "Sampling": "sampling",
     "VocabShard": "sharding",
     "sample": "drafting",
 }

@@ -5,20 +5,48 @@ import importlib
 import os
 import warnings
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specdecode import eager
-
-if TYPE_CHECKING:
-    from specdecode.sharding import VocabShard
+from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.sharding import VocabShard
 
 Backend = Literal["auto", "triton", "eager"]
 
 
-def choose(backend: Backend, logits: Tensor, shard: "VocabShard | None" = None) -> ModuleType:
+def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> ModuleType:
+    """Return the backend's module that verifies a batch; where the kernels cannot, `"auto"` is eager.
+
+    Raises:
+        ValueError: the choice is `"triton"`, which cannot run here or cannot verify it.
+    """
+    module = choose(backend, batch.target_logits, batch.shard)
+    why_not = None if module is eager else module.why_not_verified(method, batch)
+    return module if why_not is None else eager_instead(backend, why_not)
+
+
+def to_sample(backend: Backend, batch: RowBatch) -> ModuleType:
+    """Return the backend's module that samples from rows; where the kernels cannot, `"auto"` is eager.
+
+    Raises:
+        ValueError: the choice is `"triton"`, which cannot run here or cannot sample from them.
+    """
+    module = choose(backend, batch.logits, batch.shard)
+    why_not = None if module is eager else module.why_not_sampled(batch)
+    return module if why_not is None else eager_instead(backend, why_not)
+
+
+def eager_instead(backend: Backend, why_not: str) -> ModuleType:
+    """Return the eager backend in place of kernels that cannot, or raise the reason if the choice is `"triton"`."""
+    if backend == "triton":
+        raise ValueError(why_not)
+    return eager
+
+
+def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) -> ModuleType:
     """Return the backend's module for these logits, which may be a shard of the vocabulary's.
 
     `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run; for a shard it is eager,
@@ -65,4 +93,4 @@ def obstacle(device: torch.device) -> str | None:
 @functools.cache
 def warn_once(message: str) -> None:
     """Warn the first time that this message is given."""
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warnings.warn(message, RuntimeWarning, stacklevel=5)

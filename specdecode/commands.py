@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +26,12 @@ try:
 except ImportError:
     raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
 
-from specdecode.batch import SamplerOutput, Sampling, check_count, check_share, check_temperature
+from specdecode.batch import SamplerOutput
+from specdecode.checks import check_count
 from specdecode.demo import DRAFT, TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
+from specdecode.sampling import Sampling, check_share, check_temperature
 from specdecode.synthetic import AcceptanceSchedule
 
 if TYPE_CHECKING:
@@ -293,80 +296,90 @@ def compare_methods(options: Namespace, console: Console) -> None:
     Raises:
         ValueError: the texts are so short that no step has K drafts, or as `Models.load` and `generate` say.
     """
-    if options.max_new_tokens <= options.num_draft_tokens:
-        least = options.num_draft_tokens + 1
+    num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
+    if num_new <= num_drafts:
         raise ValueError(
-            f"--max-new-tokens: expected at least {least}, for a step of all drafts, got {options.max_new_tokens}"
+            f"--max-new-tokens: expected at least {num_drafts + 1}, for a step of all drafts, got {num_new}"
         )
     sampling = sampling_of(options)
     models = Models.load(options.target, options.draft, options.device)
-    from specdecode.integrations.transformers import PromptLookup, generate
+    from specdecode.integrations.transformers import PromptLookup
 
     prompts = [models.encode(prompt)[0] for prompt in options.prompt or DEMO_PROMPTS]
-    num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-
-    def run(
-        name: str, drafter: Any, sampler: RejectionSampler, texts: int, sampling: Sampling
-    ) -> tuple[GenerationOutput, list[Step]]:
-        steps: list[Step] = []
-
-        def on_step(step: Step) -> None:
-            steps.append(step)
-            progress.advance(task, len(step.token_ids))
-
-        input_ids, mask = padded([prompt for prompt in prompts for _ in range(texts)])
-        task = progress.add_task(name, total=len(input_ids) * num_new)
-        output = generate(
-            models.target,
-            drafter,
-            input_ids,
-            mask,
-            method=sampler,
-            num_draft_tokens=num_drafts,
-            max_new_tokens=num_new,
-            **sampling._asdict(),
-            seeds=options.seed,
-            eos_token_id=[],  # so that all texts have equally many tokens
-            on_step=on_step,
-        )
-        return output, steps
-
     with Progress(*columns, console=console, transient=True) as progress:
+        run = partial(generate_texts, options, models, prompts, progress)
         comparison, strict = Comparison(num_drafts), RejectionSampler("strict")
         plain, _ = run("plain decoding", None, strict, TEXTS, sampling)
         compared, steps = run("all methods", models.draft, comparison, TEXTS, sampling)
         _, by_lookup = run("prompt lookup", PromptLookup(), strict, TEXTS, sampling)
         _, by_greedy = run("greedy", models.draft, strict, 1, Sampling(temperature=0.0))
 
-    numbers = {
-        "temperature": options.temperature,
-        "top-k": options.top_k,
-        "top-p": options.top_p,
-        "min-p": options.min_p,
-    }
-    given = ", ".join(f"{name} {value:g}" for name, value in numbers.items() if value is not None)
+    numbers = zip(("temperature", "top-k", "top-p", "min-p"), sampling)
+    given = ", ".join(f"{name} {value:g}" for name, value in numbers if value is not None)
     console.print(f"[bold]strict[/bold], {given}, {num_drafts} drafts per step; one text's beginning:")
-    console.print(legend(console), end="\n\n")
-    text, shown = Text().append(models.tokenizer.decode(prompts[0]), style="dim"), 0
-    for step in steps:
-        if step.request == 0 and shown < SHOWN_TOKENS:
-            text.append_text(show(models, step, console))
-            shown += len(step.token_ids)
-    console.print(text, end="\n\n", soft_wrap=True)
+    show_beginning(models, prompts[0], steps, console)
 
-    accepted = comparison.accepted()
     others = {
         "prompt lookup": accepted_in(by_lookup, num_drafts, num_new),
         "greedy": accepted_in(by_greedy, num_drafts, num_new),
     }
-    console.print(acceptance_table(accepted, others, num_drafts))
+    console.print(acceptance_table(comparison.accepted(), others, num_drafts))
     tokens, same = int(plain.num_generated.sum()), int((compared.sequences == plain.sequences).all(dim=1).sum())
     relation = "identical to" if same == len(plain.sequences) else "NOT identical to"
     console.print(
         f"strict was {relation} plain decoding, token for token ({same} of {len(plain.sequences)} texts),\n"
         f"with {len(steps)} calls of the target instead of {tokens}, each text counted by itself"
     )
+
+
+def generate_texts(
+    options: Namespace,
+    models: Models,
+    prompts: Sequence[torch.Tensor],
+    progress: Progress,
+    name: str,
+    drafter: Any,
+    sampler: RejectionSampler,
+    texts: int,
+    sampling: Sampling,
+) -> tuple[GenerationOutput, list[Step]]:
+    """Generate so many texts of each prompt, of equally many tokens, under a name; return them and their steps."""
+    from specdecode.integrations.transformers import generate
+
+    steps: list[Step] = []
+
+    def on_step(step: Step) -> None:
+        steps.append(step)
+        progress.advance(task, len(step.token_ids))
+
+    input_ids, mask = padded([prompt for prompt in prompts for _ in range(texts)])
+    task = progress.add_task(name, total=len(input_ids) * options.max_new_tokens)
+    output = generate(
+        models.target,
+        drafter,
+        input_ids,
+        mask,
+        method=sampler,
+        num_draft_tokens=options.num_draft_tokens,
+        max_new_tokens=options.max_new_tokens,
+        **sampling._asdict(),
+        seeds=options.seed,
+        eos_token_id=[],  # so that all texts have equally many tokens
+        on_step=on_step,
+    )
+    return output, steps
+
+
+def show_beginning(models: Models, prompt: torch.Tensor, steps: Sequence[Step], console: Console) -> None:
+    """Print how the first text begins: its prompt, then what became of each draft."""
+    console.print(legend(console), end="\n\n")
+    text, shown = Text().append(models.tokenizer.decode(prompt), style="dim"), 0
+    for step in steps:
+        if step.request == 0 and shown < SHOWN_TOKENS:
+            text.append_text(show(models, step, console))
+            shown += len(step.token_ids)
+    console.print(text, end="\n\n", soft_wrap=True)
 
 
 def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from specdecode import backends
 from specdecode.backends import Backend
-from specdecode.batch import (
-    INT64,
-    Logprobs,
-    Packing,
-    RowBatch,
-    SamplerOutput,
-    Sampling,
-    VerificationBatch,
-    check_logits,
-)
-from specdecode.packing import check_packed
+from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import check_logits, draw_seeds
+from specdecode.packing import Packing
+from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -73,7 +66,7 @@ def verify(
                 draft_logsumexp,
                 *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
                 *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(_seeds_for(batch, target_logits.device, seeds)),
+                *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
                 positions,
                 draft_cutoff,
                 draft_vocab_ids,
@@ -109,7 +102,7 @@ def sample(
             int(domains[1]),
             logits,
             *_tensors_and_numbers(sampling),
-            *_tensor_or_number(_seeds_for(logits.shape[:1], logits.device, seeds)),
+            *_tensor_or_number(draw_seeds(logits.shape[:1], logits.device) if seeds is None else seeds),
             positions,
         )
         return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
@@ -134,12 +127,6 @@ def _sampling_of(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> 
 
 def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
     return (value, 0) if isinstance(value, Tensor) else (None, value)
-
-
-def _seeds_for(batch: tuple[int, ...], device: torch.device, seeds: int | Tensor | None) -> int | Tensor:
-    if seeds is None:
-        return torch.randint(INT64.min, INT64.max, batch, dtype=torch.int64, device=device)
-    return seeds
 
 
 @torch.library.custom_op("specdecode::refuse_shard", mutates_args=())
@@ -185,14 +172,12 @@ def _verify(
     drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    others: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
-    if row_starts is None:
+    numbers: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
+    others: Any = *numbers, row_starts, num_draft_tokens, slots
+    if row_starts is None or not seeds_are_drawn:
         return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
-    where: Any = row_starts, num_draft_tokens, slots
-    if not seeds_are_drawn:
-        return _tensors_of(sampler._verify(check_packed(*tensors, temperature, seed, *others, *where)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
-    batch = check_packed(*tensors, temperature, 0, *others, *where)
+    batch = VerificationBatch.check(*tensors, temperature, 0, *others)
     packing = cast("Packing", batch.packing)._replace(seeds_by_request=True)
     return _tensors_of(sampler._verify(batch._replace(seeds=seed, packing=packing)))
 
@@ -241,7 +226,7 @@ def _sample(
     temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
     seed = first_seed if seeds is None else seeds
     batch = RowBatch.check(logits, cast("Any", temperature), seed, positions, *cast("Any", truncation))
-    chosen = backends.choose(cast("Backend", backend), logits)
+    chosen = backends.to_sample(cast("Backend", backend), batch)
     token_ids, logsumexp, *cutoff = chosen.sample(batch, (block_domain, token_domain))
     is_truncated = cutoff and cutoff[0] is not None
     return token_ids, logsumexp, cutoff[0] if is_truncated else torch.zeros_like(token_ids)

@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from specdecode.batch import MOST_DRAFT_TOKENS, SamplerOutput, check_count, shown
+from specdecode.batch import SamplerOutput
+from specdecode.checks import MOST_DRAFT_TOKENS, check_count, shown
 
 _LOCK = threading.Lock()
 """Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""

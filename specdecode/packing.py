@@ -4,16 +4,15 @@ On the CPU their values are checked. On a device they are not read, because a re
 backends take a request whose rows or slot cannot be for one that has none.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from specdecode.batch import (
+from specdecode.checks import (
     INTEGERS,
     MOST_DRAFT_TOKENS,
-    Logprobs,
-    Packing,
-    Sampling,
-    VerificationBatch,
+    Extent,
     check_count,
     check_device,
     check_logits,
@@ -23,43 +22,18 @@ from specdecode.batch import (
     on_host,
     plain,
 )
+from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard
 
 
-def check_packed(
-    target_logits: Tensor,
-    draft_token_ids: Tensor,
-    draft_logits: Tensor | None,
-    draft_logsumexp: Tensor | None,
-    temperature: Tensor | float,
-    seeds: Tensor | int | None,
-    positions: Tensor | None,
-    top_k: Tensor | int | None,
-    top_p: Tensor | float | None,
-    min_p: Tensor | float | None,
-    draft_sampling: Sampling | None,
-    draft_cutoff: Tensor | None,
-    logprobs: Logprobs | None,
-    draft_vocab_ids: Tensor | None,
-    shard: VocabShard | None,
-    row_starts: Tensor,
-    num_draft_tokens: int | None,
-    slots: Tensor | None,
-) -> VerificationBatch:
-    """Build a batch from the arguments of a packed call.
+class Packing(NamedTuple):
+    """Where the rows and the state of each request of a packed call are. Their values are checked only on the CPU."""
 
-    Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, device or value.
-    """
-    most = check_rows(target_logits, draft_token_ids, row_starts, num_draft_tokens, shard)
-    truncation = top_k, top_p, min_p, draft_sampling
-    by_slot = draft_logits, temperature, seeds, *truncation, draft_logsumexp, draft_cutoff
-    num_slots, slots = check_slots(slots, row_starts, by_slot)
-    packing = Packing(plain(row_starts), most, slots, num_slots, seeds is None)
-    tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
-    others = draft_cutoff, logprobs, draft_vocab_ids, shard
-    return VerificationBatch.check(*tensors, temperature, seeds, positions, *truncation, *others, packing)
+    row_starts: Tensor  # [batch + 1] int32 or int64
+    num_draft_tokens: int  # the most that a request may have
+    slots: Tensor | None  # [batch] int32 or int64; None: the request itself, or nothing is by slot
+    num_slots: int
+    seeds_by_request: bool  # seeds are not by slot, because they were drawn for this call
 
 
 BY_SLOT = (
@@ -76,26 +50,69 @@ BY_SLOT = (
 """The arguments of which some may be tensors by slot."""
 
 
-def check_rows(
+def check_packed(
     target_logits: Tensor,
     draft_token_ids: Tensor,
     row_starts: Tensor,
     num_draft_tokens: int | None,
+    slots: Tensor | None,
+    by_slot: tuple[Tensor | float | Sampling | None, ...],
+    seeds_by_request: bool,
     shard: VocabShard | None,
-) -> int:
-    """Raise unless logits, tokens and the rows of each request fit together; return the most drafts of a request."""
+) -> tuple[Extent, Packing]:
+    """Raise unless rows, drafts and slots fit together; return how much there is, and where it is.
+
+    Args:
+        target_logits: as for a packed call.
+        draft_token_ids: likewise.
+        row_starts: likewise.
+        num_draft_tokens: likewise.
+        slots: likewise.
+        by_slot: the arguments that `BY_SLOT` names.
+        seeds_by_request: whether seeds are to be drawn, one for each request.
+        shard: which part of the vocabulary the logits are.
+    """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), shard)
     device = target_logits.device
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (num_rows,), device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)
     check_type("row_starts", row_starts, INTEGERS)
-    if row_starts.ndim != 1 or row_starts.shape[0] == 0:
-        raise ValueError(f"row_starts: expected shape [batch + 1], got {list(row_starts.shape)}")
-    check_device("row_starts", row_starts, device)
+    starts = row_starts.shape
+    if len(starts) != 1 or starts[0] == 0:
+        raise ValueError(f"row_starts: expected shape [batch + 1], got {list(starts)}")
+    if row_starts.device != device:  # without a call where it is right
+        check_device("row_starts", row_starts, device)
+    batch = starts[0] - 1
+    if slots is not None:
+        check_tensor("slots", slots, INTEGERS, (batch,), device)
+        slots = plain(slots)
+    name, num_slots = count_slots(by_slot, batch, slots)
+    if name is None:
+        slots = None  # not looked at
+    used: tuple[Tensor, ...] = ()
     if on_host(row_starts):
         check_row_starts(row_starts, num_rows, most)
         check_judged(draft_token_ids, row_starts, vocab)
-    return most
+        used = check_slots(slots, row_starts, name, num_slots)
+    packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request)
+    return Extent(batch, num_slots, most, vocab, device, *used), packing
+
+
+def count_slots(
+    by_slot: tuple[Tensor | float | Sampling | None, ...], batch: int, slots: Tensor | None
+) -> tuple[str | None, int]:
+    """Return the name of an argument that is by slot, None if there is none, and how many slots it has."""
+    for name, argument in zip(BY_SLOT, by_slot):
+        for part in argument if isinstance(argument, Sampling) else (argument,):
+            if isinstance(part, Tensor) and part.ndim > 0:
+                num_slots = part.shape[0]
+                if slots is None and num_slots < batch:
+                    expected = f"a slot for each of {batch} requests, because slots is None"
+                    raise ValueError(f"{name}: expected {expected}, got {num_slots}")
+                if num_slots == 0 < batch:
+                    raise ValueError(f"{name}: expected at least one slot, got 0")
+                return name, num_slots
+    return None, batch
 
 
 def check_row_starts(row_starts: Tensor, num_rows: int, most: int) -> None:
@@ -123,32 +140,18 @@ def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> Non
     check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
 
 
-def check_slots(
-    slots: Tensor | None, row_starts: Tensor, by_slot: tuple[Tensor | float | Sampling | None, ...]
-) -> tuple[int, Tensor | None]:
-    """Return how many slots there are, and slots; None if nothing is by slot, or a request's slot is the request itself."""
-    batch = row_starts.shape[0] - 1
-    if slots is not None:
-        check_tensor("slots", slots, INTEGERS, (batch,), row_starts.device)
-    for name, argument in zip(BY_SLOT, by_slot):
-        for part in argument if isinstance(argument, Sampling) else (argument,):
-            if isinstance(part, Tensor) and part.ndim > 0:
-                return check_num_slots(name, part.shape[0], slots, row_starts)
-    return batch, None
+def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Raise unless each request that has rows has a slot, as many as there are `of` an argument.
 
-
-def check_num_slots(name: str, num_slots: int, slots: Tensor | None, row_starts: Tensor) -> tuple[int, Tensor | None]:
-    """Return the number of slots and slots, or raise unless each request has one; the number is that of an argument."""
-    batch = row_starts.shape[0] - 1
+    Returns:
+        Which slots are used, [num_slots] bool, and which requests have rows, [batch] bool.
+    """
+    has_rows = row_starts.diff() > 0
     if slots is None:
-        if num_slots < batch:
-            raise ValueError(
-                f"{name}: expected a slot for each of {batch} requests, because slots is None, got {num_slots}"
-            )
-        return num_slots, None
-    if num_slots == 0 and batch > 0:
-        raise ValueError(f"{name}: expected at least one slot, got 0")
-    if on_host(slots):
-        valid = ((slots >= 0) & (slots < num_slots)) | (row_starts.diff() == 0)
-        check_values("slots", slots, valid, f"numbers in [0, {num_slots}), the number of slots in {name}")
-    return num_slots, plain(slots)
+        slots = torch.arange(len(has_rows))
+    else:
+        valid = ((slots >= 0) & (slots < num_slots)) | ~has_rows
+        check_values("slots", slots, valid, f"numbers in [0, {num_slots}), the number of slots in {of}")
+    used = torch.zeros(num_slots, dtype=torch.bool)
+    used[slots[has_rows].long()] = True
+    return used, has_rows

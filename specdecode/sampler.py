@@ -1,6 +1,5 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
-from types import ModuleType
 from typing import Any, Literal, get_args
 
 import torch
@@ -8,19 +7,11 @@ from torch import Tensor
 
 from specdecode import backends, compiled, eager
 from specdecode.backends import Backend
-from specdecode.batch import (
-    MOST_DRAFT_TOKENS,
-    Logprobs,
-    RowBatch,
-    SamplerOutput,
-    Sampling,
-    VerificationBatch,
-    check_choice,
-    check_count,
-)
+from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
-from specdecode.packing import check_packed
+from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -307,12 +298,14 @@ class RejectionSampler:
                     [ 3, -1, -1],
                     [ 3, -1, -1]])
         """
+        if row_starts is None:  # which below means that a call is not packed
+            raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
-        return self._verify(check_packed(*arguments, *others, *where))
+        return self._verify(VerificationBatch.check(*arguments, *others, *where))
 
     def warmup(
         self,
@@ -377,20 +370,16 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        if row_starts is None:
-            if slots is not None or num_draft_tokens is not None:
-                raise ValueError(
-                    "row_starts: needed beside slots and num_draft_tokens, which are those of packed calls"
-                )
-            batch = self._checked(VerificationBatch.check(*arguments, *others))
-        else:
-            where: Any = row_starts, num_draft_tokens, slots
-            batch = self._checked(check_packed(*arguments, *others, *where))
+        if row_starts is None and not (slots is None and num_draft_tokens is None):
+            raise ValueError("row_starts: needed beside slots and num_draft_tokens, which are those of packed calls")
+        where: Any = row_starts, num_draft_tokens, slots
+        batch = VerificationBatch.check(*arguments, *others, *where)
+        self._check_schedule(batch)
         if self.shard is not None:
             self.shard.agree(target_logits)
         if backends.choose(self.backend, target_logits, self.shard) is eager:
             return
-        backend = self._backend_for(batch)
+        backend = backends.to_verify(self.backend, self.method, batch)
         if backend is not eager:
             backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
@@ -400,35 +389,19 @@ class RejectionSampler:
             *scalars, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
             self.draft(draft_logits[:1, 0], *scalars, top_k=top_k, top_p=top_p, min_p=min_p)
 
-    def _checked(self, batch: VerificationBatch) -> VerificationBatch:
-        """Return the batch if the schedule has a rate for each of its drafts."""
+    def _verify(self, batch: VerificationBatch) -> SamplerOutput:
+        """Have a backend verify what has been checked."""
+        self._check_schedule(batch)
+        backend = backends.to_verify(self.backend, self.method, batch)
+        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
+        return output
+
+    def _check_schedule(self, batch: VerificationBatch) -> None:
+        """Raise unless the schedule, if there is one, has a rate for each draft."""
         if self.schedule is not None and batch.num_draft_tokens > self.schedule.num_draft_tokens:
             name = "draft_token_ids" if batch.packing is None else "num_draft_tokens"
             most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens
             raise ValueError(f"{name}: expected at most {most} drafts, as many as the schedule has rates, got {got}")
-        return batch
-
-    def _verify(self, batch: VerificationBatch) -> SamplerOutput:
-        """Have a backend verify what has been checked."""
-        batch = self._checked(batch)
-        output: SamplerOutput = self._backend_for(batch).verify(self.method, batch, self.schedule)
-        return output
-
-    def _backend_for(self, batch: VerificationBatch) -> ModuleType:
-        """Return the backend's module; where the kernels cannot verify the batch, `"auto"` is eager.
-
-        Raises:
-            ValueError: the backend is `"triton"`, whose kernels cannot.
-        """
-        backend = backends.choose(self.backend, batch.target_logits, self.shard)
-        if backend is eager:
-            return eager
-        why_not = backend.why_not_verified(self.method, batch)
-        if why_not is None:
-            return backend
-        if self.backend == "triton":
-            raise ValueError(why_not)
-        return eager
 
     def draft(
         self,
@@ -485,5 +458,4 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        backend = backends.choose(self.backend, batch.logits, batch.shard)
-        return DraftOutput(*backend.sample(batch, domains))
+        return DraftOutput(*backends.to_sample(self.backend, batch).sample(batch, domains))

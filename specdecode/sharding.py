@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, distributed
 
-from specdecode.batch import check_count, check_seeds
+from specdecode.checks import check_count, check_seeds
 from specdecode.noise import BLOCK_SIZE
 
 MOST_TOKENS = 2**31 - 1
@@ -188,62 +188,72 @@ class Layout:
         self.ranks, self.vocab_size = len(shards), vocab_size
         self.block_size = min(BLOCK_SIZE, vocab_size)
         self.num_blocks = math.ceil(vocab_size / self.block_size)
-
-        frames = [self._frame(*shards[i]) for i in by_start]
-        self.blocks = frames[self.place]
-        """The blocks of this rank's frame; an empty shard's is one block, of which nothing is used."""
-        self.most_blocks = max(map(len, frames))
-        """Blocks of the widest frame, to which all ranks pad what they send."""
-        self.width = len(self.blocks) * self.block_size
-        self.offset = self.start - self.blocks.start * self.block_size if self.local else 0
-        """Where the shard begins in the frame."""
-        ids = torch.arange(self.width, device=device) + self.blocks.start * self.block_size
-        self.token_ids = ids.masked_fill((ids < self.start) | (ids >= self.start + self.local), -1)
-        """[width] int64; -1 outside the shard."""
-
-        holders = [
-            [place for place, i in enumerate(by_start) if shards[i][1] and block in frames[place]]
-            for block in range(self.num_blocks)
-        ]
-        nowhere = len(shards) * self.most_blocks
-        at = [
-            [place * self.most_blocks + block - frames[place].start for place in places]
-            for block, places in enumerate(holders)
-        ]
-        self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
-        """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
-
-        in_order_of_ranks = [
-            by_start[block // self.most_blocks] * self.most_blocks + block % self.most_blocks for block, *_ in at
-        ]
-        self.sources = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
-        """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
-
-        holders_of_any = [rank for rank in by_start if shards[rank][1]]
-        self.holders = torch.tensor(holders_of_any, dtype=torch.int32, device=device)
+        holders = [rank for rank in by_start if shards[rank][1]]
+        self.holders = torch.tensor(holders, dtype=torch.int32, device=device)
         """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
 
-        self.divided = [block for block, places in enumerate(holders) if len(places) > 1]
-        """Blocks that several shards hold a part of."""
-        mine = [block - self.blocks.start for block in self.divided if self.place in holders[block]]
-        self.edges = [*mine, -1, -1][:2]
-        """Which blocks of this rank's frame these are, -1 for none. A frame has at most two, its first and its last."""
-        self.is_divided = torch.tensor([block in self.divided for block in self.blocks], device=device)
-        """[blocks of the frame] bool."""
-        seen = [0] * len(shards)
-        slots = []
-        for block in self.divided:
-            slots.append([2 * place + seen[place] for place in holders[block]])
-            for place in holders[block]:
-                seen[place] += 1
-        self.slots = torch.tensor(padded(slots, 2 * len(shards)), dtype=torch.int64, device=device)
-        """[divided, parts] int64: where the parts of each are among the two that each rank sends; beyond that: nowhere."""
-        self.divided_ids = torch.tensor(self.divided, dtype=torch.int64, device=device)
+        frames = [self._frame(*shards[i]) for i in by_start]
+        self.most_blocks = max(map(len, frames))
+        """Blocks of the widest frame, to which all ranks pad what they send."""
+        held = [
+            [place for place, i in enumerate(by_start) if shards[i][1] and block in frames[place]]
+            for block in range(self.num_blocks)
+        ]  # the places of the ranks that hold a part of each block
+        self._set_frame(frames[self.place], device)
+        self._set_blocks(by_start, frames, held, device)
+        self._set_divided(held, device)
 
     def _frame(self, start: int, length: int) -> range:
         """Return the blocks that a shard touches, at least one."""
         first = min(start // self.block_size, self.num_blocks - 1)
         return range(first, max(first + 1, math.ceil((start + length) / self.block_size)))
+
+    def _set_frame(self, frame: range, device: torch.device) -> None:
+        """Set what describes this rank's frame."""
+        self.blocks = frame
+        """The blocks of this rank's frame; an empty shard's is one block, of which nothing is used."""
+        self.width = len(frame) * self.block_size
+        self.offset = self.start - frame.start * self.block_size if self.local else 0
+        """Where the shard begins in the frame."""
+        ids = torch.arange(self.width, device=device) + frame.start * self.block_size
+        self.token_ids = ids.masked_fill((ids < self.start) | (ids >= self.start + self.local), -1)
+        """[width] int64; -1 outside the shard."""
+
+    def _set_blocks(
+        self, by_start: list[int], frames: list[range], held: list[list[int]], device: torch.device
+    ) -> None:
+        """Set where the statistics of each block are among what all ranks send."""
+        nowhere = len(frames) * self.most_blocks
+        at = [
+            [place * self.most_blocks + block - frames[place].start for place in places]
+            for block, places in enumerate(held)
+        ]
+        self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
+        """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
+        in_order_of_ranks = [
+            by_start[first // self.most_blocks] * self.most_blocks + first % self.most_blocks for first, *_ in at
+        ]
+        self.sources = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
+        """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
+
+    def _set_divided(self, held: list[list[int]], device: torch.device) -> None:
+        """Set what describes the blocks that several shards hold a part of."""
+        self.divided = [block for block, places in enumerate(held) if len(places) > 1]
+        """Blocks that several shards hold a part of."""
+        self.divided_ids = torch.tensor(self.divided, dtype=torch.int64, device=device)
+        mine = [block - self.blocks.start for block in self.divided if self.place in held[block]]
+        self.edges = [*mine, -1, -1][:2]
+        """Which blocks of this rank's frame these are, -1 for none. A frame has at most two, its first and its last."""
+        self.is_divided = torch.tensor([block in self.divided for block in self.blocks], device=device)
+        """[blocks of the frame] bool."""
+        seen = [0] * self.ranks
+        slots = []
+        for block in self.divided:
+            slots.append([2 * place + seen[place] for place in held[block]])
+            for place in held[block]:
+                seen[place] += 1
+        self.slots = torch.tensor(padded(slots, 2 * self.ranks), dtype=torch.int64, device=device)
+        """[divided, parts] int64: where the parts of each are among the two that each rank sends; beyond that: nowhere."""
 
     def whole(self, parts: Tensor) -> Tensor:
         """Put block sums together, [..., num_blocks], given what all ranks sent, [ranks, ..., most_blocks]."""

@@ -23,7 +23,6 @@ from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.launch import Plan
-from specdecode.packing import check_packed
 from tests.differential import Case, case
 from tests.packing import in_slots, packed_rows, with_counts
 
@@ -209,9 +208,9 @@ class Calls:
         """Make a packed call, by the kernels' own entry."""
         if not self.is_due():
             return
-        arguments = {**dict.fromkeys(inspect.signature(check_packed).parameters), **call}
+        arguments = {**dict.fromkeys(inspect.signature(VerificationBatch.check).parameters), **call}
         kernels = backends.choose("triton", call["target_logits"])
-        kernels.verify(method, check_packed(**arguments), self.sampler(method).schedule, large=large)
+        kernels.verify(method, VerificationBatch.check(**arguments), self.sampler(method).schedule, large=large)
 
 
 BY_SLOT = "draft_logits", "temperature", "seeds"

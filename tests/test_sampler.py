@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import specdecode
 from reference import selection
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
-from specdecode.batch import RowBatch, VerificationBatch, check_seeds
+from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.checks import check_seeds
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
 from tests.differential import like_a_device

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import SamplerOutput, on_host
+from specdecode.batch import SamplerOutput
+from specdecode.checks import on_host
 from specdecode.eager.probabilistic import compare, emit, quotients
 from specdecode.eager.selection import Requests, block_sums, by_chunks
 from specdecode.eager.steps import Steps

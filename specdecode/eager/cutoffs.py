@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.batch import on_host
+from specdecode.checks import on_host
 from specdecode.eager.selection import by_chunks
 from specdecode.eager.truncation import RowSampling
 from specdecode.sharding import Layout, VocabShard

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import Packing, SamplerOutput, Truncation, VerificationBatch
+from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.packing import Packing
+from specdecode.sampling import Truncation
 
 
 class IndexedRows:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.batch import SamplerOutput, on_host
+from specdecode.batch import SamplerOutput
+from specdecode.checks import on_host
 from specdecode.eager.fused import fused
 from specdecode.eager.greedy import argmax
 from specdecode.eager.selection import (

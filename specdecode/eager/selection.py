@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.batch import on_host
+from specdecode.checks import on_host
 from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import exponential

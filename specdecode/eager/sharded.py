@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import on_host
+from specdecode.checks import on_host
 from specdecode.eager.cutoffs import Source, copy, find_cutoffs, is_kept_here, last_kept
 from specdecode.eager.philox import exponential
 from specdecode.eager.probabilistic import (

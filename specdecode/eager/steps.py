@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch, on_host, seed_each
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import on_host, seed_each
 from specdecode.eager.philox import uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling

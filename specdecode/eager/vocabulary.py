@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import on_host
+from specdecode.checks import on_host
 from specdecode.eager.packed import IndexedRows
 
 

@@ -72,7 +72,7 @@ METHODS = {
 
 
 def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row.
+    """Draw one token per row of a batch, of which `why_not_sampled` says nothing.
 
     Returns:
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
@@ -167,6 +167,11 @@ def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     return why_not_truncated(rule, batch) if batch.is_truncated else None
 
 
+def why_not_sampled(batch: RowBatch) -> str | None:
+    """Return why the kernels cannot sample from rows, which then the eager backend alone can; or None."""
+    return why_not_sharded(batch.shard, batch.logits, batch.is_truncated)
+
+
 def why_not_sharded(shard: VocabShard | None, logits: Tensor, is_truncated: bool) -> str | None:
     """Return why the kernels cannot take a shard, or None. The first call on a device asks the other ranks."""
     if shard is None:
@@ -220,10 +225,8 @@ def run(
         add_limits(batch, tensors, numbers)
     target = tensors["target"]
     assert target is not None
-    if (why_not := why_not_sharded(batch.shard, target, batch.is_truncated)) is not None:
-        raise ValueError(why_not)
     inputs = absent | tensors
-    layouts = tuple([None if tensor is None else layout(tensor) for tensor in inputs.values()])
+    layouts = tuple([None if tensor is None else layout(name, tensor) for name, tensor in inputs.items()])
     shape: tuple[int, ...] = target.shape
     logprobs, seeds_by_request = None, False
     if isinstance(batch, VerificationBatch):

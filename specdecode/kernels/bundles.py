@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from specdecode.checks import FLOATS, INTEGERS
 from specdecode.kernels.arguments import (
     Drafts,
     DraftVocabulary,
@@ -51,9 +52,15 @@ EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
 OF_TRUNCATION = (*EACH_LIMIT, "draft_cutoff")
 """The tensors that a step that truncates may be given besides."""
 
+VECTORS = frozenset(("rates", "row_starts", "slots", "temperatures", "seeds", "positions", *EACH_LIMIT))
+"""Those that are given as contiguous vectors, of which kernels load single elements: they may start at any address."""
+VECTOR_LAYOUTS: dict[torch.dtype, Layout] = {dtype: (dtype, (1,), False) for dtype in (*FLOATS, *INTEGERS)}
 
-def layout(tensor: Tensor) -> Layout:
-    """Return how a tensor lies."""
+
+def layout(name: str, tensor: Tensor) -> Layout:
+    """Return how a tensor lies; for a vector nothing but the dtype is looked up, because each call has several."""
+    if name in VECTORS:
+        return VECTOR_LAYOUTS[tensor.dtype]
     return tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 

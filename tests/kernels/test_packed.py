@@ -14,7 +14,6 @@ from torch import Tensor
 from specdecode import kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.launch import Plan
-from specdecode.packing import check_packed
 from tests.conftest import ON_GPU
 from tests.differential import Case, case, like_a_device
 from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
@@ -32,7 +31,7 @@ NO_LIMITS = {
 }
 
 
-def call(kind: str, checks: Any, tensors: dict, numbers: dict, where: tuple, **way: bool) -> Any:
+def call(kind: str, tensors: dict, numbers: dict, where: tuple, **way: bool) -> Any:
     """Run the kernels on the arguments of a call, packed or not."""
     method, schedule = kind.split()[0], SCHEDULE if kind.startswith("synthetic") else None
     method = method if method in kernels.METHODS else "probabilistic"
@@ -40,7 +39,8 @@ def call(kind: str, checks: Any, tensors: dict, numbers: dict, where: tuple, **w
     rows = tensors["target_logits"], tensors["draft_token_ids"], *drafts
     order = "temperature", "seeds", "positions", *NO_LIMITS
     options = {**NO_LIMITS, "seeds": 4, "positions": None, **numbers}
-    return kernels.verify(method, checks(*rows, *[options[name] for name in order], *where), schedule, **way)
+    batch = VerificationBatch.check(*rows, *[options[name] for name in order], *where)
+    return kernels.verify(method, batch, schedule, **way)
 
 
 def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: int, limits: dict, **way: bool) -> tuple:
@@ -50,12 +50,12 @@ def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: in
     by_request = {"draft_logits": draft_logits, "draft_logsumexp": logsumexp}
     numbers = {"temperature": batch.temperature, "seeds": batch.seeds, **limits}
     padded = {"target_logits": batch.target_logits, "draft_token_ids": batch.draft_token_ids, **by_request}
-    usual = call(kind, VerificationBatch.check, padded, {**numbers, "positions": batch.positions}, (), **way)
+    usual = call(kind, padded, {**numbers, "positions": batch.positions}, (), **way)
     rows = packed_rows(batch, counts, torch.int32)
     where = rows.pop("row_starts"), rows.pop("num_draft_tokens"), slots
     by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_request.items()}
     numbers = {name: in_slots(value, slots, num_slots) for name, value in numbers.items()}
-    packed = call(kind, check_packed, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
+    packed = call(kind, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
     return packed, usual
 
 
@@ -160,7 +160,7 @@ def test_places_that_cannot_be_are_never_read(kind, truncated, way):
     for starts, slots in zip(HOSTILE_STARTS, HOSTILE_SLOTS):
         where = torch.tensor(starts), 3, torch.tensor(slots)
         with like_a_device(), reads_and_writes_inside() as places:
-            output = call(kind, check_packed, tensors, numbers, where, **way)
+            output = call(kind, tensors, numbers, where, **way)
         assert places
         for request in range(7):
             if not is_sound(starts, slots, request):
@@ -177,6 +177,6 @@ def test_there_may_be_no_rows_and_no_requests(kind, truncated, way):
     for requests in (0, 2):
         starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
         with nullcontext() if ON_GPU else reads_and_writes_inside():
-            output = call(kind, check_packed, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
+            output = call(kind, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
         assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
         assert output.invalid.all()

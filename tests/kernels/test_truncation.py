@@ -10,10 +10,11 @@ from torch import Tensor
 
 from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
-from specdecode import RejectionSampler, eager, kernels
+from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode.batch import RowBatch, Truncation, VerificationBatch
+from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.noise import SELECT
+from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
@@ -259,8 +260,8 @@ def test_more_drafts_than_stop_bits_are_refused():
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
-    monkeypatch.setattr("specdecode.sampler.backends.choose", lambda *_: kernels)
-    sampler, otherwise = RejectionSampler("probabilistic", backend=backend), PackageSampling(temperature=0.5)
+    monkeypatch.setattr("specdecode.backends.choose", lambda *_: kernels)
+    otherwise = PackageSampling(temperature=0.5)
     for drafts, options, is_possible in (
         (27, {"top_k": 3}, True),
         (28, {"top_k": 3}, False),
@@ -271,9 +272,9 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
         checked = VerificationBatch.check(*tensors, **options)
         if is_possible:
-            assert sampler._backend_for(checked) is kernels, (drafts, options)
+            assert backends.to_verify(backend, "probabilistic", checked) is kernels, (drafts, options)
         elif backend == "auto":
-            assert sampler._backend_for(checked) is eager, (drafts, options)
+            assert backends.to_verify(backend, "probabilistic", checked) is eager, (drafts, options)
         else:
             with pytest.raises(ValueError, match="'triton' "):
-                sampler._backend_for(checked)
+                backends.to_verify(backend, "probabilistic", checked)

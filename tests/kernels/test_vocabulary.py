@@ -17,7 +17,6 @@ from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_PLACE, SPAN
-from specdecode.packing import check_packed
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
@@ -135,7 +134,7 @@ def test_packed_is_padded_bit_for_bit(method, options, way):
     by_slot = {name: in_slots(value, slots, 7) for name, value in by_slot.items()}
     names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff", "shard"
     call = {**dict.fromkeys(names), **rows, **by_slot, "positions": batch.positions, "logprobs": "processed"}
-    packed = check_packed(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
+    packed = VerificationBatch.check(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
     assert_same(kernels.verify(method, packed, SCHEDULE if method == "synthetic" else None, **way), usual)
     assert usual.num_accepted.sum() > 0
 

@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import RejectionSampler, Sampling
-from specdecode.batch import Truncation, check_count, check_temperature, check_tensor, check_type, shown
+from specdecode.checks import check_count, check_tensor, check_type, shown
 from specdecode.integrations.transformers.generation_config import is_greedy
 from specdecode.integrations.transformers.outputs import Step
+from specdecode.sampling import Truncation, check_temperature
 
 
 def check_options(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdecode.batch import check_count
+from specdecode.checks import check_count
 
 
 @dataclass(frozen=True)
