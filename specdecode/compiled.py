@@ -55,29 +55,28 @@ def verify(
     batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
         target_logits = target_logits if shard is None else _refuse_shard(target_logits)
-        output = SamplerOutput(
-            *_verify(
-                method,
-                backend,
-                joint_rates,
-                target_logits,
-                draft_token_ids,
-                draft_logits,
-                draft_logsumexp,
-                *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
-                *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-                *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
-                positions,
-                draft_cutoff,
-                draft_vocab_ids,
-                logprobs,
-                row_starts,
-                num_draft_tokens,
-                slots,
-                seeds is None,
-            )
+        *output, of_tokens = _verify(
+            method,
+            backend,
+            joint_rates,
+            target_logits,
+            draft_token_ids,
+            draft_logits,
+            draft_logsumexp,
+            *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
+            *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
+            *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
+            positions,
+            draft_cutoff,
+            draft_vocab_ids,
+            logprobs,
+            row_starts,
+            num_draft_tokens,
+            slots,
+            seeds is None,
         )
-        return output._replace(logprobs=None) if logprobs is None else output
+        # Not by `_replace`: PyTorch 2.11 cannot compile a function that returns what that makes.
+        return SamplerOutput(*output, None if logprobs is None else of_tokens)
 
 
 def sample(

@@ -43,10 +43,11 @@ def call(sampler, batch):
 
 
 def call_packed(sampler, batch, row_starts, slots):
-    """Take the rows of a batch as one row after another, and requests from its slots."""
+    """Take the rows of a batch as one row after another, each with its likeliest token, and requests from its slots."""
+    rows = batch.target_logits.flatten(0, 1)
     return sampler.packed(
-        batch.target_logits.flatten(0, 1),
-        batch.draft_token_ids.flatten().repeat(2)[: batch.target_logits.shape[:2].numel()],
+        rows,
+        rows.argmax(dim=1).index_fill(0, torch.arange(0, len(rows), 9, device=rows.device), -1),
         row_starts,
         batch.draft_logits,
         num_draft_tokens=3,

@@ -52,7 +52,7 @@ class DraftVocabRows:
             return None
         size = logits.shape[-1]
         found = torch.zeros(size + 1, dtype=torch.bool, device=logits.device)
-        found[torch.where(self.places < 0, size, self.places)] = True
+        found.index_fill_(0, torch.where(self.places < 0, size, self.places), True)
         weights = ((logits - row_max) / temperature[..., None]).exp()
         return weights.masked_fill_(found[:size], 0).sum(dim=-1)
 
