@@ -54,12 +54,13 @@ def normalizer_asked(place, p, raw, inputs, workspace, sizes):
 @triton.jit
 def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
     """Return the log-probability of a token at a place, given what `normalizer_asked` returns."""
+    is_there = token < place.request.vocab_size  # a request without rows emits token 0, of which it has no logit
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(place.request, place.offset, inputs, workspace, sizes), place.temperature
-        return logprob(load_logit(row, token, True), token, normalizer, temperature)
+        return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
     else:
         row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
-        return logprob(load_logit(row, token, True), token, normalizer, tl.full([], 1.0, tl.float32))
+        return logprob(load_logit(row, token, is_there), token, normalizer, tl.full([], 1.0, tl.float32))
 
 
 @triton.jit

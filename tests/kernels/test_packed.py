@@ -169,14 +169,16 @@ def test_places_that_cannot_be_are_never_read(kind, truncated, way):
 
 
 @pytest.mark.parametrize(
-    ("kind", "truncated", "way"), [("strict", False, {}), ("probabilistic", True, {}), ("block", False, LARGE)]
+    ("kind", "truncated", "logprobs", "way"),
+    [("strict", False, "raw", {}), ("probabilistic", True, "processed", {}), ("block", False, "raw", LARGE)],
 )
-def test_there_may_be_no_rows_and_no_requests(kind, truncated, way):
+def test_there_may_be_no_rows_and_no_requests(kind, truncated, logprobs, way):
     tensors, numbers = eight_rows(truncated)
     nothing = {name: tensors[name][:0].clone() for name in ("target_logits", "draft_token_ids")}
     for requests in (0, 2):
         starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
         with nullcontext() if ON_GPU else reads_and_writes_inside():
-            output = call(kind, {**tensors, **nothing}, numbers, (starts, 3, None), **way)
+            output = call(kind, {**tensors, **nothing}, {**numbers, "logprobs": logprobs}, (starts, 3, None), **way)
         assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
+        assert output.logprobs.nan_to_num(nan=9).tolist() == [[0, 9, 9, 9]] * requests
         assert output.invalid.all()
