@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
@@ -135,10 +136,11 @@ class Launch(NamedTuple):
     def compile(self, device: torch.device) -> Any:
         """Compile its kernel and load it, if that has not been done for the same signature."""
         signature = Signature(self.kernel.arg_names, self.bundles)
-        key = device, self.kernel, *self.options.items(), *signature.key()
-        if key not in _variants:
+        with _hashing:  # before `key`, which hashes the kernel, and alone: a hash half done looks like one that is done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
                 hash_callees_first(function)
+        key = device, self.kernel, *self.options.items(), *signature.key()
+        if key not in _variants:
             source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
             with on_device(device):  # the current device belongs to a thread
                 variant = triton.compile(source, options=self.options)
@@ -147,6 +149,7 @@ class Launch(NamedTuple):
         return _variants[key]
 
 
+_hashing = threading.Lock()
 _variants: dict[tuple[object, ...], Any] = {}
 """Compiled kernels by all that they depend on: no sizes, so plans of new sizes need not compile."""
 
