@@ -55,7 +55,7 @@ def verify(
     batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
         target_logits = target_logits if shard is None else _refuse_shard(target_logits)
-        *output, of_tokens = _verify(
+        tensors = _verify(
             method,
             backend,
             joint_rates,
@@ -76,7 +76,7 @@ def verify(
             seeds is None,
         )
         # Not by `_replace`: PyTorch 2.11 cannot compile a function that returns what that makes.
-        return SamplerOutput(*output, None if logprobs is None else of_tokens)
+        return SamplerOutput(*tensors[:4], logprobs=None if logprobs is None else tensors[4])
 
 
 def sample(

@@ -1,9 +1,9 @@
 """Run the kernels' variants once, small, for NVIDIA's checkers of memory and barriers.
 
 `compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU; most of the time goes into
-compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Every three choices of a call that can
-be made together are made together in one of them. Results are not compared: the checker reports errors. Half of each batch
-is bad input: rows of NaN and infinities, ids outside the vocabulary, rows and slots that are none.
+compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Every three choices of which a call
+is made are together in one of them. Results are not compared: the checker reports errors. Half of each batch is bad input:
+rows of NaN and infinities, ids outside the vocabulary, rows and slots that are none.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ CHOICES = {
     "vocab": (2048, 1025, 7, 33_001),
     "method_and_drafts": (
         ("strict", "no rows"),
-        *itertools.product(
-            ("probabilistic", "synthetic", "block"), ("rows", "logsumexp", "own vocabulary", "no rows")
-        ),
+        *itertools.product(("probabilistic", "synthetic", "block"), ("rows", "logsumexp", "own vocabulary", "no rows")),
     ),
     "way": ({"large": False}, {"large": False, "many": True}, {"large": True}),
     "temperature": ("a number", "each"),  # some of each are 0
@@ -156,7 +154,9 @@ class Calls:
 
     def all_choices(self) -> None:
         """Calls with every three choices that can be made together, and draws from their rows."""
-        for vocab, (method, drafts), way, temperature, limits, logprobs, layout in with_all_triples([*CHOICES.values()]):
+        for vocab, (method, drafts), way, temperature, limits, logprobs, layout in with_all_triples(
+            [*CHOICES.values()]
+        ):
             batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
             call = arguments(batch) | limits_of(limits) | {"logprobs": logprobs}
             if temperature == "a number":
@@ -175,7 +175,9 @@ class Calls:
         for vocab, limits in itertools.product(CHOICES["vocab"], CHOICES["limits"]):
             batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
             logits = batch.target_logits[:, 0].contiguous()
-            call = self.on({"logits": logits, "temperature": batch.temperature, "seeds": batch.seeds, **limits_of(limits)})
+            call = self.on(
+                {"logits": logits, "temperature": batch.temperature, "seeds": batch.seeds, **limits_of(limits)}
+            )
             if self.is_due():
                 RejectionSampler("strict", backend="triton").draft(**call)
             if self.is_due():
@@ -183,7 +185,9 @@ class Calls:
 
     def other_shapes(self) -> None:
         """No drafts, drafts like the target, other dtypes, greedy alone, rows that are not dense, large vocabularies."""
-        others = {dtype: case(BATCH, DRAFTS, 1040, dtype, seed=1) for dtype in (torch.float16, torch.float32, torch.float64)}
+        others = {
+            dtype: case(BATCH, DRAFTS, 1040, dtype, seed=1) for dtype in (torch.float16, torch.float32, torch.float64)
+        }
         odd = with_hostile_half(case(BATCH, DRAFTS, 1025, torch.float32, seed=2))
         columns = replace(
             odd,
