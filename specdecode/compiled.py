@@ -76,7 +76,7 @@ def verify(
             seeds is None,
         )
         # Not by `_replace`: PyTorch 2.11 cannot compile a function that returns what that makes.
-        return SamplerOutput(*tensors[:4], logprobs=None if logprobs is None else tensors[4])
+        return SamplerOutput(*(tensors[:4] if logprobs is None else tensors))
 
 
 def sample(
