@@ -208,6 +208,38 @@ def truncated_table(record: str, method: str = "probabilistic", rows: str = "pea
     )
 
 
+def packed_table(record: str) -> str:
+    """Compare packed calls with the same calls padded."""
+    results = [cell for cell in cells(record, kind="packed") if cell.provider.endswith(", packed")]
+    padded = {
+        (cell.count, cell.drafts, cell.provider): device_time(cell.values) for cell in cells(record, kind="packed")
+    }
+    results = [cell._replace(provider=cell.provider.removesuffix(", packed")) for cell in results]
+    rows: dict[str, dict[str, str]] = {}
+    for cell in results:
+        beside = padded[cell.count, cell.drafts, cell.provider]
+        rows.setdefault(f"{cell.count:,}, {cell.drafts}", {})[cell.title] = f"{device_time(cell.values)} ({beside})"
+    titles = list(dict.fromkeys(cell.title for cell in results))
+    return html_table(
+        ["Requests, drafts", *titles], [[key, *[row.get(title, "") for title in titles]] for key, row in rows.items()]
+    )
+
+
+def in_vllm_table(record: str, show: str = "device_us") -> str:
+    """Compare verifications in vLLM's classes: a row for each number of requests and kind of drafts and truncation."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in cells(record, kind="in vLLM"):
+        provider, _, what = cell.provider.partition(", ")
+        row = rows.setdefault((f"{cell.count:,}", what.removesuffix(", plain")), {})
+        row["vLLM" if provider == "vllm" else f"`{provider}`"] = shown(cell.values[show]["median"])
+    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
+    return html_table(
+        ["Requests", "Drafts", *titles],
+        [[*key, *[row.get(title, "") for title in titles]] for key, row in rows.items()],
+        text_columns=2,
+    )
+
+
 def logprobs_table(record: str, method: str) -> str:
     """Compare calls that return log-probabilities with the same call without them."""
     results = [cell for cell in cells(record, kind="log-probabilities") if cell.provider.rpartition(", ")[0] == method]
@@ -434,6 +466,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "verification": verification_table,
     "served": served_table,
     "truncated": truncated_table,
+    "packed": packed_table,
+    "in vLLM": in_vllm_table,
     "log-probabilities": logprobs_table,
     "sampling": sampling_table,
     "calls": calls_table,

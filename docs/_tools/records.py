@@ -16,6 +16,7 @@ KINDS = {
     "eight seeds": "seeds",
     "numbers in tensors": "served",
     "packed": "packed",
+    "in vLLM": "in vLLM",
     "truncated": "truncated",
     "log-probabilities": "log-probabilities",
 }
@@ -38,6 +39,8 @@ TITLES = {
     "straightforward": "PyTorch, uncompiled",
     "straightforward compiled": "PyTorch, compiled",
     "vllm": "vLLM",
+    "triton one-hot": "`probabilistic`, one-hot drafts",
+    "triton, top-p .95": "`probabilistic`, top-p .95",
 }
 """What the providers of the benchmarks are called on pages; other Triton ones are called by what follows that word."""
 

@@ -97,19 +97,21 @@ def describe(batch: int, num_draft_tokens: int, dtype: str) -> str:
 
 
 def verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
-    """Return a call that verifies the drafts; options go to the sampler."""
-    logits = (inputs.target_logits, draft.token_ids, None if sampler.method == "strict" else inputs.draft_logits)
+    """Return a call that verifies the drafts, without draft logits if they are one-hot; options go to the sampler."""
+    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
+    logits = inputs.target_logits, draft.token_ids, draft_logits
     return functools.partial(sampler, *logits, **{"temperature": inputs.temperature, "seeds": 0, **options})
 
 
 def packed_verification(
-    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, **options: Any
+    inputs: Inputs, sampler: RejectionSampler, draft: DraftOutput, one_hot: bool = False, **options: Any
 ) -> Callable[[], SamplerOutput]:
     """Return a packed call that verifies the drafts; all that is by slot is in the reverse order of the requests."""
     batch, num_rows, _ = inputs.target_logits.shape
     device = inputs.target_logits.device
+    draft_logits = None if one_hot or sampler.method == "strict" else inputs.draft_logits
     by_slot = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in options.items()}
     where = {name: options[name] for name in ("positions",) if name in options}
     call = functools.partial(
@@ -117,7 +119,7 @@ def packed_verification(
         inputs.target_logits.flatten(0, 1),
         torch.nn.functional.pad(draft.token_ids, (0, 1)).flatten(),
         num_rows * torch.arange(batch + 1, dtype=torch.int32, device=device),
-        None if sampler.method == "strict" else inputs.draft_logits.flip(0),
+        None if draft_logits is None else draft_logits.flip(0),
         num_draft_tokens=num_rows - 1,
         slots=torch.arange(batch, dtype=torch.int32, device=device).flip(0),
     )

@@ -64,6 +64,7 @@ class Verifier(NamedTuple):
     backend: str = "triton"
     with_logsumexp: bool = False
     packed: bool = False
+    one_hot: bool = False  # without draft logits
 
     def __call__(
         self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
@@ -73,7 +74,8 @@ class Verifier(NamedTuple):
         if self.with_logsumexp:
             options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         sampler = RejectionSampler(self.method, backend=self.backend)
-        return (packed_verification if self.packed else verification)(inputs, sampler, draft, **options)
+        verify = packed_verification if self.packed else verification
+        return verify(inputs, sampler, draft, one_hot=self.one_hot, **options)
 
     def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
         """Count the rows that an outcome depends on.
@@ -84,7 +86,8 @@ class Verifier(NamedTuple):
         """
         last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
         target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
-        return int((target if self.method == "strict" or self.with_logsumexp else target + tested).sum())
+        alone = self.method == "strict" or self.with_logsumexp or self.one_hot
+        return int((target if alone else target + tested).sum())
 
 
 def plain(inputs: Inputs, function: Callable[..., Tensor] = straightforward) -> Callable[[], Tensor]:
@@ -127,6 +130,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton block": Verifier("block"),
     "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
     "triton strict": Verifier("strict"),
+    "triton one-hot": Verifier("probabilistic", one_hot=True),
     "triton greedy": Verifier("strict"),
     "triton packed": Verifier("probabilistic", packed=True),
     "eager": Verifier("probabilistic", "eager"),
@@ -136,6 +140,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "nothing": lambda inputs: do_nothing(launches=2),
 }
 FAST = ["triton", "triton with draft_logsumexp", "triton block", "triton block with draft_logsumexp", "triton strict"]
+FAST.append("triton one-hot")
 SLOW = ["eager", "straightforward", "vllm"]
 
 
@@ -208,7 +213,7 @@ def recording(inputs, provider) -> Recording:
 def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput, truncation: dict[str, Any] | None = None) -> None:
     """Compare a call's result with the eager backend's: no time is reported for wrong tokens."""
     check_token_ids(output.token_ids)
-    expected = Verifier(verifier.method, "eager")(inputs, truncation=truncation)()
+    expected = Verifier(verifier.method, "eager", one_hot=verifier.one_hot)(inputs, truncation=truncation)()
     assert output.token_ids.shape == expected.token_ids.shape
     assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
 
@@ -644,8 +649,8 @@ IN_VLLM = [
 def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncation, provider, environment):
     """Time vLLM's `_verify` and the adapter's, on the device and from Python: the host's work is part of both."""
     drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
-    benchmark.group = f"in vLLM, {drafts}, {truncation}, {request.node.callspec.params['inputs']}"
-    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    benchmark.group = f"in vLLM, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{provider}, {drafts}, {truncation}", "environment": environment}
     call = engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation])
     _, token_ids, num_tokens = call()
     emitted = torch.arange(token_ids.shape[1], device="cuda") < num_tokens[:, None]
