@@ -274,11 +274,14 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
-        if subtracted <= ROW:
+        if tuning.SETTLES:
+            is_summed = subtracted == SUMMED_ROW
+            subtracted = tl.where(is_summed, ROW, subtracted)
+        if subtracted == ROW:
             if tuning.SUMMED == ALL:
                 block = select_summed_block(place, exponentials, workspace, sizes)
             elif tuning.SUMMED == SPREAD:
-                if subtracted == SUMMED_ROW:
+                if is_summed:
                     block = select_summed_block(place, exponentials, workspace, sizes)
                 else:
                     block = select_residual_block(
@@ -300,11 +303,11 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
         token_ids = tokens_of(block)
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
-            draft = load_logits(draft_row, token_ids, subtracted <= ROW)
+            draft = load_logits(draft_row, token_ids, subtracted == ROW)
         token_exponentials = exponential(place.key, place.offset, token_ids, inputs.requests.token_domain)
         weights = tl.where(token_ids == subtracted, 0.0, token_weights(target, p.row_max, place.temperature))
         if inputs.draft.ptr is not None:
-            if subtracted <= ROW:
+            if subtracted == ROW:
                 left = shortfall(target, draft, residual, base_2_scale(place.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)
