@@ -11,6 +11,20 @@ import torch
 from torch import Tensor
 
 
+def alike(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return tensors that broadcast so that those of one number a row lie alike.
+
+    A GPU finds an element's place in each tensor by a division for each dimension, and divides once for the dimensions that
+    are contiguous in all tensors: with temperatures of [batch, 1, 1] besides maxima of [models, batch, rows, 1] it divides
+    four times, which takes longer than the exponential.
+    """
+    rows = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))  # type: ignore[no-untyped-call]
+    return [
+        tensor if tensor.numel() == 1 or tensor.shape[-1] > 1 else tensor.expand(*rows, 1).contiguous()
+        for tensor in tensors
+    ]
+
+
 class Fused:
     """An elementwise function: its definition in PyTorch, and the same in C++ for GPUs.
 
@@ -35,7 +49,7 @@ class Fused:
     def __call__(self, *tensors: Tensor, **numbers: int) -> Tensor:
         if self.compiles and tensors[0].is_cuda:
             try:
-                return self.kernel(*tensors, **numbers)
+                return self.kernel(*alike(tensors), **numbers)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:

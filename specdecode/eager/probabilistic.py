@@ -17,8 +17,8 @@ from specdecode.eager.selection import (
     by_chunks,
     by_kind,
     exp_scaled,
-    gathered,
     point_masses,
+    rows_at,
     select,
 )
 from specdecode.eager.steps import Steps
@@ -302,8 +302,8 @@ def recover(
     """Draw tokens from max(0, c p - q), or from p where c is infinite, at some requests' offsets and positions."""
     # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
     at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
-    draft = None if steps.draft_logits is None else gathered(steps.draft_logits[at_draft])
-    target, token_ids = gathered(steps.target_logits[requests, offsets]), steps.draft_token_ids[at_draft]
+    draft = None if steps.draft_logits is None else rows_at(steps.draft_logits, *at_draft)
+    target, token_ids = rows_at(steps.target_logits, requests, offsets), steps.draft_token_ids[at_draft]
     weights, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_ratio, greedy)
     return select(weights, block_sums(weights), seeds, positions, SELECT), is_empty
 

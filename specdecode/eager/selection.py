@@ -36,6 +36,14 @@ def gathered(logits: Any) -> Any:
     return logits.gather() if isinstance(logits, IndexedRows | DraftVocabRows) else logits
 
 
+def rows_at(logits: Any, requests: Tensor, offsets: Tensor) -> Any:
+    """Copy one row of each request, [requests, vocab], given [batch, rows, vocab] logits."""
+    if isinstance(logits, Tensor) and logits.is_cuda and logits.stride(0) == logits.shape[1] * logits.stride(1):
+        # Whole rows by one index are copied three to six times as fast as elements by two.
+        return logits.flatten(0, 1)[torch.add(offsets, requests, alpha=logits.shape[1])]
+    return gathered(logits[requests, offsets])
+
+
 def take(tensors: tuple[Any, ...], rows: Requests) -> tuple[Any, ...]:
     """Return some rows of each tensor, and of those in named tuples."""
     return tuple(
