@@ -1,10 +1,12 @@
 """Compare checkouts on a GPU, cell by cell, interleaved: `python tests/benchmarks/compare.py BASE CHANGED`.
 
 Each checkout runs in a process of its own, so that both can be timed in turns on one GPU: a change of the GPU's
-clock or of the load on the host then affects both. A cell is a method, a shape and a temperature. Its time is the median of
-replays of a graph of ten calls, the least of the rounds; its tokens must be the same in all checkouts.
+clock or of the load on the host then affects both. A cell is a method, a shape, a temperature, the kind of rows and what
+truncates them. Its time is the median of replays of a graph of ten calls, the least of the rounds; its tokens must be the
+same in all checkouts.
 
     python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,256x7 --temperatures 0.7,1 --rounds 3
+    python tests/benchmarks/compare.py ../base . --rows served --truncations none,top_p=.95,top_k=20:top_p=.95
     python tests/benchmarks/compare.py ../base . --stages --methods block    # after the first launch, the first two, ...
 
 All kernels are compiled first, in many processes at once.
@@ -70,26 +72,35 @@ def work(checkout: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def inputs_of(batch: int, num_draft_tokens: int, temperature: float) -> Any:
+def inputs_of(batch: int, num_draft_tokens: int, temperature: float, rows: str) -> Any:
     import torch
 
-    from tests.benchmarks.inputs import Inputs
+    from tests.benchmarks import inputs
 
-    return Inputs(batch, num_draft_tokens, torch.bfloat16, temperature, device="cuda")
+    kind = getattr(inputs, f"{rows}_rows")
+    return inputs.Inputs(batch, num_draft_tokens, torch.bfloat16, temperature, device="cuda", rows=kind)
+
+
+def limits_of(truncation: str) -> dict[str, float]:
+    """Return what `top_k=20:top_p=.95` says, as options of a call."""
+    pairs = [pair.split("=") for pair in truncation.split(":") if pair != "none"]
+    return {name: int(value) if name == "top_k" else float(value) for name, value in pairs}
 
 
 def call_of(cell: str) -> Callable[[], Any]:
-    """Return the call that a cell names: `METHOD BATCH DRAFTS TEMPERATURE`."""
+    """Return the call that a cell names: `METHOD BATCH DRAFTS TEMPERATURE ROWS TRUNCATION`."""
     from specdecode import RejectionSampler, sample
 
-    name, *numbers = cell.split()
+    name, *numbers, rows, truncation = cell.split()
     batch, num_draft_tokens, temperature = int(numbers[0]), int(numbers[1]), float(numbers[2])
-    inputs = inputs_of(batch, num_draft_tokens, temperature)
+    inputs, limits = inputs_of(batch, num_draft_tokens, temperature, rows), limits_of(truncation)
     method, with_draft, with_logsumexp = METHODS[name]
     if method == "sample":
-        return functools.partial(sample, inputs.target_logits[:, 0].contiguous(), temperature, seeds=0)
-    draft = inputs.drafts(method)
-    options = {"draft_logsumexp": draft.logsumexp} if with_logsumexp else {}
+        return functools.partial(sample, inputs.target_logits[:, 0].contiguous(), temperature, seeds=0, **limits)
+    draft = inputs.drafts(method, **limits)
+    given = {"draft_logsumexp": draft.logsumexp} if with_logsumexp else {}
+    if with_logsumexp and limits:
+        given["draft_cutoff"] = draft.cutoff
     return functools.partial(
         RejectionSampler(method, backend="triton"),
         inputs.target_logits,
@@ -97,7 +108,8 @@ def call_of(cell: str) -> Callable[[], Any]:
         inputs.draft_logits if with_draft else None,
         temperature=temperature,
         seeds=0,
-        **options,
+        **given,
+        **limits,
     )
 
 
@@ -150,24 +162,26 @@ def stages(call: Callable[[], Any]) -> str:
 
 def cells(options: argparse.Namespace) -> list[str]:
     shapes = [shape.split("x") for shape in options.shapes.split(",")]
-    products = itertools.product(shapes, options.temperatures.split(","), options.methods.split(","))
-    return [f"{method} {batch} {drafts} {temperature}" for (batch, drafts), temperature, method in products]
+    names = (getattr(options, name).split(",") for name in ("temperatures", "rows", "truncations", "methods"))
+    products = itertools.product(shapes, *names)
+    return [f"{method} {' '.join(shape)} {' '.join(numbers)}" for shape, *numbers, method in products]
 
 
 def compile_all(checkouts: list[str], options: argparse.Namespace) -> None:
     """Compile what the cells need, into Triton's cache on disk."""
 
-    def compile_one(job: tuple[str, str]) -> None:
-        checkout, method = job
+    def compile_one(job: tuple[str, str, str]) -> None:
+        checkout, method, truncation = job
         worker = Worker(checkout)
         for cell in cells(options):
-            if cell.split()[0] == method:
+            if cell.split()[0] == method and cell.split()[-1] == truncation:
                 worker.ask(f"compile {cell}")
         worker.process.kill()
 
     started = time.time()
     with concurrent.futures.ThreadPoolExecutor(12) as threads:
-        list(threads.map(compile_one, itertools.product(checkouts, options.methods.split(","))))
+        jobs = itertools.product(checkouts, options.methods.split(","), options.truncations.split(","))
+        list(threads.map(compile_one, jobs))
     print(f"compiled in {time.time() - started:.0f} s")
 
 
@@ -177,6 +191,8 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS), help=", ".join(METHODS))
     parser.add_argument("--shapes", default="1x3,8x3,32x3,128x3,256x3,256x7", help="requests x drafts")
     parser.add_argument("--temperatures", default="0.7,1", help="0 is greedy")
+    parser.add_argument("--rows", default="peaked", help="peaked, served, flat")
+    parser.add_argument("--truncations", default="none", help="none, or like top_k=20:top_p=.95")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", action="store_true", help="say when each launch of a step ends")
     options = parser.parse_args()
@@ -186,13 +202,13 @@ def main() -> None:
     for cell in cells(options):
         if options.stages:
             for worker in workers:
-                print(f"{cell:26} {worker.checkout}: {worker.ask(f'stages {cell}')}", flush=True)
+                print(f"{cell:48} {worker.checkout}: {worker.ask(f'stages {cell}')}", flush=True)
             continue
         same = len({worker.ask(f"tokens {cell}") for worker in workers}) == 1
         rounds = [[float(worker.ask(f"time {cell}")) for worker in workers] for _ in range(options.rounds)]
         base, *others = [min(times) for times in zip(*rounds)]
         changes = "".join(f"{time:9.2f} {100 * (time / base - 1):+6.1f} %" for time in others)
-        print(f"{cell:26}{base:9.2f}{changes}{'' if same else '  OTHER TOKENS'}", flush=True)
+        print(f"{cell:48}{base:9.2f}{changes}{'' if same else '  OTHER TOKENS'}", flush=True)
 
 
 if __name__ == "__main__":
