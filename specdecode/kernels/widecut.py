@@ -21,14 +21,12 @@ from specdecode.kernels.rows import (
     key_of,
     load_blocks,
     load_logits,
-    load_raw,
     logit_of,
     part_of_blocks,
     scaled,
-    up_to_cutoff,
+    tokens_of,
 )
-from specdecode.kernels.statistics import store_statistics, sum_in_order
-from specdecode.kernels.values import TruncatedRow
+from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
@@ -39,7 +37,12 @@ SAMPLE = tl.constexpr(4)
 DOUBT = tl.constexpr(0.1)
 """By how much what these suggest may be wrong, relatively, in most rows."""
 
-NEIGHBOURS = tl.constexpr(8)
+HALVINGS = tl.constexpr(8)
+"""By which these logits are found."""
+
+ROUNDING = tl.constexpr(1e-5)
+"""More than a sum is wrong by, relatively."""
+
 EVERY_TIE = tl.constexpr(2.0**31)
 
 
@@ -57,66 +60,99 @@ def number_of(logit, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def tokens_of_tile(first, BLOCKS: tl.constexpr):
-    """Return the tokens of `BLOCKS` blocks."""
-    return part_of_blocks(tl.arange(0, BLOCKS) + first, 0, BLOCK_SIZE, BLOCK_SIZE)
-
-
-@triton.jit
 def amounts(logits, row_max, scale):
     """Return what each token adds to an amount: its weight relative to the row's maximum, or 1 where `scale` is 0."""
     return tl.exp2((logits - row_max) * scale)
 
 
 @triton.jit
-def sum_neighbours(values):
-    """Return the sums of `NEIGHBOURS` neighbours each, in the order of `sum_blocks`, as a vector."""
-    count: tl.constexpr = values.shape[0] * values.shape[1]
-    values = tl.reshape(values, [count])
-    for level in tl.static_range(3):
-        values = tl.sum(tl.reshape(values, [count >> (level + 1), 2]), 1)
-    return values
+def empty_tables(sizes, BLOCKS: tl.constexpr):
+    """Return zeros for all blocks of a row, as tables of [BLOCKS, WARP] numbers: a column for each tile of `BLOCKS` blocks.
+
+    So a warp keeps the numbers of its blocks, and need not wait for others.
+    """
+    tables = ()
+    for _ in tl.static_range(sizes.MAX_BLOCKS // (BLOCKS * WARP)):
+        tables = tables + (tl.zeros([BLOCKS, WARP], tl.float32),)
+    return tables
 
 
 @triton.jit
-def amounts_from(first, second, third, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
+def filled(tables, column, tile):
+    """Return tables with a column of [BLOCKS] numbers filled in."""
+    changed = ()
+    for index in tl.static_range(len(tables)):
+        is_there = tl.arange(0, WARP)[None, :] + index * WARP == tile
+        changed = changed + (tl.where(is_there, column[:, None], tables[index]),)
+    return changed
+
+
+@triton.jit
+def by_block(tables):
+    """Return tables as a vector, in the order of blocks."""
+    vectors = ()
+    for index in tl.static_range(len(tables)):
+        vectors = vectors + (tl.reshape(tl.trans(tables[index]), [tables[index].shape[0] * WARP]),)
+    for _ in tl.static_range(10):
+        if len(vectors) > 1:
+            joined = ()
+            for index in tl.static_range(len(vectors) // 2):
+                both = tl.trans(tl.join(vectors[2 * index], vectors[2 * index + 1]))
+                joined = joined + (tl.reshape(both, [2 * both.shape[1]]),)
+            vectors = joined
+    return vectors[0]
+
+
+@triton.jit
+def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
-    from_first = tl.zeros([BLOCKS * BLOCK_SIZE // NEIGHBOURS], tl.float32)
+    first, second, third = thresholds
+    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
+    from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
-    raw = load_raw(row, tokens_of_tile(0, BLOCKS), True)
-    for block in range(0, sizes.num_blocks, BLOCKS):
-        logits = raw.to(tl.float32)
-        raw = load_raw(row, tokens_of_tile(block + BLOCKS, BLOCKS), True)  # in flight meanwhile
-        each = amounts(logits, row_max, scale)
-        # No comparison holds of NaN, nor of -inf.
-        from_first += sum_neighbours(tl.where(logits >= first, each, 0.0))
-        from_second += sum_neighbours(tl.where(logits >= second, each, 0.0))
-        from_third += sum_neighbours(tl.where(logits >= third, each, 0.0))
-    return sum_in_order(from_first), sum_in_order(from_second), sum_in_order(from_third)
+    raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
+    for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
+        in_tile = tl.zeros([BLOCKS, LANES], tl.float32)
+        above_first, above_second, above_third = in_tile, in_tile, in_tile
+        for part in tl.static_range(len(raw)):
+            logits = raw[part].to(tl.float32)
+            each = amounts(logits, row_max, scale)
+            # No comparison holds of NaN, nor of -inf.
+            above_first += tl.where(logits >= first, each, 0.0)
+            above_second += tl.where(logits >= second, each, 0.0)
+            above_third += tl.where(logits >= third, each, 0.0)
+        raw = load_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight meanwhile
+        from_first = filled(from_first, sum_blocks((above_first,)), tile)
+        from_second = filled(from_second, sum_blocks((above_second,)), tile)
+        from_third = filled(from_third, sum_blocks((above_third,)), tile)
+    return sum_in_order(by_block(from_first)), sum_in_order(by_block(from_second)), sum_in_order(by_block(from_third))
 
 
 @triton.jit
-def suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT: tl.constexpr):
-    """Return two numbers between which a logit with the amount `goal` probably is, by a few blocks of the row."""
+def suggest(row, row_max, by_count, goal, total, least, scale, sizes):
+    """Return two logits between which one with the amount `goal` probably is, by a few blocks of the row.
+
+    Tokens that each weigh less than `least` have less than what is left out of a mass.
+    """
     blocks = tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE
     logits = load_logits(row, part_of_blocks(blocks, 0, BLOCK_SIZE, BLOCK_SIZE), True)
     logits = tl.reshape(logits, [SAMPLE * BLOCK_SIZE])
-    each = tl.where(logits > -INFINITY, amounts(logits, row_max, scale), 0.0)
+    each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
     share = SAMPLE / sizes.num_blocks
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
-    low_more, high_more, low_less, high_less = low, high, low, high
-    for _ in range(33 - SHIFT):
-        more, less = (low_more + high_more + 1) >> 1, (low_less + high_less + 1) >> 1
-        above_more = tl.where(logits >= logit_at(more, SHIFT), each, 0.0)
-        above_less = tl.where(logits >= logit_at(less, SHIFT), each, 0.0)
+    lowest = tl.min(tl.where(logits > -INFINITY, logits, row_max), 0)
+    lowest = tl.where(by_count, lowest, tl.maximum(lowest, row_max + tl.log2(least) / scale))
+    low_more, high_more, low_less, high_less = lowest, row_max, lowest, row_max
+    for _ in range(HALVINGS):
+        more, less = low_more / 2 + high_more / 2, low_less / 2 + high_less / 2
+        above_more, above_less = tl.where(logits >= more, each, 0.0), tl.where(logits >= less, each, 0.0)
         from_more, from_less = tl.reduce((above_more, above_less), 0, add_both)
         is_more, is_less = from_more >= amount + error, from_less >= amount - error
-        low_more, high_more = tl.where(is_more, more, low_more), tl.where(is_more, high_more, more - 1)
-        low_less, high_less = tl.where(is_less, less, low_less), tl.where(is_less, high_less, less - 1)
-        high_more, high_less = tl.maximum(low_more, high_more), tl.maximum(low_less, high_less)
-    return low_more, low_less + 1
+        low_more, high_more = tl.where(is_more, more, low_more), tl.where(is_more, high_more, more)
+        low_less, high_less = tl.where(is_less, less, low_less), tl.where(is_less, high_less, less)
+    return low_more, high_less
 
 
 @triton.jit
@@ -131,39 +167,66 @@ def narrow(bracket, number, amount, goal):
 
 
 @triton.jit
-def search(low, by_count, goal, row, row_max, total, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond."""
+def guess(bracket, by_count, goal, is_near, row_max, scale, SHIFT: tl.constexpr):
+    """Return three numbers, of which the second has the amount `goal` if amounts follow a straight line.
+
+    The logarithm of a count does, over logits; a mass over logits, if the bracket is near what was suggested, else over
+    weights: far from there a few tokens have most of it.
+    """
+    low, high, from_low, beyond_high = bracket
+    lowest, highest = logit_at(low, SHIFT), tl.minimum(logit_at(high + 1, SHIFT), row_max)
+    part = (from_low - goal) / tl.maximum(from_low - beyond_high, 1e-30)
+    lightest, heaviest = amounts(lowest, row_max, scale), amounts(highest, row_max, scale)
+    by_weight = row_max + tl.log2(tl.maximum(lightest + (heaviest - lightest) * part, 1e-30)) / scale
+    most, least = tl.maximum(from_low, 1.0), tl.maximum(beyond_high, 0.5)
+    part = tl.where(by_count, tl.log2(most / goal) / tl.log2(most / least), part)
+    logit = tl.where(by_count | is_near, lowest + (highest - lowest) * part, by_weight)
+    margin = (highest - lowest) / 16
+    margin = tl.where(by_count, margin, tl.minimum(margin, 1 / scale))
+    number = tl.minimum(tl.maximum(number_of(logit, SHIFT), low), high)
+    first, third = number_of(logit - margin, SHIFT), number_of(logit + margin, SHIFT)
+    return tl.minimum(first, number - 1), number, tl.maximum(third, number + 1)
+
+
+@triton.jit
+def within(numbers, low, high):
+    """Return three numbers between two."""
+    high = tl.maximum(high, low)
+    first, second, third = numbers
+    first, second = tl.minimum(tl.maximum(first, low), high), tl.minimum(tl.maximum(second, low), high)
+    return first, second, tl.minimum(tl.maximum(third, low), high)
+
+
+@triton.jit
+def search(low, by_count, goal, mass, row, row_max, total, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
+
+    From `low` on the mass is `mass`.
+    """
     high = tl.maximum(number_of(row_max, SHIFT), low)
-    scale = tl.where(by_count, 0.0, scale)
-    more, less = suggest(row, row_max, by_count, goal, total, low, high, scale, sizes, SHIFT)
-    first, second, third = low, tl.minimum(tl.maximum(more, low), high), tl.minimum(tl.maximum(less, low), high)
-    bracket = low, high, 0.0, 0.0
+    least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
+    logit_more, logit_less = suggest(row, row_max, by_count, goal, total, least, scale, sizes)
+    more, less = number_of(logit_more, SHIFT), number_of(logit_less, SHIFT) + 1
+    is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; else that is tried
+    first = tl.where(is_enough, number_of(logit_more / 2 + logit_less / 2, SHIFT), low)
+    numbers = within((first, more, less), low, high)
+    bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
+    added, width = tl.where(by_count, 0.0, scale), tl.full([], 2**40, tl.int64)
     searching = tl.full([], True, tl.int1)
     while searching:
-        from_first, from_second, from_third = amounts_from(
-            logit_at(first, SHIFT),
-            logit_at(second, SHIFT),
-            logit_at(third, SHIFT),
-            row,
-            row_max,
-            scale,
-            sizes,
-            BLOCKS,
-        )
+        first, second, third = numbers
+        logits = logit_at(first, SHIFT), logit_at(second, SHIFT), logit_at(third, SHIFT)
+        from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes, BLOCKS)
         bracket = narrow(bracket, first, from_first, goal)
         bracket = narrow(bracket, second, from_second, goal)
         bracket = narrow(bracket, third, from_third, goal)
         low, high, from_low, beyond_high = bracket
         # Not enough from the lowest on: then that is it.
         searching = (low < high) & (from_low >= goal)
-        lowest, highest = logit_at(low, SHIFT), logit_at(high + 1, SHIFT)
-        part = (from_low - goal) / tl.maximum(from_low - beyond_high, 1e-30)
-        guess = number_of(lowest + (highest - lowest) * part, SHIFT)
-        guess = tl.minimum(tl.maximum(guess, low), high)
-        step = tl.maximum((high - low) >> 4, 1)
-        first = tl.minimum(tl.maximum(guess - step + 1, low + 1), tl.maximum(high, low))
-        second = tl.minimum(tl.maximum(guess + step, low + 1), tl.maximum(high, low))
-        third = (low + high + 1) >> 1
+        is_near = (low >= more) & (high < less)
+        first, second, third = guess(bracket, by_count, goal, is_near, row_max, scale, SHIFT)
+        second = tl.where((high - low) * 8 > width, (low + high + 1) >> 1, second)  # too slow: at least halve it
+        numbers, width = within((first, second, third), low + 1, high), high - low
     low, high, from_low, beyond_high = bracket
     return low, from_low, beyond_high
 
@@ -186,7 +249,7 @@ def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
 def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the mass from a number on, of whose own tokens so many are kept."""
     this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
-    with_ties, without, _ = amounts_from(this, following, following, row, row_max, scale, sizes, BLOCKS)
+    with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes, BLOCKS)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
 
 
@@ -195,7 +258,7 @@ def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
     """Return the last token in the order, of those with a logit from `lowest` on: its logit and its id."""
     last = tl.full([BLOCKS, BLOCK_SIZE], 2**63 - 1, tl.int64)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        token_ids = tokens_of_tile(block, BLOCKS)
+        token_ids = part_of_blocks(tl.arange(0, BLOCKS) + block, 0, BLOCK_SIZE, BLOCK_SIZE)
         logits = load_logits(row, token_ids, True)
         order = (key_of(logits).to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
         last = tl.minimum(last, tl.where(logits >= lowest, order, 2**63 - 1))
@@ -224,7 +287,7 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = number
             number, from_number, beyond = search(
-                before, by_count, goal, row, row_max, total, scale, sizes, SHIFT, BLOCKS
+                before, by_count, goal, mass, row, row_max, total, scale, sizes, SHIFT, BLOCKS
             )
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
@@ -234,37 +297,49 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
 
 
 @triton.jit
-def find_tie(logit, number, first, row, BLOCKS: tl.constexpr):
-    """Return the `number`-th token of a tile that has a logit."""
-    token_ids = tokens_of_tile(first, BLOCKS)
-    is_tie = tl.reshape((load_logits(row, token_ids, True) == logit).to(tl.int32), [BLOCKS * BLOCK_SIZE])
-    is_it = (is_tie == 1) & (tl.cumsum(is_tie, 0) == number)
-    return tl.max(tl.where(is_it, tl.reshape(token_ids, [BLOCKS * BLOCK_SIZE]), 0), 0)
+def find_tie(logit, number, block, row):
+    """Return the `number`-th token of a block that has a logit."""
+    token_ids = tokens_of(block)
+    is_tie = (load_logits(row, token_ids, True) == logit).to(tl.int32)
+    return tl.max(tl.where((is_tie == 1) & (tl.cumsum(is_tie, 0) == number), token_ids, 0), 0)
 
 
 @triton.jit
 def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
-    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
+    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth
+    number = empty_tables(sizes, BLOCKS)
     raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
-    seen, token = 0.0, tl.full([], LAST_TOKEN, tl.int32)
-    for first in range(0, sizes.num_blocks, BLOCKS):
-        if token == LAST_TOKEN:
-            number = 0
-            for part in tl.static_range(len(raw)):
-                number += (raw[part].to(tl.float32) == logit).to(tl.int32)
-            number = tl.sum(tl.sum(number, 1), 0)
-            if seen + number >= ties:
-                token = find_tie(logit, (ties - seen).to(tl.int32), first, row, BLOCKS)
-            seen += number
-        kept = TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
-        blocks = first + tl.arange(0, BLOCKS)
-        parts = ()
+    for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
+        parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
         for part in tl.static_range(len(raw)):
-            token_ids = part_of_blocks(blocks, part, BLOCK_SIZE, LANES)
-            parts = parts + (up_to_cutoff(raw[part].to(tl.float32), token_ids, kept),)
-        raw = load_blocks(row, blocks + BLOCKS, True, False, LANES)  # in flight meanwhile
-        store_statistics(statistics_ptr, parts, first, temperature, sizes, BLOCKS, True)
-    if token == LAST_TOKEN:  # all that have the logit are kept, of which there may be none
+            logits = raw[part].to(tl.float32)
+            parts = parts + (tl.where(logits > logit, logits, -INFINITY),)
+            is_tie += (logits == logit).to(tl.float32)
+        raw = load_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight meanwhile
+        store_statistics(statistics_ptr, parts, tile * BLOCKS, temperature, sizes, BLOCKS, True)
+        number = filled(number, tl.sum(is_tie, 1), tile)
+    number = by_block(number)
+    kept = tl.minimum(tl.maximum(tl.minimum(ties, tl.sum(number, 0)) - (tl.cumsum(number, 0) - number), 0.0), number)
+    last = tl.max(tl.where(kept > 0, tl.arange(0, kept.shape[0]), -1), 0)
+    tl.debug_barrier()  # the statistics are read by other threads than wrote them
+    add_ties(statistics_ptr, logit, kept, temperature, sizes)
+    if last < 0:
         logit, token = last_token(logit, row, sizes, BLOCKS)
+    else:
+        in_last = tl.sum(tl.where(tl.arange(0, kept.shape[0]) == last, kept, 0.0), 0)
+        token = find_tie(logit, in_last.to(tl.int32), last, row)
     return logit, token
+
+
+@triton.jit
+def add_ties(statistics_ptr, logit, ties, temperature, sizes):
+    """Add tokens with a logit, so many in each block, to the statistics of blocks that have greater ones or none."""
+    blocks = tl.arange(0, ties.shape[0])
+    inside = blocks < sizes.num_blocks
+    block_max = tl.load(statistics_ptr + blocks * 2, mask=inside, other=-INFINITY)
+    sumexp = tl.load(statistics_ptr + blocks * 2 + 1, mask=inside, other=0.0)
+    with_ties = tl.where(block_max > -INFINITY, block_max, logit)
+    sumexp += tl.where(ties > 0, ties * amounts(logit, with_ties, base_2_scale(temperature)), 0.0)
+    tl.store(statistics_ptr + blocks * 2, tl.where(ties > 0, with_ties, block_max), mask=inside)
+    tl.store(statistics_ptr + blocks * 2 + 1, sumexp, mask=inside)

@@ -1,11 +1,13 @@
 """Kernels truncate rows: what is kept, and that all that follows computes with that alone."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from reference.selection import sample as sample_row
@@ -13,12 +15,16 @@ from reference.truncation import Sampling, cutoff, truncate
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.kernels.arguments import Constant, Pointer
+from specdecode.kernels.bundles import sizes_of
+from specdecode.kernels.values import Row
+from specdecode.kernels.widecut import amounts_from
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
-from tests.kernels.common import DEVICE, assert_same, in_reverse, needs_interpreter, small
+from tests.kernels.common import DEVICE, assert_same, in_reverse, needs_interpreter, run_kernel, small
 from tests.test_truncation import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
 
 
@@ -156,6 +162,37 @@ def test_rows_that_keep_more_than_candidates_are_cut_where_a_sort_cuts_them(row,
         assert cutoffs.tolist() == [cutoff(whole, sampling)]
         kept = result[np.isfinite(result)] / 0.8
         np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(kept), rtol=1e-5, atol=1e-5)
+
+
+class Passed(NamedTuple):
+    """What a pass over a row is given, and finds."""
+
+    logits_ptr: Pointer  # [vocab]
+    amounts_ptr: Pointer  # [3] float32
+    BLOCKS: Constant
+
+
+@triton.jit
+def amounts_kernel(passed, sizes):
+    row = Row(passed.logits_ptr, 1, sizes.vocab_size)
+    amounts = amounts_from((-1.0, 0.5, 2.0), row, 4.0, 1.0, sizes, passed.BLOCKS)
+    for index in tl.static_range(3):
+        tl.store(passed.amounts_ptr + index, amounts[index])
+
+
+def test_amounts_do_not_depend_on_how_many_blocks_are_read_at_once():
+    vocab = 40 * 1024 + 5  # more than one table where four blocks are
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
+    logits[7::1000] = torch.nan
+    outputs = []
+    for blocks in (4, 8):
+        outputs.append(torch.zeros(3, device=DEVICE))
+        bundles = Passed(logits.to(DEVICE), outputs[-1], blocks), sizes_of(1, 0, vocab)
+        run_kernel(amounts_kernel, 1, *bundles, num_warps=blocks)
+    assert torch.equal(*outputs)
+    weights = torch.exp2(logits.double() - 4)
+    want = [float(weights[logits >= threshold].sum()) for threshold in (-1.0, 0.5, 2.0)]
+    np.testing.assert_allclose(outputs[0].tolist(), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
