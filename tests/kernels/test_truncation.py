@@ -18,7 +18,7 @@ from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.bundles import sizes_of
 from specdecode.kernels.values import Row
-from specdecode.kernels.widecut import amounts_from
+from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
@@ -136,12 +136,22 @@ WIDE_ROWS = {
     "alike": lambda generator: torch.full((1500,), -1.5),
     "two values": lambda generator: (torch.randn(1500, generator=generator) > 0).float() * 3,
     "falling": lambda generator: -0.01 * torch.arange(1500) - 100,
+    "ties alone in their block": lambda generator: torch.cat(
+        [torch.randn(1024, generator=generator), torch.full((476,), -3)]
+    ),
+    "suggests too much": lambda generator: torch.where(
+        torch.arange(8192) % 2048 < 50, 5, 0.1 * torch.randn(8192, generator=generator)
+    ),
+    "suggests too little": lambda generator: torch.where(
+        torch.arange(8192) % 2048 > 1900, 5, 0.1 * torch.randn(8192, generator=generator)
+    ),
     "a few finite": lambda generator: torch.where(torch.rand(1500, generator=generator) < 0.004, 5.0, -torch.inf),
 }
 WIDE_LIMITS = [
     {"top_p": 0.95},
     {"top_k": 300},
     {"top_k": 1000, "top_p": 0.999},
+    {"top_k": 1100},
     {"min_p": 0.01, "top_p": 0.9},
     {"min_p": 1e-6, "top_k": 200, "top_p": 0.8},
     {"min_p": 0.2},
@@ -167,9 +177,24 @@ def test_rows_that_keep_more_than_candidates_are_cut_where_a_sort_cuts_them(row,
 class Passed(NamedTuple):
     """What a pass over a row is given, and finds."""
 
-    logits_ptr: Pointer  # [vocab]
-    amounts_ptr: Pointer  # [3] float32
+    logits_ptr: Pointer  # [vocab], or None
+    amounts_ptr: Pointer  # [3] float32, or one for each block
     BLOCKS: Constant
+
+
+@triton.jit
+def tables_kernel(passed, sizes):
+    tables = empty_tables(sizes, passed.BLOCKS)
+    for tile in range(sizes.MAX_BLOCKS // passed.BLOCKS):
+        tables = filled(tables, (tl.arange(0, passed.BLOCKS) + tile * passed.BLOCKS).to(tl.float32), tile)
+    tl.store(passed.amounts_ptr + tl.arange(0, sizes.MAX_BLOCKS), by_block(tables))
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+def test_tables_are_in_the_order_of_blocks(blocks):
+    sizes, numbers = sizes_of(1, 0, 1024), torch.zeros(256, device=DEVICE)
+    run_kernel(tables_kernel, 1, Passed(None, numbers, blocks), sizes, num_warps=blocks)
+    assert numbers.tolist() == list(range(sizes.MAX_BLOCKS))
 
 
 @triton.jit
