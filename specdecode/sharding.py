@@ -10,8 +10,12 @@ import math
 import torch
 from torch import Tensor, distributed
 
+from specdecode import transports
 from specdecode.checks import check_count, check_seeds
 from specdecode.noise import BLOCK_SIZE
+from specdecode.transports import TRANSPORTS
+
+Transport = transports.Collective | transports.SymmetricMemory
 
 MOST_TOKENS = 2**31 - 1
 """The largest vocabulary: ranks exchange token ids as int32."""
@@ -35,6 +39,12 @@ class VocabShard:
         group: a process group of torch.distributed, such as a tensor-parallel group; None is the default group.
         start: the first token of this rank's shard, >= 0.
         vocab_size: tokens in the whole vocabulary, the same on every rank.
+        transport: how the Triton backend's kernels exchange what they find. `"all_gather"`: by a collective of the group
+            between two kernels. `"symmetric_memory"`: kernels write to the memory of the other ranks' GPUs, which takes
+            NCCL and GPUs of one host. `"auto"` is the latter where it can be had. The same on every rank.
+
+    Attributes:
+        transport: the same; from the first call on, which of the two is used.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -52,7 +62,9 @@ class VocabShard:
         >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(self, group: "distributed.ProcessGroup | None", start: int, vocab_size: int) -> None:
+    def __init__(
+        self, group: "distributed.ProcessGroup | None", start: int, vocab_size: int, *, transport: str = "auto"
+    ) -> None:
         if not distributed.is_available():
             raise ValueError("group: this build of PyTorch has no torch.distributed")
         if group is None:
@@ -66,7 +78,11 @@ class VocabShard:
         self.group = group
         self.vocab_size = check_count("vocab_size", vocab_size, most=MOST_TOKENS)
         self.start = check_count("start", start, most=self.vocab_size, least=0)
+        if transport not in TRANSPORTS:
+            raise ValueError(f"transport: expected one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+        self.transport = transport
         self._layouts: dict[torch.device, Layout] = {}
+        self._transports: dict[torch.device, Transport] = {}
 
     def __repr__(self) -> str:
         """Return what this rank holds."""
@@ -83,7 +99,7 @@ class VocabShard:
         layout = self._layouts.get(logits.device)
         if layout is None:
             mine = torch.tensor([self.start, local, self.vocab_size], device=logits.device)
-            table = all_gather(mine, self.group).tolist()
+            table = transports.all_gather(mine, self.group).tolist()
             check_tiling(table)
             shards = [(start, length) for start, length, _ in table]
             layout = self._layouts[logits.device] = Layout(shards, self.group.rank(), self.vocab_size, logits.device)
@@ -92,6 +108,18 @@ class VocabShard:
                 f"shard: this rank holds {layout.local} tokens, as it told the other ranks, got logits of {local}"
             )
         return layout
+
+    def transport_on(self, device: torch.device) -> "Transport":
+        """Return how kernels exchange words; the first call on a device asks the other ranks.
+
+        Raises:
+            ValueError: symmetric memory is wanted and cannot be had.
+        """
+        chosen = self._transports.get(device)
+        if chosen is None:
+            chosen = self._transports[device] = transports.choose(self.transport, self.group, device)
+            self.transport = chosen.name
+        return chosen
 
     def gather(self, layout: "Layout", *tensors: Tensor) -> list[Tensor]:
         """Exchange tensors in one collective; return each as [ranks, ...], in the order of the vocabulary.
@@ -103,7 +131,7 @@ class VocabShard:
             return [tensor.new_zeros(self.group.size(), *tensor.shape) for tensor in tensors]
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
         parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
-        packed = all_gather(torch.cat(parts), self.group)
+        packed = transports.all_gather(torch.cat(parts), self.group)
         if layout.order is not None:
             packed = packed.index_select(0, layout.order)
         results = list(tensors)
@@ -117,16 +145,7 @@ class VocabShard:
         if seeds is not None or not isinstance(checked, Tensor) or batch == 0:
             return checked
         self.agree(logits)  # before anything else is exchanged, so that wrong shards are named
-        return all_gather(checked, self.group)[0]
-
-
-def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
-    """Return the tensors of all ranks, [ranks, ...]."""
-    gathered = tensor.new_empty(group.size() * tensor.numel())
-    # PyTorch 2.13 has renamed the function and warns of its old name.
-    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(gathered, tensor.reshape(-1), group=group)
-    return gathered.view(group.size(), *tensor.shape)
+        return transports.all_gather(checked, self.group)[0]
 
 
 def check_shard(shard: VocabShard) -> None:
@@ -185,7 +204,7 @@ class Layout:
         self.place = by_start.index(rank)
         """This rank's place in it."""
         self.start, self.local = shards[rank]
-        self.ranks, self.vocab_size = len(shards), vocab_size
+        self.rank, self.ranks, self.vocab_size = rank, len(shards), vocab_size
         self.block_size = min(BLOCK_SIZE, vocab_size)
         self.num_blocks = math.ceil(vocab_size / self.block_size)
         holders = [rank for rank in by_start if shards[rank][1]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding
+from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding, transports
 from specdecode.eager import cutoffs, sharded
 from specdecode.eager.sharded import ShardedRows
 from specdecode.sharding import Layout
@@ -323,7 +323,7 @@ def import_file(file: Path) -> Any:
 def exchanges_of(ranks: Ranks, method: str, call: dict) -> list[int]:
     """The bytes that each exchange brings to a rank."""
     sizes: list[int] = []
-    gather = sharding.all_gather
+    gather = transports.all_gather
 
     def counted(tensor: Tensor, group: distributed.ProcessGroup) -> Tensor:
         gathered = gather(tensor, group)
@@ -332,7 +332,7 @@ def exchanges_of(ranks: Ranks, method: str, call: dict) -> list[int]:
         return gathered
 
     verified(ranks, method, call)  # the first call agrees on the layout
-    with mock.patch.object(sharding, "all_gather", counted):
+    with mock.patch.object(transports, "all_gather", counted):
         verified(ranks, method, call)
     return sizes
 

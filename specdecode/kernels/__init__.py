@@ -20,7 +20,7 @@ compares residual masses.
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `exchange`, `sharded` | with shards of the vocabulary: what ranks tell each other, and the token that each offers |
+| `channel`, `exchange`, `sharded` | with shards of the vocabulary: how words travel; what ranks tell each other; the token that each offers |
 | `shard_plan` | the launches and exchanges of such a step |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
@@ -49,7 +49,7 @@ from specdecode.kernels import block, probabilistic, strict, truncation
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
 from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
-from specdecode.kernels.shard_plan import plan_sharded
+from specdecode.kernels.shard_plan import Way, plan_sharded
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
@@ -241,11 +241,12 @@ def run(
         draft_vocab_size = None if draft_vocab_ids is None else draft_vocab_ids.shape[0]
         plan_step(rule, large, many, *how, draft_vocab_size).run({**outputs, **inputs}, numbers)
         return
-    shards, is_greedy = batch.shard.agree(target), isinstance(temperature, float) and temperature == 0
-    sharded_plan = plan_sharded(rule, is_greedy, *how[:3], shards, *how[3:])
-    sharded_plan.run(
-        {**outputs, **inputs, "sources": shards.sources, "holders": shards.holders}, numbers, batch.shard.group
-    )
+    transport, shards = batch.shard.transport_on(target.device), batch.shard.agree(target)
+    is_greedy = isinstance(temperature, float) and temperature == 0
+    way = Way(rule, is_greedy, samples, logprobs, large, transport.is_symmetric)
+    sharded_plan = plan_sharded(way, target.device, shape, layouts, shards, seeds_by_request)
+    ranks: dict[str, Tensor | None] = {"sources": shards.sources, "holders": shards.holders}
+    sharded_plan.run({**outputs, **inputs, **ranks}, numbers, transport)
 
 
 ABSENT: dict[str, Tensor | None] = dict.fromkeys(TENSORS)
@@ -272,7 +273,7 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     ways = [(False, False), (False, True), (True, False)]
     if batch.shard is not None:
-        ways = ways[:1]  # there is one
+        ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:
             verify(method, batch, schedule, large=large, many=many)

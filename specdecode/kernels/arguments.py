@@ -153,28 +153,47 @@ class Sizes(NamedTuple):
     shard: Shard
 
 
-class Exchange(NamedTuple):
-    """What ranks tell each other of a step: numbers are counts of float32, or of what else a pointer is to."""
+class Channel(NamedTuple):
+    """One exchange: words of every rank, see `channel`. Places in symmetric memory are counted in int64 words."""
 
-    notes_ptr: Pointer  # [rows, NOTES] float32, of this rank; see `exchange`
-    maxima_ptr: (
-        Pointer  # [rows, 2] float32 statistics of this rank's shard as one block; None: those of its blocks travel
-    )
-    sums_ptr: Pointer  # [batch * num_draft_tokens, most_blocks] float32 residual sums of this rank's blocks, or None
-    offers_ptr: Pointer  # [batch, num_draft_tokens + 1, OFFERS] int64, of this rank
-    verdicts_ptr: Pointer  # [batch, num_draft_tokens + 1] int32; it is not exchanged: all ranks compute the same
-    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, most_blocks]
-    received_ptr: (
-        Pointer  # [ranks, length] statistics, raw statistics, notes; later sums; later offers; None: nothing yet
-    )
+    sent_ptr: Pointer  # [length] int64, this rank's words; None: they are written to the memory of every rank
+    received_ptr: Pointer  # [ranks, length] int64; None in symmetric memory, and before the exchange
+    start: Int64  # where [ranks, length] starts in symmetric memory, after the header
     length: Int64
-    notes_start: Int64
-    raw_start: Int64
+
+
+class Exchange(NamedTuple):
+    """What ranks tell each other of a step, in up to three exchanges."""
+
+    first: Channel  # statistics, raw statistics, notes: int64 words
+    sums: Channel  # [batch * num_draft_tokens, most_blocks] int32 words, the bits of residual sums; see `block`
+    offers: Channel  # [rows or requests, OFFERS] int64 words
+    verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
+    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, most_blocks]
+    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered between launches
+    received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
+    failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank is waited for in vain
+    half: Int64  # words of a half
+    patience: Int64  # how many times a word is looked for
+    rank: Int32
     ranks: Int32
-    most_blocks: Int32  # of a rank, in what was received
-    OFFERS: Constant  # numbers of an offer: 2 with a log-probability
+    raw_start: Int64  # of `first`, in words, as the next one
+    notes_start: Int64
+    most_blocks: Int32  # of a rank, in `first` and `sums`
+    MAX_RANKS: Constant  # ranks or more, a power of two
+    MAXIMA: Constant  # statistics are the maximum of a shard alone, as of one block
+    NOTES: Constant  # words of notes on a row: 2 where there are draft rows
+    OFFERS: Constant  # words of an offer: 2 with a log-probability
+    PER_ROW: Constant  # there is an offer for each row, not for each request
     MATCHES: Constant  # drafts are accepted that are the token drawn at their row
     OVERLAPS: Constant  # the next launch may be set up while this one runs
+
+
+class Arranging(NamedTuple):
+    """What is done with the statistics of all ranks."""
+
+    DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
+    OVERLAPS: Constant
 
 
 class Placing(NamedTuple):

@@ -1,19 +1,21 @@
 """What ranks tell each other of sharded rows in Triton, and how it is put together.
 
-A rank sends the statistics of its blocks, 8 bytes for 1,024 logits, and of each row up to three notes: 12 bytes. From these
+A rank tells the statistics of its blocks, 8 bytes for 1,024 logits, and of each row one or two notes of 8 bytes. From these
 follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.ShardedRow`. In block
-verification a second exchange has the residual sums of blocks, 4 bytes each.
+verification a second exchange has the residual sums of blocks, 4 bytes each. How words travel is in `channel`.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.block import listed_residual
+from specdecode.kernels.channel import NEXT_STEP, hear, high_of, load_step, low_of, tell, words_of
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
+from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_both, load_logsumexp, residual_sums
+from specdecode.kernels.read import decide
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -28,24 +30,15 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
 from specdecode.kernels.statistics import load_statistics, statistics_at
 
-FIRST, DRAFT_LOGIT, OTHER_LOGIT, NOTES = (tl.constexpr(number) for number in range(4))
-"""What a rank notes of a row: its first token with the largest logit here, where the row may be a point mass; the logit of
-the draft; and the logit of the token that is `FIRST` of the other row at the same place."""
-
-
 # ---- what this rank tells of its part of a row
 
 
 @triton.jit
-def repair(row, pointer, is_read, temperature, sizes):
-    """Make the statistics of a row finite, and return the maxima; those of a row that was not read are -inf."""
+def repaired(row, pointer, is_read, temperature, sizes):
+    """Return the statistics of a row, which are finite then; those of a row that was not read are those of no tokens."""
     statistics = load_statistics(pointer, is_read, sizes)
     block_max, sumexp = recompute_nonfinite(statistics, row, temperature, sizes)
-    sumexp = tl.where(temperature > 0, sumexp, 0.0)  # what is computed again has a sum of greedy rows too
-    blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
-    tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
-    return block_max
+    return block_max, tl.where(temperature > 0, sumexp, 0.0)  # what is computed again has a sum of greedy rows too
 
 
 @triton.jit
@@ -66,22 +59,44 @@ def logit_here(row, token, sizes):
 
 
 @triton.jit
-def note_row(row, index, is_read, token, temperature, workspace, exchange, sizes):
-    """Make a row's statistics finite; note its first largest token, and return it; note the draft's logit."""
+def tell_statistics(start, index, statistics, step, exchange, sizes):
+    """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
+    block_max, sumexp = statistics
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    place, words = index * exchange.most_blocks + start, words_of(block_max, sumexp)
+    wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
+    if exchange.MAXIMA:
+        wanted &= blocks == 0
+        words = words_of(tl.where(blocks == 0, tl.max(block_max, 0), 0.0), tl.zeros_like(sumexp))
+    tell(exchange.first, place + blocks, words, wanted, step, exchange)
+
+
+@triton.jit
+def tell_row(row, index, is_read, token, temperature, step, workspace, exchange, sizes):
+    """Tell the statistics of a row, its first largest token here and the draft's logit; return that token."""
     pointer = statistics_at(workspace.statistics_ptr, index, sizes)
-    block_max = repair(row, pointer, is_read, temperature, sizes)
+    block_max, sumexp = repaired(row, pointer, is_read, temperature, sizes)
+    tell_statistics(0, index, (block_max, sumexp), step, exchange, sizes)
+    if exchange.MAXIMA:  # for `sharded.decide_sample_here`
+        blocks = tl.arange(0, sizes.MAX_BLOCKS)
+        tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
+        tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
     first = first_here(row, block_max, temperature, sizes)
-    tl.store(exchange.notes_ptr + index * NOTES + FIRST, first.to(tl.float32, bitcast=True))
-    tl.store(exchange.notes_ptr + index * NOTES + DRAFT_LOGIT, logit_here(row, token, sizes))
-    if exchange.maxima_ptr is not None:
-        tl.store(exchange.maxima_ptr + index * 2, tl.max(block_max, 0))
-        tl.store(exchange.maxima_ptr + index * 2 + 1, 0.0)
+    place = exchange.notes_start + index * exchange.NOTES
+    tell(exchange.first, place, words_of(logit_here(row, token, sizes), first), place >= 0, step, exchange)
     return first
 
 
 @triton.jit
-def note_kernel(inputs, workspace, exchange, sizes):
-    """Note what this rank tells of the rows at one offset of a request; sizes are those of its shard."""
+def tell_other(row, index, other, step, exchange, sizes):
+    """Tell the logit of the first largest token of the other row at a place."""
+    place = exchange.notes_start + index * exchange.NOTES + 1
+    tell(exchange.first, place, words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32)), place >= 0, step, exchange)
+
+
+@triton.jit
+def tell_kernel(inputs, workspace, exchange, sizes):
+    """Tell what this rank has found in the rows at one offset of a request; sizes are those of its shard."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     token, num_drafts = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
@@ -89,14 +104,20 @@ def note_kernel(inputs, workspace, exchange, sizes):
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
     await_launch(exchange.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)
+    step = load_step(exchange)
+    if exchange.peers_ptr is not None:
+        if tl.program_id(0) == 0:
+            tl.store(exchange.received_ptr + NEXT_STEP, step + 1)
     index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
     row = whole_target_row_at(request, offset, inputs)
-    first = note_row(row, index, is_read, token, temperature, workspace, exchange, sizes)
+    first = tell_row(row, index, is_read, token, temperature, step, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw_ptr = statistics_at(workspace.raw_statistics_ptr, index, sizes)
-        repair(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
-    other = tl.full([], -1, tl.int32)
+        raw = repaired(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
+        tell_statistics(exchange.raw_start, index, raw, step, exchange, sizes)
     if inputs.draft.ptr is not None:
+        other = tl.full([], -1, tl.int32)
         if offset < sizes.num_draft_tokens:
             draft_index = row_index(request, offset, True, sizes)
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
@@ -105,89 +126,114 @@ def note_kernel(inputs, workspace, exchange, sizes):
             if inputs.drafts.logsumexp_ptr is not None:
                 is_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
             token = tl.where(has_draft, token, -1)
-            other = note_row(draft_row, draft_index, is_read, token, temperature, workspace, exchange, sizes)
-            of_target = logit_here(draft_row, tl.where(has_draft, first, -1), sizes)
-            tl.store(exchange.notes_ptr + draft_index * NOTES + OTHER_LOGIT, of_target)
-    tl.store(exchange.notes_ptr + index * NOTES + OTHER_LOGIT, logit_here(row, other, sizes))
+            other = tell_row(draft_row, draft_index, is_read, token, temperature, step, workspace, exchange, sizes)
+            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), step, exchange, sizes)
+        tell_other(row, index, other, step, exchange, sizes)
 
 
 # ---- what all ranks told
 
 
 @triton.jit
-def rank_of(block, exchange):
-    """Return which rank has a block."""
-    return (tl.load(exchange.sources_ptr + block) // exchange.most_blocks).to(tl.int64)
-
-
-@triton.jit
-def place_blocks(index, exchange, sizes):
-    """Return where the blocks of a row are in what was received, counted from where such rows begin."""
+def sources_of(exchange, sizes):
+    """Return which rank has each block, [MAX_BLOCKS], and which of its blocks that is."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     sources = tl.load(exchange.sources_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
-    rank, block = (sources // exchange.most_blocks).to(tl.int64), sources % exchange.most_blocks
-    return rank * exchange.length, index * exchange.most_blocks + block
+    return (sources // exchange.most_blocks).to(tl.int64), sources % exchange.most_blocks
 
 
 @triton.jit
-def arrange_statistics(start, index, pointer, exchange, sizes):
-    """Put the statistics of a row in the order of the vocabulary; return its maximum and the first block that has it."""
+def hear_statistics(start, index, pointer, step, exchange, sizes):
+    """Put the statistics of a row in the order of the vocabulary; return its maximum and who has the first such block."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     inside = blocks < sizes.num_blocks
-    of_rank, place = place_blocks(index, exchange, sizes)
-    source = exchange.received_ptr + of_rank + start + place * 2
-    block_max = tl.load(source, mask=inside, other=-INFINITY)
-    destination = statistics_at(pointer, index, sizes) + blocks * 2
-    tl.store(destination, block_max, mask=inside)
-    sumexp = tl.load(source + 1, mask=inside, other=0.0)
-    tl.store(destination + 1, sumexp, mask=inside)
+    ranks, theirs = sources_of(exchange, sizes)
+    place = start + index * exchange.most_blocks + theirs
+    words = hear(exchange.first, ranks, place, inside, step, exchange, tl.int64)
+    destination = statistics_at(pointer, index, sizes).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(destination + blocks, words, mask=inside)
+    block_max = tl.where(inside, low_of(words), -INFINITY)
     row_max = tl.max(block_max, 0)
-    return row_max, tl.argmax((block_max == row_max).to(tl.int32), 0)
+    largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
+    return row_max, tl.max(tl.where(blocks == largest, ranks, 0), 0)
 
 
 @triton.jit
-def told(NOTE: tl.constexpr, index, block, exchange):
-    """Return what the rank that has a block noted of a row."""
-    start = rank_of(block, exchange) * exchange.length + exchange.notes_start
-    return tl.load(exchange.received_ptr + start + index * NOTES + NOTE)
+def hear_notes(index, step, exchange):
+    """Return what each rank noted of a row, [MAX_RANKS]: the logit of its draft, its first largest token, another logit."""
+    ranks = tl.arange(0, exchange.MAX_RANKS)
+    place = exchange.notes_start + index * exchange.NOTES
+    words = hear(exchange.first, ranks, place, ranks < exchange.ranks, step, exchange, tl.int64)
+    others = words
+    if exchange.NOTES == 2:
+        others = hear(exchange.first, ranks, place + 1, ranks < exchange.ranks, step, exchange, tl.int64)
+    return low_of(words), high_of(words), low_of(others)
 
 
 @triton.jit
-def keep_known(index, row_max, largest, token, has_other, other_index, other_largest, workspace, exchange):
-    """Keep what is known of a row: its maximum and the token, its draft, and the first largest token of the other row."""
-    other = told(FIRST, other_index, other_largest, exchange).to(tl.int32, bitcast=True)
+def of_rank(values, rank):
+    """Return the value of a rank."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == rank, values, 0), 0)
+
+
+@triton.jit
+def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace, exchange):
+    """Keep what is known of a row: its maximum and the token, its draft, and the first largest token of the other row.
+
+    Given what each rank noted of it, and which has its maximum, and that of the other row.
+    """
+    draft_logits, firsts, other_logits = notes
     known_ptr = workspace.notes_ptr + index * KNOWN
     tl.store(known_ptr, row_max)
-    tl.store(known_ptr + 1, told(FIRST, index, largest, exchange))
+    tl.store(known_ptr + 1, of_rank(firsts, rank).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 2, token.to(tl.float32, bitcast=True))
-    draft_logit = -INFINITY  # where the rest of the row is not known it is of no use
-    if exchange.maxima_ptr is None:
-        draft_logit = told(DRAFT_LOGIT, index, tl.maximum(token, 0) // BLOCK_SIZE, exchange)
+    draft_logit = tl.max(draft_logits, 0)  # all ranks but one say -inf
+    if exchange.MAXIMA:  # where the rest of the row is not known it is of no use
+        draft_logit = -INFINITY
     tl.store(known_ptr + 3, draft_logit)
-    tl.store(known_ptr + 4, tl.where(has_other, other, -1).to(tl.float32, bitcast=True))
-    tl.store(known_ptr + 5, told(OTHER_LOGIT, index, other_largest, exchange))
+    tl.store(known_ptr + 4, other.to(tl.float32, bitcast=True))
+    tl.store(known_ptr + 5, of_rank(other_logits, other_rank))
 
 
 @triton.jit
-def arrange_kernel(inputs, workspace, exchange, sizes):
+def arrange(request, offset, step, inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it."""
-    admit_next_launch(exchange.OVERLAPS)
-    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
     index = row_index(request, offset, False, sizes)
-    row_max, largest = arrange_statistics(0, index, workspace.statistics_ptr, exchange, sizes)
+    row_max, rank = hear_statistics(0, index, workspace.statistics_ptr, step, exchange, sizes)
+    notes = hear_notes(index, step, exchange)
     if workspace.raw_statistics_ptr is not None:
-        arrange_statistics(exchange.raw_start, index, workspace.raw_statistics_ptr, exchange, sizes)
-    has_other, other, other_largest = tl.full([], False, tl.int1), index, largest
+        hear_statistics(exchange.raw_start, index, workspace.raw_statistics_ptr, step, exchange, sizes)
+    other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
-        has_other = offset < sizes.num_draft_tokens
-        if has_other:
-            other = row_index(request, offset, True, sizes)
-            other_max, other_largest = arrange_statistics(0, other, workspace.statistics_ptr, exchange, sizes)
-            keep_known(other, other_max, other_largest, token, has_other, index, largest, workspace, exchange)
-    keep_known(index, row_max, largest, token, has_other, other, other_largest, workspace, exchange)
+        if offset < sizes.num_draft_tokens:
+            draft_index = row_index(request, offset, True, sizes)
+            draft_max, draft_rank = hear_statistics(0, draft_index, workspace.statistics_ptr, step, exchange, sizes)
+            draft_notes = hear_notes(draft_index, step, exchange)
+            first = of_rank(notes[1], rank)
+            keep_known(draft_index, draft_max, draft_notes, draft_rank, token, first, rank, workspace, exchange)
+            other, other_rank = of_rank(draft_notes[1], draft_rank), draft_rank
+    keep_known(index, row_max, notes, rank, token, other, other_rank, workspace, exchange)
+    return token
+
+
+@triton.jit
+def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
+    """Arrange what ranks told of the rows of a step, a row at a time, and decide about their drafts if that is wanted."""
+    await_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    step, num_rows = load_step(exchange), sizes.num_draft_tokens + 1
+    for index in range(tl.program_id(0), sizes.batch * num_rows, tl.num_programs(0)):
+        row = tl.full([], 0, tl.int32) + index
+        request, offset = locate((row // num_rows).to(tl.int64), inputs.packing, sizes), row % num_rows
+        token = arrange(request, offset, step, inputs, workspace, exchange, sizes)
+        if tuning.DECIDE is not None:
+            tl.debug_barrier()  # what was arranged is read by other threads than wrote it
+            if offset < sizes.num_draft_tokens:
+                temperature = load_temperature(inputs.requests, request)
+                decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
 
 
 # ---- the sums of block verification
@@ -195,25 +241,33 @@ def arrange_kernel(inputs, workspace, exchange, sizes):
 
 @triton.jit
 def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
-    """Sum `BLOCKS` of this rank's blocks of a listed residual, or of several in turn, if there are more than programs."""
+    """Tell the sums of `BLOCKS` of this rank's blocks of a listed residual, or of several in turn."""
     await_launch(tuning.OVERLAPS)
-    chunks = tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
+    admit_next_launch(tuning.OVERLAPS)
+    step, chunks = load_step(exchange), tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
+    first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
         _, _, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, row, draft_row, sizes.shard.start // BLOCK_SIZE + blocks, tuning.LANES)
-        sums = residual_sums(target, draft, residual, temperature)
-        sums_ptr = exchange.sums_ptr + entry.to(tl.int64) * exchange.most_blocks
-        tl.store(sums_ptr + blocks, sums, mask=blocks < exchange.most_blocks)
+        target, draft = load_both(inputs, row, draft_row, first + blocks, tuning.LANES)
+        sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
+        wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
+        place = entry.to(tl.int64) * exchange.most_blocks + blocks
+        tell(exchange.sums, place, sums, wanted, step, exchange)
 
 
 @triton.jit
-def arrange_sums_kernel(workspace, exchange, sizes):
-    """Put the residual sums of one draft's row in the order of the vocabulary."""
-    admit_next_launch(exchange.OVERLAPS)
-    entry, blocks = tl.program_id(0).to(tl.int64), tl.arange(0, sizes.MAX_BLOCKS)
-    of_rank, place = place_blocks(entry, exchange, sizes)
+def arrange_sums_kernel(workspace, exchange, sizes, tuning):
+    """Put the residual sums that ranks told in the order of the vocabulary, a listed draft's row at a time."""
+    await_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    step, blocks = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS)
     inside = blocks < sizes.num_blocks
-    sums = tl.load(exchange.received_ptr + of_rank + place, mask=inside, other=0.0)
-    tl.store(workspace.residual_sums_ptr + entry * sizes.num_blocks + blocks, sums, mask=inside)
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
+        entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
+        ranks, theirs = sources_of(exchange, sizes)
+        place = entry * exchange.most_blocks + theirs
+        sums = hear(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
+        sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
+        tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)

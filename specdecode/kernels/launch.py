@@ -192,14 +192,14 @@ class Plan:
 
     Args:
         device: where all of it happens.
-        workspace: dtype (of 32 bits) and length of each part, None for one that is not needed.
+        workspace: dtype (of 32 or 64 bits) and length of each part, None for one that is not needed.
         zeros: how many numbers of the workspace, from the first on, start as zeros.
     """
 
     def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
         self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
-        lengths = [triton.cdiv(length, 32) * 32 for _, length in self.parts.values()]  # cache lines of 128 bytes
+        lengths = [triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()]  # cache lines
         *self.starts, self.length = itertools.accumulate(lengths, initial=0)
         self.launches: list[Launch] = []
         self.ready: list[tuple[Any, tuple[int, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
@@ -263,7 +263,10 @@ class Plan:
     def views(self, workspace: Tensor) -> dict[str, Tensor]:
         """Return the parts of a workspace."""
         parts = zip(self.starts, self.parts.items())
-        return {name: workspace[start : start + length].view(dtype) for start, (name, (dtype, length)) in parts}
+        return {
+            name: workspace[start : start + length * dtype.itemsize // 4].view(dtype)
+            for start, (name, (dtype, length)) in parts
+        }
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""

@@ -14,7 +14,7 @@ Block verification draws from max(0, c p - q), which is c times max(0, p - q / c
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine, combine_both, logprob
+from specdecode.kernels.distribution import combine, combine_both, logprob, relative_sums
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
@@ -22,6 +22,7 @@ from specdecode.kernels.rows import (
     BY_PLACE,
     INFINITY,
     LOG2_E,
+    SHARDED,
     TRUNCATED,
     WHOLE,
     base_2_scale,
@@ -36,6 +37,7 @@ from specdecode.kernels.rows import (
     unpack,
 )
 from specdecode.kernels.search import (
+    SLACK,
     block_of,
     blocks_of,
     keys_of,
@@ -221,17 +223,39 @@ def best_of(target, draft, blocks, place, residual, block_domain):
 
 
 @triton.jit
-def select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning):
+def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
+    """Return a score that a block of some rank reaches, as the bits of a float32, if statistics show it; else 0.
+
+    A block's residual is at least its part of p less its part of q.
+    """
+    score = tl.full([], 0, tl.int32)
+    if inputs.drafts.logsumexp_ptr is None:
+        statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        summary = load_statistics(draft_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        p_sums = relative_sums(residual.row_max, statistics, place.temperature)
+        q_sums = relative_sums(residual.draft_max, summary, place.temperature) * tl.exp(-residual.log_sum_ratio)
+        least = p_sums * (1 - SLACK) - q_sums * (1 + SLACK)
+        scores = block_scores(tl.where(least > 0, least, 0.0), exponentials) * (1 - SLACK)
+        score = tl.max(scores, 0).to(tl.int32, bitcast=True)
+    return score
+
+
+@triton.jit
+def select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning):
     """Draw a block with probability proportional to its residual; return -1 if all of it rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's blocks
+    that are surely beaten by another rank's, any will do.
     """
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
+    least_score = tl.full([], 0, tl.int32)
     if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
+    if len(row) == SHARDED:
+        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
     first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
@@ -240,7 +264,7 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
-    while tl.max(most_of(largest, sizes), 0) > score_of(best):
+    while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
@@ -285,10 +309,12 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
                     block = select_summed_block(place, exponentials, workspace, sizes)
                 else:
                     block = select_residual_block(
-                        place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning
+                        place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
                     )
             else:
-                block = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
+                block = select_residual_block(
+                    place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
+                )
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:

@@ -4,22 +4,23 @@ Ranks tell each other the statistics of their blocks, 8 bytes for 1,024 logits, 
 the workspace that one GPU has after reading, bit for bit, and the functions of the other rooms decide from it as they do
 there. What is left is to draw a token, which takes logits of a block that one rank has:
 
-1. `note_kernel`, after the launch that reads: makes this rank's statistics finite; notes the first largest token of a row
-   that may be a point mass, and the logits of tokens that matter. -> *exchange* of statistics and notes
-2. `arrange_kernel`: puts all statistics in the order of the vocabulary, and with each row what is known of its tokens.
-3. `offer_kernel`: decides about a row and draws its token from this rank's blocks alone. The token is an *offer*, with the
-   score of its block. -> *exchange* of offers, 8 bytes a row
+1. `tell_kernel`, after the launch that reads: tells the statistics of this rank's blocks, the first largest token of a row
+   that may be a point mass, and the logits of tokens that matter. -> *exchange*
+2. `arrange_kernel`: puts all statistics in the order of the vocabulary, and with each row what is known of its tokens. In a
+   large batch it also decides, as `read` does on one GPU, so that only rows are drawn from at which a request stops.
+3. `offer_kernel`: decides about a row, if that has not been done, and draws its token from this rank's blocks alone. The token
+   is an *offer*, with the score of its block. -> *exchange* of offers, 8 bytes each
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
 In block verification `ratio_kernel` and `decide_kernel` follow 2; `sum_shard_kernel` sums this rank's blocks of the listed
-residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All that is exchanged but offers is in
-`exchange`. No kernel waits for another rank.
+residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All that is exchanged but offers is in `exchange`.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode.kernels.block import settle
+from specdecode.kernels.channel import NEXT_STEP, STEP, hear, load_step, low_of, tell
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
@@ -47,6 +48,8 @@ from specdecode.kernels.selection import block_scores, noise_at
 from specdecode.kernels.state import (
     count_drafts,
     load_draft_ids,
+    load_empty,
+    load_stop,
     store_logprob,
     store_output,
     store_token,
@@ -55,8 +58,9 @@ from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
-IS_ACCEPTED, IS_EMPTY = tl.constexpr(1), tl.constexpr(2)
-"""The bits of a verdict: the draft is accepted; the row has no finite logit."""
+IS_EMPTY, IS_ACCEPTED, COUNT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(1)
+"""The bits of a verdict: the row, or one before it, has no finite logit; and that the draft is accepted. Where a verdict is on
+a request, there is the number of drafts that are accepted instead, from the bit `COUNT` on."""
 
 RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 """An offer: whether its token is of a residual, the block's score, and LAST_TOKEN less the token. The largest wins."""
@@ -79,7 +83,7 @@ def decide_sample(place, noise, inputs, workspace, sizes):
 
 @triton.jit
 def decide_sample_here(place, noise, inputs, workspace, sizes):
-    """Return what `decide_sample` does, of this rank's blocks alone, whose statistics do not travel (`Exchange.maxima_ptr`).
+    """Return what `decide_sample` does, of this rank's blocks alone, whose statistics do not travel (`Exchange.MAXIMA`).
 
     What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
     """
@@ -156,13 +160,10 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
 
 @triton.jit
 def offer_row(place, outputs, inputs, workspace, sizes, tuning):
-    """Return the verdict on the draft at a place, this rank's offer of a token, and that token's log-probability."""
+    """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
     noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-    verdict = tl.where(p.row_max == -INFINITY, IS_EMPTY, 0)
-    if not tuning.SETTLES:
-        verdict = tl.where(accepted, verdict | IS_ACCEPTED, verdict)
     if outputs.logsumexp_ptr is not None:
         logsumexp = tl.where(place.temperature > 0, p.row_max / place.temperature + p.log_sum, 0.0)
         tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
@@ -174,27 +175,36 @@ def offer_row(place, outputs, inputs, workspace, sizes, tuning):
             if place.token >= 0:  # for the case that it is emitted
                 logprob = logprob_asked(place, place.token, asked, inputs, workspace, sizes)
                 store_logprob(outputs, place, logprob, sizes)
-    if (verdict & IS_ACCEPTED) == 0:
+    if (accepted == 0) | (not tuning.PER_ROW):
         token, number = offer(place, noise, source, inputs, workspace, sizes, tuning)
         if outputs.logprobs_ptr is not None:
             logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-    return verdict, number, logprob
+    return accepted, p.row_max == -INFINITY, number, logprob
 
 
 @triton.jit
-def store_offers(request, offsets, wanted, verdicts, numbers, logprob, exchange, sizes):
-    """Store the verdicts and offers of some rows of a request."""
-    index = row_index(request, offsets, False, sizes)
-    tl.store(exchange.verdicts_ptr + index, verdicts, mask=wanted)
-    tl.store(exchange.offers_ptr + index * exchange.OFFERS, numbers, mask=wanted)
+def tell_offer(index, verdict, number, logprob, step, exchange):
+    """Tell an offer, of a row or of a request; keep the verdict, at which all ranks arrive."""
+    tl.store(exchange.verdicts_ptr + index, verdict)
+    tell(exchange.offers, index * exchange.OFFERS, number, index >= 0, step, exchange)
     if exchange.OFFERS == 2:
-        bits = (numbers * 0) + logprob.to(tl.int32, bitcast=True)
-        tl.store(exchange.offers_ptr + index * exchange.OFFERS + 1, bits, mask=wanted)
+        bits = logprob.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tell(exchange.offers, index * exchange.OFFERS + 1, bits, index >= 0, step, exchange)
+
+
+@triton.jit
+def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
+    """Return where a request stops, if that is known, and whether a row before it has no finite logit."""
+    if tuning.SETTLES:
+        return settle(request, num_drafts, inputs, workspace, sizes)
+    else:
+        stop = load_stop(workspace.state_ptr, request, sizes)
+        return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
 
 
 @triton.jit
 def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
-    """Decide about one row, or in block verification about a request, and offer a token."""
+    """Decide about one row, or take a request's row at which it stops, and offer a token."""
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
@@ -203,42 +213,40 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     num_drafts, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
-    if tuning.SETTLES:
-        offset, was_empty = settle(request, num_drafts, inputs, workspace, sizes)
-    verdict, number = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    admit_next_launch(tuning.OVERLAPS)
+    step = load_step(exchange)
+    is_empty = tl.full([], False, tl.int1)
+    if not tuning.PER_ROW:
+        offset, is_empty = stop_of(request, num_drafts, inputs, workspace, sizes, tuning)
+    accepted, number = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
     logprob = tl.full([], 0.0, tl.float32)
     if offset <= num_drafts:
         if inputs.drafts.ids_ptr is not None:
             token = load_draft_ids(inputs.drafts, request, offset, sizes)
         place = Place(request, offset, token, key, temperature)
-        verdict, number, logprob = offer_row(place, outputs, inputs, workspace, sizes, tuning)
-    if tuning.SETTLES:
-        offsets = tl.arange(0, sizes.MAX_DRAFTS)
-        verdict = tl.where(was_empty, IS_EMPTY, verdict)
-        verdicts = tl.where(offsets < offset, IS_ACCEPTED, tl.where(offsets == offset, verdict, 0))
-        numbers = tl.where(offsets == offset, number, 0)
-        wanted = offsets <= sizes.num_draft_tokens
-        store_offers(request, offsets, wanted, verdicts, numbers, logprob, exchange, sizes)
+        accepted, row_is_empty, number, logprob = offer_row(place, outputs, inputs, workspace, sizes, tuning)
+        is_empty |= row_is_empty
+    verdict = tl.where(is_empty, IS_EMPTY, 0)
+    if tuning.PER_ROW:
+        index = row_index(request, offset, False, sizes)
+        tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, step, exchange)
     else:
-        store_offers(request, offset, offset >= 0, verdict, number, logprob, exchange, sizes)
+        tell_offer(request.index, verdict | (offset << COUNT), number, logprob, step, exchange)
 
 
 # ---- 4. the best offer
 
 
 @triton.jit
-def best_offers(request, offsets, wanted, exchange, sizes):
-    """Return the best offer at each of some rows, and the log-probability that came with it."""
-    index = row_index(request, offsets, False, sizes)
+def best_offers(index, wanted, step, exchange):
+    """Return the best of the ranks' offers at each of some indices, and the log-probability that came with it."""
     best, logprobs = tl.zeros_like(index), index.to(tl.float32)
     for rank in range(exchange.ranks):
-        pointer = exchange.received_ptr + rank * exchange.length + index * exchange.OFFERS
-        numbers = tl.load(pointer, mask=wanted, other=0)
+        numbers = hear(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
         is_better = numbers > best
         if exchange.OFFERS == 2:
-            theirs = tl.load(pointer + 1, mask=wanted, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+            theirs = low_of(hear(exchange.offers, rank, index * exchange.OFFERS + 1, wanted, step, exchange, tl.int64))
             # Of a point mass all ranks offer the one token, but only the rank that has it knows its logit.
             is_better |= (numbers == best) & (theirs > logprobs)
             logprobs = tl.where(is_better, theirs, logprobs)
@@ -247,28 +255,50 @@ def best_offers(request, offsets, wanted, exchange, sizes):
 
 
 @triton.jit
-def finish_kernel(inputs, outputs, exchange, sizes):
-    """Write the output of one request."""
-    request = locate(tl.program_id(0).to(tl.int64), inputs.packing, sizes)
+def emitted_of_rows(request, drafts, num_drafts, step, exchange, sizes):
+    """Return where a request stops, whether it is invalid, and the offer there, given an offer for each of its rows."""
     offsets = tl.arange(0, sizes.MAX_DRAFTS)
-    wanted = offsets <= sizes.num_draft_tokens
-    num_drafts = tl.full([], 0, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        counted = count_drafts(inputs.drafts, request, sizes)
-        num_drafts, _ = counted
-        drafts = load_draft_ids(inputs.drafts, request, offsets, sizes)
-    await_launch(exchange.OVERLAPS)
-    best, logprobs = best_offers(request, offsets, wanted, exchange, sizes)
-    tokens = ((best & LAST_TOKEN) ^ LAST_TOKEN).to(tl.int32)
-    index = row_index(request, offsets, False, sizes)
+    wanted, index = offsets <= sizes.num_draft_tokens, row_index(request, offsets, False, sizes)
+    best, logprobs = best_offers(index, wanted, step, exchange)
     verdicts = tl.load(exchange.verdicts_ptr + index, mask=wanted, other=0)
     is_accepted = (verdicts & IS_ACCEPTED) > 0
     if exchange.MATCHES:
-        is_accepted = tokens == drafts
+        is_accepted = token_offered(best) == drafts
     stop = tl.min(tl.where((offsets < num_drafts) & is_accepted, sizes.num_draft_tokens, offsets), 0)
     is_empty = tl.max(tl.where((offsets <= stop) & ((verdicts & IS_EMPTY) > 0), 1, 0), 0) == 1
-    token = tl.sum(tl.where(offsets == stop, tokens, 0), 0).to(tl.int64)
-    logprob = tl.sum(tl.where(offsets == stop, logprobs, 0.0), 0)
+    is_stop = offsets == stop
+    return stop, is_empty, tl.sum(tl.where(is_stop, best, 0), 0), tl.sum(tl.where(is_stop, logprobs, 0.0), 0)
+
+
+@triton.jit
+def emitted_of_request(request, step, exchange):
+    """Return that, given one offer for the request."""
+    index, one = request.index + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1)
+    best, logprobs = best_offers(index, one, step, exchange)
+    verdict = tl.load(exchange.verdicts_ptr + request.index)
+    return verdict >> COUNT, (verdict & IS_EMPTY) > 0, tl.sum(best, 0), tl.sum(logprobs, 0)
+
+
+@triton.jit
+def token_offered(number):
+    """Return the token of an offer; a number of 0 has none."""
+    return ((number & LAST_TOKEN) ^ LAST_TOKEN).to(tl.int32)
+
+
+@triton.jit
+def finish(request, step, inputs, outputs, exchange, sizes):
+    """Write the output of one request."""
+    num_drafts, drafts = tl.full([], 0, tl.int32), None
+    if inputs.drafts.ids_ptr is not None:
+        counted = count_drafts(inputs.drafts, request, sizes)
+        num_drafts, _ = counted
+        drafts = load_draft_ids(inputs.drafts, request, tl.arange(0, sizes.MAX_DRAFTS), sizes)
+    if exchange.PER_ROW:
+        stop, is_empty, number, logprob = emitted_of_rows(request, drafts, num_drafts, step, exchange, sizes)
+    else:
+        stop, is_empty, number, logprob = emitted_of_request(request, step, exchange)
+    is_empty |= number == 0  # no rank has offered anything: one was waited for in vain
+    token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
     if inputs.drafts.ids_ptr is not None:
         store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty, sizes)
@@ -280,3 +310,18 @@ def finish_kernel(inputs, outputs, exchange, sizes):
             tl.store(outputs.num_accepted_ptr + request.index, 0)
             tl.store(outputs.num_drafts_ptr + request.index, 0)
             tl.store(outputs.invalid_ptr + request.index, is_empty)
+
+
+@triton.jit
+def finish_kernel(inputs, outputs, exchange, sizes):
+    """Write the output of requests, one after the other; then the step is over."""
+    await_launch(exchange.OVERLAPS)
+    step = tl.full([], 0, tl.int64)
+    if exchange.peers_ptr is not None:
+        next_step = tl.load(exchange.received_ptr + NEXT_STEP)
+        step = next_step - 1
+        if tl.program_id(0) == 0:
+            tl.store(exchange.received_ptr + STEP, next_step)
+    for index in range(tl.program_id(0), sizes.batch, tl.num_programs(0)):
+        request = locate(tl.full([], 0, tl.int64) + index, inputs.packing, sizes)
+        finish(request, step, inputs, outputs, exchange, sizes)

@@ -1,11 +1,13 @@
 """Compare, on every rank, gathering the logits and verifying them with verifying the shards.
 
-    torchrun --nproc-per-node=2 -m tests.benchmarks.shards --batch 8
+    torchrun --nproc-per-node=2 -m tests.benchmarks.shards --shapes 1x3 256x3 --json shards.json
 
-measures on the GPUs through NCCL if there are enough of them, each as replays of a CUDA graph, else on CPUs through gloo. It
-prints for each way the median time of a step on the slowest rank, the bytes that a step brings to each rank, and the number
-of exchanges. What engines do is all-gather the shards, put them in order, and verify the whole rows on every rank. Shards
-are verified by the eager backend and, on GPUs, by the Triton backend. The inputs are those of the other benchmarks.
+measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. What engines do is to all-gather
+the shards, put them in order, and verify the whole rows on every rank. The inputs are those of the other benchmarks.
+
+A time is that of one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
+measure the second replay, so that no rank waits for another's start. It is the median of the rounds on the slowest rank. On
+CPUs it is the host's time of one step. Beside it are the bytes that a step brings to each rank, and the number of exchanges.
 
 Every way must give the same tokens: how many requests have others is printed. Of the Triton backend all outputs must be bit
 for bit those of one GPU, on every rank and in a replayed graph, or the program fails.
@@ -13,19 +15,28 @@ for bit those of one GPU, on every rank and in a replayed graph, or the program 
 
 import argparse
 import functools
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from specdecode import RejectionSampler, VocabShard, sharding
+from specdecode import RejectionSampler, VocabShard, transports
 from tests.benchmarks.inputs import VOCAB, Inputs
 
-BLOCK = 1024
+BLOCK, STEPS = 1024, 10
+METHODS = {  # name: method, with draft logits, with their logsumexp, temperature if not the given one
+    "probabilistic": ("probabilistic", True, False, None),
+    "probabilistic with draft_logsumexp": ("probabilistic", True, True, None),
+    "block": ("block", True, False, None),
+    "strict": ("strict", False, False, None),
+    "greedy": ("strict", False, False, 0.0),
+}
 
 
 class Traffic:
@@ -33,7 +44,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.exchanges = self.bytes = 0
-        self.all_gather, sharding.all_gather = sharding.all_gather, self.counted
+        self.all_gather, transports.all_gather = transports.all_gather, self.counted
 
     def counted(self, tensor: Tensor, group: Any) -> Tensor:
         gathered = self.all_gather(tensor, group)
@@ -47,63 +58,163 @@ class Traffic:
         return self.exchanges, self.bytes
 
 
+def captured(step: Callable, steps: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return a graph of some steps, and the output that the last of them writes."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(steps):
+            output = step()
+    return graph, output
+
+
+def times_on_gpu(step: Callable, rounds: int) -> list[float]:
+    """Return the milliseconds of a step in each round."""
+    graph, _ = captured(step, STEPS)
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        distributed.barrier()
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / STEPS)
+    return times
+
+
+def times_on_host(step: Callable, rounds: int) -> list[float]:
+    """Return the milliseconds of a step in each round."""
+    times = []
+    for _ in range(rounds):
+        distributed.barrier()
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
 def median_time(step: Callable, device: torch.device, rounds: int) -> float:
     """Return the median of milliseconds of a step, the largest of all ranks'."""
     for _ in range(3):
         step()
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            step()
-        step = graph.replay
-        step()
-    times = []
-    for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        distributed.barrier()
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+    times = (times_on_gpu if device.type == "cuda" else times_on_host)(step, rounds)
     slowest = torch.tensor(statistics.median(times), device=device)
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return slowest.item()
 
 
-def replayed(step: Callable) -> Any:
-    """Return the output of a step, which on a GPU a graph has written."""
-    step()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        output = step()
-    graph.replay()
-    torch.cuda.synchronize()
-    return output
-
-
-def check_bits(method: str, got: Any, expected: Any, rank: int) -> None:
+def check_bits(name: str, got: Any, expected: Any, rank: int) -> None:
     """Raise unless two outputs are the same."""
-    for name, mine, other in zip(expected._fields, got, expected):
+    for field, mine, other in zip(expected._fields, got, expected):
         if other is not None and not torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)):
-            raise SystemExit(f"{method}: {name} of rank {rank} is not that of one GPU")
+            raise SystemExit(f"{name}: {field} of rank {rank} is not that of one GPU")
+
+
+class Case:
+    """The shards of one batch on this rank, and the ways to verify them."""
+
+    def __init__(self, batch: int, drafts: int, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device, self.batch = options, device, batch
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        # Equal shards of whole blocks, so that the shards can be gathered in one call; the last one is filled up with -inf.
+        self.local = -(-VOCAB // (self.size * BLOCK)) * BLOCK
+        self.start = min(VOCAB, self.local * self.rank)
+        self.inputs = Inputs(batch, drafts, getattr(torch, options.dtype), options.temperature, str(device))
+        whole = self.inputs.target_logits, self.inputs.draft_logits
+        self.shards = [rows[..., self.start : self.start + self.local].contiguous() for rows in whole]
+        self.padded = [
+            torch.nn.functional.pad(rows, (0, self.local - rows.shape[-1]), value=-torch.inf) for rows in self.shards
+        ]
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Return whole rows, as engines make them: gather, then put the shards of each row side by side."""
+        shards = transports.all_gather(rows, distributed.group.WORLD)
+        return shards.movedim(0, -2).reshape(*rows.shape[:-1], self.size * self.local)[..., :VOCAB]
+
+    def ways(self, name: str, transports: list[str]) -> dict[str, Callable]:
+        """Return the ways to verify by a method: the first is what the others are compared with."""
+        method, draws, has_logsumexp, temperature = METHODS[name]
+        temperature = self.options.temperature if temperature is None else temperature
+        keywords: dict[str, Any] = {"temperature": temperature, "top_p": self.options.top_p}
+        keywords["seeds"] = torch.arange(self.batch, device=self.device)
+        draft = self.inputs.drafts(method, top_p=self.options.top_p)
+        if has_logsumexp:
+            keywords |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
+        whole = self.inputs.target_logits, draft.token_ids, self.inputs.draft_logits if draws else None
+        plain = RejectionSampler(method)
+
+        def gather_and_verify() -> Any:
+            return plain(
+                self.gathered(self.padded[0]),
+                draft.token_ids,
+                self.gathered(self.padded[1]) if draws else None,
+                **keywords,
+            )
+
+        mine = self.shards[0], draft.token_ids, self.shards[1] if draws else None
+        ways = {"verify whole rows": functools.partial(plain, *whole, **keywords), "gather, verify": gather_and_verify}
+        for backend in self.options.backends:
+            for transport in transports if backend == "triton" else transports[:1]:
+                shard = VocabShard(None, self.start, VOCAB)
+                sampler = RejectionSampler(method, backend=backend, shard=shard)
+                ways[f"shards, {backend}, {transport}"] = functools.partial(sampler, *mine, **keywords)
+        return ways
+
+
+def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> list[dict[str, Any]]:
+    """Check and time all ways of a method; return a result for each."""
+    results: list[dict[str, Any]] = []
+    ways = case.ways(name, transports)
+    expected = next(iter(ways.values()))()
+    for way, step in ways.items():
+        got = step()
+        different = int((expected.token_ids != got.token_ids).any(dim=1).sum())
+        if "triton" in way:
+            check_bits(name, got, expected, case.rank)
+            graph, replayed = captured(step, 1)
+            graph.replay()
+            torch.cuda.synchronize()
+            check_bits(name, replayed, expected, case.rank)
+        exchanges, moved = traffic.of(step)
+        milliseconds = median_time(step, case.device, case.options.rounds)
+        result = {
+            "method": name,
+            "way": way,
+            "us": round(1e3 * milliseconds, 2),
+            "bytes": moved,
+            "exchanges": exchanges,
+        }
+        results.append({"batch": case.batch, "drafts": case.inputs.draft_logits.shape[1]} | result)
+        if case.rank == 0:
+            print(f"{case.batch:>4}{name:>36}  {way:32}{result['us']:>10.1f}{moved:>14,}{exchanges:>4}", flush=True)
+            if different:
+                print(f"{name}: {different} requests have other tokens")
+    return results
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what the times depend on."""
+    if device.type == "cpu":
+        return {"torch": torch.__version__}
+    import triton
+
+    names = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    return names | {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--shapes", nargs="+", default=["1x3"], help="requests x drafts")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--backends", nargs="+", default=None, help="eager, triton")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=None, help="truncated shards are verified by the eager backend")
-    parser.add_argument(
-        "--draft-logsumexp", action="store_true", help="pass what drafting returned, but not with --top-p"
-    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--methods", nargs="+", default=["probabilistic", "strict", "block"])
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -112,57 +223,18 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    group = distributed.group.WORLD
+    options.backends = options.backends or (["triton"] if on_gpu and options.top_p is None else ["eager"])
 
-    # Equal shards of whole blocks, so that the shards can be gathered in one call; the last one is filled up with -inf.
-    local = -(-VOCAB // (size * BLOCK)) * BLOCK
-    start = min(VOCAB, local * rank)
-    inputs = Inputs(options.batch, options.drafts, getattr(torch, options.dtype), options.temperature, str(device))
-    whole = inputs.target_logits, inputs.draft_logits
-    target, draft = (logits[..., start : start + local].contiguous() for logits in whole)
-    padded = [torch.nn.functional.pad(each, (0, local - each.shape[-1]), value=-torch.inf) for each in (target, draft)]
-
-    def gathered(logits: Tensor) -> Tensor:
-        """Return whole rows, as engines make them: gather, then put the shards of each row side by side."""
-        shards = sharding.all_gather(logits, group)
-        return shards.movedim(0, -2).reshape(*logits.shape[:-1], size * local)[..., :VOCAB]
-
+    record: dict[str, Any] = environment(device) | {"ranks": size, "results": []}
     traffic = Traffic()
-    if rank == 0:
-        print(f"{size} ranks on {device.type}, {options.batch} requests, {options.drafts} drafts, {options.dtype}")
-        print(f"{'':40}{'ms':>10}{'bytes':>16}{'exchanges':>12}")
-    for method in options.methods:
-        keywords = {"temperature": options.temperature, "seeds": torch.arange(options.batch, device=device)}
-        keywords |= {"top_p": options.top_p}
-        drafted, draws = inputs.drafts(method, top_p=options.top_p), method != "strict"
-        if options.draft_logsumexp and draws and options.top_p is None:
-            keywords |= {"draft_logsumexp": drafted.logsumexp}
-        shard, plain = VocabShard(group, start, VOCAB), RejectionSampler(method)
-
-        def gather_and_verify(plain=plain, drafted=drafted, draws=draws, keywords=keywords) -> Any:
-            rows = gathered(padded[0]), drafted.token_ids, gathered(padded[1]) if draws else None
-            return plain(*rows, **keywords)
-
-        def verify_shards(sampler, drafted=drafted, draws=draws, keywords=keywords) -> Any:
-            return sampler(target, drafted.token_ids, draft if draws else None, **keywords)
-
-        ways = {"gather, then verify": gather_and_verify}
-        for backend in ("eager", "triton") if on_gpu and options.top_p is None else ("eager",):
-            sampler = RejectionSampler(method, backend=backend, shard=shard)
-            ways[f"verify shards, {backend}"] = functools.partial(verify_shards, sampler)
-        expected = gather_and_verify()
-        for name, step in ways.items():
-            got = step()
-            different = int((expected.token_ids != got.token_ids).any(dim=1).sum())
-            if name.endswith("triton"):
-                check_bits(method, got, expected, rank)
-                check_bits(method, replayed(step), expected, rank)
-            exchanges, moved = traffic.of(step)
-            milliseconds = median_time(step, device, options.rounds)
-            if rank == 0:
-                print(f"{f'{method}: {name}':40}{milliseconds:>10.3f}{moved:>16,}{exchanges:>12}")
-                if different:
-                    print(f"{method}: {different} requests have other tokens")
+    for shape in options.shapes:
+        batch, drafts = map(int, shape.split("x"))
+        case = Case(batch, drafts, options, device)
+        for name in options.methods:
+            record["results"] += measure(case, name, traffic, ["collective"])
+            if options.json and rank == 0:
+                options.json.write_text(json.dumps(record, indent=1))
+        del case
     distributed.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from specdecode import RejectionSampler, VocabShard, backends, sample, sharding
+from specdecode import RejectionSampler, VocabShard, backends, kernels, sample, sharding, transports
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
@@ -40,7 +40,7 @@ def ranks_of() -> Callable:
 @pytest.fixture(autouse=True)
 def turns() -> Iterator[None]:
     """Let one rank launch at a time, in memory full of NaN; on a GPU exchange through the host, which gloo can."""
-    lock, interpret, allocate, gather = threading.Lock(), Plan.interpret, Plan.allocate, sharding.all_gather
+    lock, interpret, allocate, gather = threading.Lock(), Plan.interpret, Plan.allocate, transports.all_gather
 
     def in_turn(plan: Plan, values: dict) -> None:
         with lock:
@@ -52,8 +52,36 @@ def turns() -> Iterator[None]:
     with (
         mock.patch.object(Plan, "interpret", in_turn),
         mock.patch.object(Plan, "allocate", lambda plan: allocate(plan).fill_(-1)),
-        mock.patch.object(sharding, "all_gather", through_the_host if ON_GPU else gather),
+        mock.patch.object(transports, "all_gather", through_the_host if ON_GPU else gather),
     ):
+        yield
+
+
+class Shared(transports.SymmetricMemory):
+    """Symmetric memory of ranks that are threads. Between two launches they meet: a kernel that waits stops all others."""
+
+    def allocate(self, words: int) -> tuple[Tensor, list[int]]:
+        memory = torch.empty(words, dtype=torch.int64, device=self.device)
+        transports.start_over(memory)
+        addresses = ALL_GATHER(torch.tensor([memory.data_ptr()]), self.group)
+        return memory, addresses.flatten().tolist()
+
+    def exchange(self, words: Tensor | None) -> None:
+        assert words is None
+        torch.cuda.synchronize() if ON_GPU else None
+        ALL_GATHER(torch.zeros(1), self.group)
+
+
+@pytest.fixture
+def shared() -> Iterator[None]:
+    """Have ranks exchange words through memory of all."""
+
+    def choose(wanted: str, group: Any, device: torch.device) -> Shared:
+        transport = Shared(group, device)
+        transport.memory(1)
+        return transport
+
+    with mock.patch.object(transports, "choose", choose):
         yield
 
 
@@ -74,7 +102,7 @@ def assert_bits(got: Any, expected: Any) -> None:
 def assert_ranks_agree(ranks: Ranks, make: Callable, call: dict) -> tuple[Any, list[int]]:
     """Check that every rank returns the bits of one process; return these, and the bytes of each exchange."""
     call = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in call.items()}
-    expected, sizes, gather = make()(**call), [], sharding.all_gather
+    expected, sizes, gather = make()(**call), [], transports.all_gather
 
     def counted(tensor: Tensor, group: distributed.ProcessGroup) -> Tensor:
         gathered = gather(tensor, group)
@@ -87,7 +115,7 @@ def assert_ranks_agree(ranks: Ranks, make: Callable, call: dict) -> tuple[Any, l
         table = [(start, end - start) for start, end in ranks.parts]
         layout = sharding.Layout(table, shard.group.rank(), ranks.vocab_size, logits.device)
         shard._layouts.setdefault(logits.device, layout)
-    with mock.patch.object(sharding, "all_gather", counted):
+    with mock.patch.object(transports, "all_gather", counted):
         for got in ranks.run(make, call):
             assert_bits(got, expected)
     return expected, sizes
@@ -125,6 +153,54 @@ def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
     assert len(sizes) == exchanges
     if kind == "strict" and not ON_GPU:
         assert sizes == [2 * 256, 2 * 128]  # of 6 rows, from each rank: 8 and 12 bytes, then 8, in lines of 128
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bounds", small(None, UNEVEN, EMPTY, LARGE))
+@pytest.mark.usefixtures("shared")
+def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, bounds):
+    """In one step after the other, of different sizes; nothing is gathered."""
+    logprobs, dtype, _ = KINDS[kind]
+    ranks = Ranks(*(bounds or (EMPTY if kind == "probabilistic" else TWO)))
+    sizes = ((64, 3), (3, 1), (64, 2)) if ON_GPU else ((1, 2), (2, 1), (1, 1))[: 2 + (kind == "given logsumexp")]
+    for seed, (requests, drafts) in enumerate(sizes):
+        method, call = arguments(kind, case(requests, drafts, ranks.vocab_size, dtype, seed=seed).to(DEVICE))
+        _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
+        assert gathered == []
+    assert {shard.transport for shard in ranks.shards} == {"symmetric_memory"}
+
+
+@pytest.mark.parametrize("kind", ["probabilistic", "given logsumexp", "synthetic"])
+def test_large_batches_draw_only_where_requests_stop(kind, ranks_of):
+    logprobs, dtype, _ = KINDS[kind]
+    ranks = ranks_of(*(LARGE if ON_GPU else TWO))
+    method, call = arguments(kind, case(64 if ON_GPU else 3, 2, ranks.vocab_size, dtype, seed=9).to(DEVICE))
+    with mock.patch.object(kernels, "verify", partial(kernels.verify, large=True)):
+        _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
+    assert len(sizes) == 2
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call():
+    ranks, batch = Ranks(*TWO), case(2, 1, 2064, torch.bfloat16)
+    call = {name: value for name, value in vars(batch.to(DEVICE)).items()}
+    assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
+    for shard in ranks.shards:
+        shard.transport_on(call["target_logits"].device).patience = 2
+    tell = Plan.interpret
+    with mock.patch.object(Plan, "interpret", lambda plan, values: silent(tell, plan, values)):
+        outputs = ranks.run(partial(sampler_of, "probabilistic"), call)
+    assert [output.invalid.tolist() for output in outputs] == [[True, True]] * 2
+    assert all(0 <= token < 2064 for output in outputs for token in output.token_ids[:, 0].tolist())
+    with pytest.raises(distributed.DistBackendError, match="a rank did not tell its part of a step in time"):
+        ranks.run(partial(sampler_of, "probabilistic"), call)
+
+
+def silent(interpret: Callable, plan: Plan, values: dict) -> None:
+    """Launch a plan but for the kernel that tells of rows."""
+    launches = [launch for launch in plan.launches if launch.kernel.__name__ != "tell_kernel"]
+    with mock.patch.object(plan, "launches", launches):
+        interpret(plan, values)
 
 
 @pytest.mark.parametrize("bounds", [EMPTY, UNEVEN][: 1 + ON_GPU])
@@ -254,7 +330,7 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
     store = distributed.HashStore()
     distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
-        with mock.patch.object(sharding, "all_gather", ALL_GATHER):
+        with mock.patch.object(transports, "all_gather", ALL_GATHER):
             sampler = sampler_of(method, VocabShard(None, 0, 3100))
             calls = [vars(case(4, 3, 3100, torch.bfloat16, seed=seed).to("cuda")) for seed in (0, 1)]
             static = {name: value.clone() for name, value in calls[0].items()}
@@ -275,4 +351,4 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
         distributed.destroy_process_group()
 
 
-ALL_GATHER = sharding.all_gather
+ALL_GATHER = transports.all_gather

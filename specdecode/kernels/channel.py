@@ -1,0 +1,94 @@
+"""How words travel between ranks: told by one kernel, heard by the next.
+
+A *channel* is one exchange: words of which every rank tells its own, and hears those of all. Either they are gathered between
+two launches, by a collective of torch.distributed, or a kernel writes them to the memory of every rank, and the next kernel
+waits for them there. No word that is told is -1, so a word that has not come is known by that. A kernel that has heard a word
+sets it back to -1; meanwhile other ranks may be one step ahead, so steps use two halves of the memory in turn.
+
+Kernels that wait are small, and few programs: those of another group, which may have to run first, always find room. They
+wait for a bounded time. Then they say so in `FAILED`, and go on; the next call raises an error.
+"""
+
+import triton
+import triton.language as tl
+
+STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
+"""The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
+a rank was waited for in vain. No kernel reads one of the first two and writes it."""
+
+HEADER = 16
+"""How many words come before the two halves."""
+
+ABSENT = tl.constexpr(-1)
+"""A word that has not come."""
+
+
+@triton.jit
+def words_of(low, high):
+    """Return int64 words of two float32 or int32 numbers each; it is not negative where `high` is not."""
+    low, high = low.to(tl.int32, bitcast=True).to(tl.int64), high.to(tl.int32, bitcast=True).to(tl.int64)
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
+@triton.jit
+def low_of(words):
+    """Return the first of the two numbers of words, as float32."""
+    return words.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_of(words):
+    """Return the second, as int32."""
+    return (words >> 32).to(tl.int32)
+
+
+@triton.jit
+def load_step(exchange):
+    """Return the number of the step, in launches before the last."""
+    step = tl.full([], 0, tl.int64)
+    if exchange.peers_ptr is not None:
+        step = tl.load(exchange.received_ptr + STEP)
+    return step
+
+
+@triton.jit
+def start_of(channel, step, exchange):
+    """Return where a channel starts in symmetric memory."""
+    return HEADER + (step & 1) * exchange.half + channel.start
+
+
+@triton.jit
+def tell(channel, index, words, wanted, step, exchange):
+    """Tell all ranks some of the words of a channel; of each step every word that is heard, and no other."""
+    if channel.sent_ptr is not None:
+        sent_ptr = channel.sent_ptr.to(tl.pointer_type(words.dtype), bitcast=True)
+        tl.store(sent_ptr + index, words, mask=wanted)
+    else:
+        start = start_of(channel, step, exchange) + exchange.rank * channel.length
+        for rank in range(exchange.ranks):
+            memory = tl.load(exchange.peers_ptr + rank).to(tl.pointer_type(tl.int64))
+            sent_ptr = (memory + start).to(tl.pointer_type(words.dtype), bitcast=True)
+            tl.store(sent_ptr + index, words, mask=wanted)
+
+
+@triton.jit
+def hear(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
+    """Return words that ranks have told, of type WORD; each is heard once in a step."""
+    if channel.received_ptr is not None:
+        received_ptr = channel.received_ptr + rank * channel.length
+        return tl.load(received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index, mask=wanted, other=0)
+    else:
+        received_ptr = exchange.received_ptr + start_of(channel, step, exchange) + rank * channel.length
+        pointers = received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index
+        words = tl.load(pointers, mask=wanted, other=0, volatile=True)
+        tries = tl.full([], 0, tl.int64)
+        while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.patience):
+            words = tl.load(pointers, mask=wanted, other=0, volatile=True)
+            tries += 1
+            if tl.load(exchange.received_ptr + FAILED, volatile=True) == 1:
+                tries = exchange.patience
+        if tl.max((words == ABSENT).to(tl.int32), 0) == 1:
+            tl.store(exchange.received_ptr + FAILED, 1)
+            tl.store(exchange.failed_ptr, 1)
+        tl.store(pointers, tl.full(words.shape, ABSENT, WORD), mask=wanted)
+        return tl.where(words == ABSENT, 0, words)

@@ -1,0 +1,174 @@
+"""How ranks exchange words: by a collective between kernels, or through memory that the kernels of all ranks write to."""
+
+import hashlib
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, distributed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TRANSPORTS = ("auto", "all_gather", "symmetric_memory")
+
+HEADER = 16
+"""Words before the two halves of symmetric memory, see `kernels.channel`."""
+
+LEAST_WORDS = 1 << 16
+"""Of a half: 512 KiB."""
+
+TRIES_PER_SECOND = 1_000_000
+"""How often a kernel looks for a word, at most; it was seen to take about twice as long."""
+
+
+def all_gather(tensor: Tensor, group: "ProcessGroup") -> Tensor:
+    """Return the tensors of all ranks, [ranks, ...]."""
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    # PyTorch 2.13 has renamed the function and warns of its old name.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(gathered, tensor.reshape(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+class Collective:
+    """Words are gathered between two launches, by the group's all-gather.
+
+    Args:
+        group: the ranks.
+    """
+
+    name, is_symmetric = "all_gather", False
+
+    def __init__(self, group: "ProcessGroup") -> None:
+        self.group = group
+
+    def exchange(self, words: Tensor | None) -> Tensor | None:
+        """Return the words of all ranks, [ranks * length], given this rank's."""
+        return None if words is None else all_gather(words, self.group).view(-1)
+
+    def memory(self, words: int) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+        """Return what kernels are told of symmetric memory: nothing."""
+        return {}, {}
+
+
+class SymmetricMemory:
+    """Kernels write their words to the memory of every rank: nothing is done between two launches.
+
+    There is one step at a time: a shard's steps, replays of graphs included, have to follow each other on one stream, or on
+    streams that wait for each other. Memory that a graph may hold is kept for good.
+
+    Args:
+        group: the ranks, whose GPUs can write to each other's memory.
+        device: this rank's GPU.
+    """
+
+    name, is_symmetric = "symmetric_memory", True
+
+    def __init__(self, group: "ProcessGroup", device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.half = 0
+        self.kept: list[object] = []
+        self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.patience = timeout_of(group, device).total_seconds() * TRIES_PER_SECOND
+
+    def exchange(self, words: Tensor | None) -> Tensor | None:
+        """Return nothing: kernels have exchanged the words."""
+        return None
+
+    def memory(self, words: int) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+        """Return what kernels are told, given how many words a step takes; every rank asks for as many.
+
+        Raises:
+            RuntimeError: more words are needed than in any step before, while a graph is captured.
+            torch.distributed.DistBackendError: in a step before, a rank was waited for in vain.
+        """
+        if self.failed[0]:
+            message = "specdecode: a rank did not tell its part of a step in time; this shard cannot be used any more"
+            raise distributed.DistBackendError(message)
+        if words > self.half:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("shard: call the sampler once with arguments of these sizes before capturing a graph")
+            self.half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
+            self.words, addresses = self.allocate(HEADER + 2 * self.half)
+            self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            self.kept += [self.words, self.peers]
+        tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
+        return tensors, {"half": self.half, "patience": int(self.patience)}
+
+    def allocate(self, words: int) -> tuple[Tensor, list[int]]:
+        """Return memory that all ranks can write to, as it is before the first step, and its address on each rank."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        memory = symmetric_memory.empty(words, dtype=torch.int64, device=self.device)
+        handle = symmetric_memory.rendezvous(memory, self.group)
+        self.kept.append(handle)
+        start_over(memory)
+        torch.cuda.synchronize(self.device)
+        all_gather(memory[:1], self.group).cpu()  # no rank writes before all memory is ready
+        return memory, list(handle.buffer_ptrs)
+
+
+def start_over(memory: Tensor) -> None:
+    """Set symmetric memory to what it is before the first step."""
+    memory.fill_(-1)
+    memory[:HEADER] = 0
+
+
+def timeout_of(group: "ProcessGroup", device: torch.device) -> timedelta:
+    """Return how long a group's collectives wait."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else distributed.constants.default_pg_timeout
+
+
+def choose(wanted: str, group: "ProcessGroup", device: torch.device) -> Collective | SymmetricMemory:
+    """Return the transport of a group on a device; every rank asks for it at the same time.
+
+    `"auto"` takes symmetric memory if all ranks are on one host, on GPUs that can write to each other's memory, and the
+    group's backend is NCCL.
+
+    Raises:
+        ValueError: symmetric memory is wanted and cannot be had.
+    """
+    if wanted == "all_gather":
+        return Collective(group)
+    reason = why_not_symmetric(group, device)
+    transport = None if reason else SymmetricMemory(group, device)
+    if transport is not None:
+        try:
+            transport.memory(1)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+        ready = all_gather(torch.tensor([not reason], dtype=torch.int32, device=device), group)
+        if not reason and not ready.all():
+            reason = "another rank could not get it"
+    if transport is not None and not reason:
+        return transport
+    if wanted == "symmetric_memory":
+        raise ValueError(f"transport: no symmetric memory: {reason}")
+    return Collective(group)
+
+
+def why_not_symmetric(group: "ProcessGroup", device: torch.device) -> str | None:
+    """Return why a group has no symmetric memory, or None; every rank says the same."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "it takes NVIDIA GPUs"
+    if group.size() == 1:
+        return "there is one rank"
+    if not isinstance(group._get_backend(device), distributed.ProcessGroupNCCL):
+        return "the group's backend is not NCCL"
+    # The boot id tells hosts apart, whose names may be the same; in a container it is its host's.
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    number = hash_of(boot_id.read_text() if boot_id.exists() else socket.gethostname())
+    hosts = all_gather(torch.tensor([number], device=device), group)
+    if int((hosts != number).sum()) > 0:
+        return "ranks are on several hosts"
+    return None
+
+
+def hash_of(text: str) -> int:
+    """Return a number in 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
