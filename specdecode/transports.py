@@ -90,7 +90,9 @@ class SymmetricMemory:
             raise distributed.DistBackendError(message)
         if words > self.half:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("shard: call the sampler once with arguments of these sizes before capturing a graph")
+                raise RuntimeError(
+                    "shard: call the sampler once with arguments of these sizes before capturing a graph"
+                )
             self.half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
             self.words, addresses = self.allocate(HEADER + 2 * self.half)
             self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)

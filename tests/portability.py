@@ -2,7 +2,7 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number. What is in Triton's cache is not compiled again.
+to machine code. Names of methods may follow the number, and `shards`. What is in Triton's cache is not compiled again.
 """
 
 import sys
@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 import torch
 import triton
+from torch import distributed
 from triton.backends.compiler import GPUTarget
 
-from specdecode import AcceptanceSchedule, RejectionSampler, backends, kernels
-from specdecode.kernels import launch, plan
+from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, backends, kernels, transports
+from specdecode.kernels import launch, plan, shard_plan
 
 VOCAB, DRAFTS = 33_024, 3
 
@@ -73,11 +74,39 @@ def compile_all(methods: list[str]) -> None:
             sampler(target, ids, draft[..., : len(vocabulary)], seeds=0, draft_vocab_ids=vocabulary)
 
 
+class OneRank(transports.SymmetricMemory):
+    """Symmetric memory of one rank."""
+
+    def allocate(self, words: int) -> tuple[torch.Tensor, list[int]]:
+        return torch.zeros(words, dtype=torch.int64), [0]
+
+
+def compile_shards() -> None:
+    """Compile what calls with shards take: one rank's kernels are those of more."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
+    ids, device = torch.zeros(1, DRAFTS, dtype=torch.int64), torch.device("cpu")
+    logsumexp = torch.zeros(1, DRAFTS)
+    for transport in (transports.Collective(distributed.group.WORLD), OneRank(distributed.group.WORLD, device)):
+        for method, drafts in (
+            ("probabilistic", (draft, None)),
+            ("probabilistic", (draft, logsumexp)),
+            ("block", (draft, None)),
+        ):
+            shard = VocabShard(None, 0, VOCAB)
+            shard._transports[device] = transport
+            sampler = RejectionSampler(method, backend="triton", shard=shard)
+            sampler.warmup(target, ids, drafts[0], seeds=0, draft_logsumexp=drafts[1])
+        RejectionSampler("strict", backend="triton", shard=shard)(target, ids, seeds=0, logprobs="raw")
+
+
 if __name__ == "__main__":
     capability, *methods = sys.argv[1:]
     driver = Driver(int(capability))
     triton.runtime.driver.set_active(driver)
     backends.obstacle = lambda device: None
-    launch.can_overlap = plan.can_overlap = lambda device: driver.target.arch >= 90
-    compile_all(methods or list(kernels.METHODS))
+    launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
+    compile_all([method for method in methods or kernels.METHODS if method != "shards"])
+    if "shards" in methods:
+        compile_shards()
     print(*sorted(set(driver.compiled)))

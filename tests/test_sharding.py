@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import RejectionSampler, Sampling, VocabShard, sample, sharding, transports
+from specdecode import RejectionSampler, Sampling, VocabShard, sample, transports
 from specdecode.eager import cutoffs, sharded
 from specdecode.eager.sharded import ShardedRows
 from specdecode.sharding import Layout

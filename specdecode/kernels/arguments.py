@@ -170,7 +170,9 @@ class Exchange(NamedTuple):
     offers: Channel  # [rows or requests, OFFERS] int64 words
     verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
     sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, most_blocks]
-    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered between launches
+    peers_ptr: (
+        Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered between launches
+    )
     received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
     failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank is waited for in vain
     half: Int64  # words of a half

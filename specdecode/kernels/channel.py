@@ -12,11 +12,13 @@ wait for a bounded time. Then they say so in `FAILED`, and go on; the next call 
 import triton
 import triton.language as tl
 
+from specdecode import transports
+
 STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
 """The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
 a rank was waited for in vain. No kernel reads one of the first two and writes it."""
 
-HEADER = 16
+HEADER = tl.constexpr(transports.HEADER)
 """How many words come before the two halves."""
 
 ABSENT = tl.constexpr(-1)

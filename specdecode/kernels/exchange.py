@@ -91,7 +91,14 @@ def tell_row(row, index, is_read, token, temperature, step, workspace, exchange,
 def tell_other(row, index, other, step, exchange, sizes):
     """Tell the logit of the first largest token of the other row at a place."""
     place = exchange.notes_start + index * exchange.NOTES + 1
-    tell(exchange.first, place, words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32)), place >= 0, step, exchange)
+    tell(
+        exchange.first,
+        place,
+        words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32)),
+        place >= 0,
+        step,
+        exchange,
+    )
 
 
 @triton.jit

@@ -199,7 +199,9 @@ class Plan:
     def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
         self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
-        lengths = [triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()]  # cache lines
+        lengths = [
+            triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()
+        ]  # cache lines
         *self.starts, self.length = itertools.accumulate(lengths, initial=0)
         self.launches: list[Launch] = []
         self.ready: list[tuple[Any, tuple[int, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []

@@ -15,7 +15,17 @@ from torch import Tensor
 from specdecode import sharding
 from specdecode.batch import Logprobs
 from specdecode.kernels import exchange, probabilistic, sharded
-from specdecode.kernels.arguments import Arranging, Channel, Exchange, Inputs, Searching, Settling, Shard, Sizes, Workspace
+from specdecode.kernels.arguments import (
+    Arranging,
+    Channel,
+    Exchange,
+    Inputs,
+    Searching,
+    Settling,
+    Shard,
+    Sizes,
+    Workspace,
+)
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel
 from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Layout, at_least, inputs_of, outputs_of, sizes_of
 from specdecode.kernels.launch import Argument, Plan, can_overlap
@@ -86,9 +96,7 @@ class ShardedPlan:
         received_ptr = None if self.is_symmetric else Argument(name, torch.int64)
         return channel._replace(received_ptr=received_ptr)
 
-    def run(
-        self, tensors: dict[str, Tensor | None], numbers: dict[str, float], transport: sharding.Transport
-    ) -> None:
+    def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float], transport: sharding.Transport) -> None:
         """Make the launches and exchanges: see `Plan.run`."""
         workspace = self.last.allocate()
         if self.is_symmetric:
@@ -153,7 +161,10 @@ def plan_sharded(
     exchanged = add_arranging(plan, inputs, workspace, exchanged, arranged, rule.decide if decides else None)
     decide = sharded.decide_sample if rule.draw is None else rule.decide
     if maxima and not all_know:
-        workspace, decide = workspace._replace(statistics_ptr=plan.last.part("statistics_here")), sharded.decide_sample_here
+        workspace, decide = (
+            workspace._replace(statistics_ptr=plan.last.part("statistics_here")),
+            sharded.decide_sample_here,
+        )
     if settles:
         exchanged = add_residuals(plan, inputs, workspace, exchanged, sizes, sums)
     flags = per_row, False, settles, ALL.value if sums else OPEN_ONES.value, can_overlap(device)
@@ -229,6 +240,7 @@ def exchange_of(
     plan: ShardedPlan, inputs: Inputs, shards: sharding.Layout, told: Told, maxima: bool, per_row: bool, way: Way
 ) -> Exchange:
     """Return the bundle of what ranks tell each other, before anything is received."""
+
     def of_memory(name: str, dtype: torch.dtype) -> Argument | None:
         return Argument(name, dtype) if way.is_symmetric else None
 
@@ -278,7 +290,9 @@ def parts_of(inputs: Inputs, here: Sizes, sizes: Sizes, told: Told, settles: boo
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
     }
-    return {name: None if way.is_symmetric and name in ("sent_first", "sent_sums") else part for name, part in parts.items()}
+    return {
+        name: None if way.is_symmetric and name in ("sent_first", "sent_sums") else part for name, part in parts.items()
+    }
 
 
 def add_telling(plan: ShardedPlan, inputs: Inputs, workspace: Workspace, exchanged: Exchange, here: Sizes) -> Exchange:

@@ -45,6 +45,17 @@ class Traffic:
     def __init__(self) -> None:
         self.exchanges = self.bytes = 0
         self.all_gather, transports.all_gather = transports.all_gather, self.counted
+        memory, exchange = transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange
+
+        def counted_memory(transport: Any, words: int) -> Any:
+            self.bytes += 8 * words
+            return memory(transport, words)
+
+        def counted_exchange(transport: Any, words: Any) -> Any:
+            self.exchanges += 1
+            return exchange(transport, words)
+
+        transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange = counted_memory, counted_exchange
 
     def counted(self, tensor: Tensor, group: Any) -> Tensor:
         gathered = self.all_gather(tensor, group)
@@ -158,7 +169,7 @@ class Case:
         ways = {"verify whole rows": functools.partial(plain, *whole, **keywords), "gather, verify": gather_and_verify}
         for backend in self.options.backends:
             for transport in transports if backend == "triton" else transports[:1]:
-                shard = VocabShard(None, self.start, VOCAB)
+                shard = VocabShard(None, self.start, VOCAB, transport=transport)
                 sampler = RejectionSampler(method, backend=backend, shard=shard)
                 ways[f"shards, {backend}, {transport}"] = functools.partial(sampler, *mine, **keywords)
         return ways
@@ -231,7 +242,9 @@ def main() -> None:
         batch, drafts = map(int, shape.split("x"))
         case = Case(batch, drafts, options, device)
         for name in options.methods:
-            record["results"] += measure(case, name, traffic, ["collective"])
+            record["results"] += measure(
+                case, name, traffic, ["all_gather", "symmetric_memory"] if on_gpu else ["all_gather"]
+            )
             if options.json and rank == 0:
                 options.json.write_text(json.dumps(record, indent=1))
         del case
