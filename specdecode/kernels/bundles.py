@@ -74,7 +74,7 @@ def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
     counts = requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts
-    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 4))
+    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 5))
 
 
 NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)

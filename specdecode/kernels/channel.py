@@ -1,12 +1,13 @@
 """How words travel between ranks: told by one kernel, heard by the next.
 
-A *channel* is one exchange: words of which every rank tells its own, and hears those of all. Either they are gathered between
-two launches, by a collective of torch.distributed, or a kernel writes them to the memory of every rank, and the next kernel
-waits for them there. No word that is told is -1, so a word that has not come is known by that. A kernel that has heard a word
-sets it back to -1; meanwhile other ranks may be one step ahead, so steps use two halves of the memory in turn.
+A *channel* is one exchange: words of which every rank tells its own, and hears those of all. Either they are gathered
+between two launches, by a collective of torch.distributed; or a kernel writes them to the memory of every rank, and the next
+kernel waits for them there. No word that is told is -1, so a word that has not come is known by that. A kernel that has heard
+a word sets it back to -1. Meanwhile other ranks may be one step ahead, so steps use two halves of the memory in turn.
 
-Kernels that wait are small, and few programs: those of another group, which may have to run first, always find room. They
-wait for a bounded time. Then they say so in `FAILED`, and go on; the next call raises an error.
+While kernels wait, those of another group may have to run first. So kernels that wait have few and small programs, which
+leave room on every multiprocessor, and admit the next launch only when they have heard all. They wait for a bounded time.
+Then they say so in `FAILED`, and go on; the next call raises an error.
 """
 
 import triton
@@ -74,15 +75,25 @@ def tell(channel, index, words, wanted, step, exchange):
 
 
 @triton.jit
-def hear(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
-    """Return words that ranks have told, of type WORD; each is heard once in a step."""
+def listen(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
+    """Return words that ranks have told, of type WORD, as far as they have come, and where they are.
+
+    `hear` waits for the others. Words of several kinds are listened to before one of them is waited for.
+    """
     if channel.received_ptr is not None:
         received_ptr = channel.received_ptr + rank * channel.length
-        return tl.load(received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index, mask=wanted, other=0)
     else:
         received_ptr = exchange.received_ptr + start_of(channel, step, exchange) + rank * channel.length
-        pointers = received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index
-        words = tl.load(pointers, mask=wanted, other=0, volatile=True)
+    pointers = received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index
+    return tl.load(pointers, mask=wanted, other=0, volatile=True), pointers
+
+
+@triton.jit
+def hear(words, pointers, channel, wanted, exchange):
+    """Return the words at some pointers, given what has come of them; each is heard once in a step."""
+    if channel.received_ptr is not None:
+        return words
+    else:
         tries = tl.full([], 0, tl.int64)
         while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.patience):
             words = tl.load(pointers, mask=wanted, other=0, volatile=True)
@@ -92,5 +103,5 @@ def hear(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
         if tl.max((words == ABSENT).to(tl.int32), 0) == 1:
             tl.store(exchange.received_ptr + FAILED, 1)
             tl.store(exchange.failed_ptr, 1)
-        tl.store(pointers, tl.full(words.shape, ABSENT, WORD), mask=wanted)
+        tl.store(pointers, tl.full(words.shape, ABSENT, words.dtype), mask=wanted)
         return tl.where(words == ABSENT, 0, words)

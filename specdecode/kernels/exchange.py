@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import listed_residual
-from specdecode.kernels.channel import NEXT_STEP, hear, high_of, load_step, low_of, tell, words_of
+from specdecode.kernels.channel import NEXT_STEP, hear, high_of, listen, load_step, low_of, tell, words_of
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -72,7 +72,7 @@ def tell_statistics(start, index, statistics, step, exchange, sizes):
 
 
 @triton.jit
-def tell_row(row, index, is_read, token, temperature, step, workspace, exchange, sizes):
+def tell_row(row, index, is_read, draft_logit, temperature, step, workspace, exchange, sizes):
     """Tell the statistics of a row, its first largest token here and the draft's logit; return that token."""
     pointer = statistics_at(workspace.statistics_ptr, index, sizes)
     block_max, sumexp = repaired(row, pointer, is_read, temperature, sizes)
@@ -83,7 +83,7 @@ def tell_row(row, index, is_read, token, temperature, step, workspace, exchange,
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
     first = first_here(row, block_max, temperature, sizes)
     place = exchange.notes_start + index * exchange.NOTES
-    tell(exchange.first, place, words_of(logit_here(row, token, sizes), first), place >= 0, step, exchange)
+    tell(exchange.first, place, words_of(draft_logit, first), place >= 0, step, exchange)
     return first
 
 
@@ -110,15 +110,21 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    # Logits are there already: they are loaded while statistics are awaited.
+    index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
+    row = whole_target_row_at(request, offset, inputs)
+    draft_logit = logit_here(row, token, sizes)
+    if inputs.draft.ptr is not None:
+        has_draft = (offset < num_drafts) & (temperature > 0)
+        draft_row = whole_draft_row_at(request, offset, inputs, sizes)
+        its_draft_logit = logit_here(draft_row, tl.where(has_draft, token, -1), sizes)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
     step = load_step(exchange)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(exchange.received_ptr + NEXT_STEP, step + 1)
-    index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
-    row = whole_target_row_at(request, offset, inputs)
-    first = tell_row(row, index, is_read, token, temperature, step, workspace, exchange, sizes)
+    first = tell_row(row, index, is_read, draft_logit, temperature, step, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw_ptr = statistics_at(workspace.raw_statistics_ptr, index, sizes)
         raw = repaired(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
@@ -127,13 +133,12 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         other = tl.full([], -1, tl.int32)
         if offset < sizes.num_draft_tokens:
             draft_index = row_index(request, offset, True, sizes)
-            draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            has_draft = (offset < num_drafts) & (temperature > 0)
             is_read = has_draft
             if inputs.drafts.logsumexp_ptr is not None:
                 is_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
-            token = tl.where(has_draft, token, -1)
-            other = tell_row(draft_row, draft_index, is_read, token, temperature, step, workspace, exchange, sizes)
+            other = tell_row(
+                draft_row, draft_index, is_read, its_draft_logit, temperature, step, workspace, exchange, sizes
+            )
             tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), step, exchange, sizes)
         tell_other(row, index, other, step, exchange, sizes)
 
@@ -150,31 +155,50 @@ def sources_of(exchange, sizes):
 
 
 @triton.jit
-def hear_statistics(start, index, pointer, step, exchange, sizes):
-    """Put the statistics of a row in the order of the vocabulary; return its maximum and who has the first such block."""
-    blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    inside = blocks < sizes.num_blocks
-    ranks, theirs = sources_of(exchange, sizes)
+def listen_to_statistics(start, index, is_row, step, exchange, sizes):
+    """Return what has come of a row's statistics, in the order of the vocabulary, and of what to `hear`."""
+    holders, theirs = sources_of(exchange, sizes)
+    wanted = is_row & (tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks)
     place = start + index * exchange.most_blocks + theirs
-    words = hear(exchange.first, ranks, place, inside, step, exchange, tl.int64)
-    destination = statistics_at(pointer, index, sizes).to(tl.pointer_type(tl.int64), bitcast=True)
-    tl.store(destination + blocks, words, mask=inside)
-    block_max = tl.where(inside, low_of(words), -INFINITY)
-    row_max = tl.max(block_max, 0)
-    largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
-    return row_max, tl.max(tl.where(blocks == largest, ranks, 0), 0)
+    words, pointers = listen(exchange.first, holders, place, wanted, step, exchange, tl.int64)
+    return words, pointers, wanted
 
 
 @triton.jit
-def hear_notes(index, step, exchange):
-    """Return what each rank noted of a row, [MAX_RANKS]: the logit of its draft, its first largest token, another logit."""
+def listen_to_notes(number, index, is_row, step, exchange):
+    """Return likewise what has come of the first or the second note of each rank on a row, [MAX_RANKS]."""
     ranks = tl.arange(0, exchange.MAX_RANKS)
-    place = exchange.notes_start + index * exchange.NOTES
-    words = hear(exchange.first, ranks, place, ranks < exchange.ranks, step, exchange, tl.int64)
-    others = words
+    wanted = is_row & (ranks < exchange.ranks)
+    place = exchange.notes_start + index * exchange.NOTES + number
+    words, pointers = listen(exchange.first, ranks, place, wanted, step, exchange, tl.int64)
+    return words, pointers, wanted
+
+
+@triton.jit
+def hear_statistics(listened, index, pointer, exchange, sizes):
+    """Store the statistics of a row in the order of the vocabulary; return its maximum and who has the first such block."""
+    words, pointers, wanted = listened
+    words = hear(words, pointers, exchange.first, wanted, exchange)
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    destination = statistics_at(pointer, index, sizes).to(tl.pointer_type(tl.int64), bitcast=True)
+    tl.store(destination + blocks, words, mask=wanted)
+    block_max = tl.where(wanted, low_of(words), -INFINITY)
+    row_max = tl.max(block_max, 0)
+    largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
+    holders, _ = sources_of(exchange, sizes)
+    return row_max, tl.max(tl.where(blocks == largest, holders, 0), 0)
+
+
+@triton.jit
+def hear_notes(listened, others, exchange):
+    """Return what each rank noted of a row, [MAX_RANKS]: the logit of its draft, its first largest token, another logit."""
+    words, pointers, wanted = listened
+    words = hear(words, pointers, exchange.first, wanted, exchange)
+    other_words = words
     if exchange.NOTES == 2:
-        others = hear(exchange.first, ranks, place + 1, ranks < exchange.ranks, step, exchange, tl.int64)
-    return low_of(words), high_of(words), low_of(others)
+        other_words, pointers, _ = others
+        other_words = hear(other_words, pointers, exchange.first, wanted, exchange)
+    return low_of(words), high_of(words), low_of(other_words)
 
 
 @triton.jit
@@ -204,25 +228,36 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
 
 @triton.jit
 def arrange(request, offset, step, inputs, workspace, exchange, sizes):
-    """Put what ranks told of the rows at one offset of a request where later launches look for it."""
+    """Put what ranks told of the rows at one offset of a request where later launches look for it; return the draft."""
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
-    index = row_index(request, offset, False, sizes)
-    row_max, rank = hear_statistics(0, index, workspace.statistics_ptr, step, exchange, sizes)
-    notes = hear_notes(index, step, exchange)
+    index, is_row = row_index(request, offset, False, sizes), offset >= 0
+    # All is listened to before anything is waited for.
+    statistics = listen_to_statistics(0, index, is_row, step, exchange, sizes)
+    notes = listen_to_notes(0, index, is_row, step, exchange)
+    others = notes
     if workspace.raw_statistics_ptr is not None:
-        hear_statistics(exchange.raw_start, index, workspace.raw_statistics_ptr, step, exchange, sizes)
+        raw = listen_to_statistics(exchange.raw_start, index, is_row, step, exchange, sizes)
+    if inputs.draft.ptr is not None:
+        others = listen_to_notes(1, index, is_row, step, exchange)
+        draft_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
+        of_draft = listen_to_statistics(0, draft_index, is_draft_row, step, exchange, sizes)
+        draft_notes = listen_to_notes(0, draft_index, is_draft_row, step, exchange)
+        draft_others = listen_to_notes(1, draft_index, is_draft_row, step, exchange)
+    row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, exchange, sizes)
+    noted = hear_notes(notes, others, exchange)
+    if workspace.raw_statistics_ptr is not None:
+        hear_statistics(raw, index, workspace.raw_statistics_ptr, exchange, sizes)
     other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
-        if offset < sizes.num_draft_tokens:
-            draft_index = row_index(request, offset, True, sizes)
-            draft_max, draft_rank = hear_statistics(0, draft_index, workspace.statistics_ptr, step, exchange, sizes)
-            draft_notes = hear_notes(draft_index, step, exchange)
-            first = of_rank(notes[1], rank)
-            keep_known(draft_index, draft_max, draft_notes, draft_rank, token, first, rank, workspace, exchange)
-            other, other_rank = of_rank(draft_notes[1], draft_rank), draft_rank
-    keep_known(index, row_max, notes, rank, token, other, other_rank, workspace, exchange)
+        draft_max, draft_rank = hear_statistics(of_draft, draft_index, workspace.statistics_ptr, exchange, sizes)
+        draft_noted = hear_notes(draft_notes, draft_others, exchange)
+        if is_draft_row:
+            first = of_rank(noted[1], rank)
+            keep_known(draft_index, draft_max, draft_noted, draft_rank, token, first, rank, workspace, exchange)
+            other, other_rank = of_rank(draft_noted[1], draft_rank), draft_rank
+    keep_known(index, row_max, noted, rank, token, other, other_rank, workspace, exchange)
     return token
 
 
@@ -230,7 +265,6 @@ def arrange(request, offset, step, inputs, workspace, exchange, sizes):
 def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
     """Arrange what ranks told of the rows of a step, a row at a time, and decide about their drafts if that is wanted."""
     await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
     step, num_rows = load_step(exchange), sizes.num_draft_tokens + 1
     for index in range(tl.program_id(0), sizes.batch * num_rows, tl.num_programs(0)):
         row = tl.full([], 0, tl.int32) + index
@@ -241,6 +275,7 @@ def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
             if offset < sizes.num_draft_tokens:
                 temperature = load_temperature(inputs.requests, request)
                 decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
+    admit_next_launch(tuning.OVERLAPS)
 
 
 # ---- the sums of block verification
@@ -268,13 +303,14 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
 def arrange_sums_kernel(workspace, exchange, sizes, tuning):
     """Put the residual sums that ranks told in the order of the vocabulary, a listed draft's row at a time."""
     await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
     step, blocks = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
         ranks, theirs = sources_of(exchange, sizes)
         place = entry * exchange.most_blocks + theirs
-        sums = hear(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
+        words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
+        sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
+    admit_next_launch(tuning.OVERLAPS)

@@ -47,7 +47,7 @@ from specdecode.kernels.search import (
     score_of,
     take_top,
 )
-from specdecode.kernels.selection import block_scores, select_block, select_token, token_weights
+from specdecode.kernels.selection import best_score, block_scores, select_block, select_token, token_weights
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Normalizer, Residual, Terms
@@ -242,20 +242,17 @@ def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
 
 @triton.jit
 def select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning):
-    """Draw a block with probability proportional to its residual; return -1 if all of it rounds to nothing.
+    """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's blocks
-    that are surely beaten by another rank's, any will do.
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
+    blocks that are surely beaten by another rank's, any will do.
     """
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    least_score = tl.full([], 0, tl.int32)
     if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
-    if len(row) == SHARDED:
-        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
     first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
@@ -263,6 +260,9 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+    least_score = tl.full([], 0, tl.int32)
+    if len(row) == SHARDED:
+        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
     while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
@@ -271,14 +271,14 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
         next_target, next_draft = load_both(inputs, row, draft_row, next_blocks, tuning.LANES)
         best = tl.maximum(best, best_of(target, draft, blocks, place, residual, block_domain))
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
-    return tl.where(best > 0, block_of(best), -1)
+    return tl.where(best > 0, block_of(best), -1), score_of(best)
 
 
 @triton.jit
 def select_summed_block(place, exponentials, workspace, sizes):
-    """Draw a block, if the block sums of the residual are in the workspace; return -1 if they are all 0."""
+    """Draw a block, if the block sums of the residual are in the workspace; return it and its score, -1 if all are 0."""
     sums = load_residual_sums(workspace, place.request, place.offset, sizes)
-    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
+    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1), best_score(sums, exponentials)
 
 
 @triton.jit
@@ -292,9 +292,12 @@ def sums_without(token, p, row, temperature, sizes):
 
 @triton.jit
 def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
-    """Draw the token at a place from p less what is subtracted, or from p if nothing is left."""
+    """Draw the token at a place from p less what is subtracted, or from p if nothing is left.
+
+    Return it; the score of its block, as the bits of a float32; and whether it is drawn from a residual.
+    """
     row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    block = tl.full([], -1, tl.int32)
+    block, score, has_residual = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32), tl.full([], False, tl.int1)
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
@@ -303,29 +306,30 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
             subtracted = tl.where(is_summed, ROW, subtracted)
         if subtracted == ROW:
             if tuning.SUMMED == ALL:
-                block = select_summed_block(place, exponentials, workspace, sizes)
+                block, score = select_summed_block(place, exponentials, workspace, sizes)
             elif tuning.SUMMED == SPREAD:
                 if is_summed:
-                    block = select_summed_block(place, exponentials, workspace, sizes)
+                    block, score = select_summed_block(place, exponentials, workspace, sizes)
                 else:
-                    block = select_residual_block(
+                    block, score = select_residual_block(
                         place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
                     )
             else:
-                block = select_residual_block(
+                block, score = select_residual_block(
                     place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
                 )
+            has_residual = block >= 0
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
         without = sums_without(subtracted, p, row, place.temperature, sizes)
         if tl.sum(without, 0) > 0:
-            block_sums = without
+            block_sums, has_residual = without, tl.full([], True, tl.int1)
         else:
             subtracted = tl.full([], NONE, tl.int32)
     if token < 0:
         if block < 0:
-            block = select_block(block_sums, exponentials)
+            block, score = select_block(block_sums, exponentials), best_score(block_sums, exponentials)
         token_ids = tokens_of(block)
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
@@ -337,7 +341,7 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
                 left = shortfall(target, draft, residual, base_2_scale(place.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)
-    return tl.minimum(token, sizes.vocab_size - 1).to(tl.int64)
+    return tl.minimum(token, sizes.vocab_size - 1).to(tl.int64), score, has_residual
 
 
 @triton.jit
@@ -352,4 +356,5 @@ def decide(place, noise, inputs, workspace, sizes):
 def draw(place, noise, source, inputs, workspace, sizes, tuning):
     """Draw the token of a place whose draft is not accepted."""
     p, residual = source
-    return recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)
+    token, _, _ = recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)
+    return token

@@ -111,8 +111,10 @@ def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     if workspace.notes_ptr is None:
         return row
     else:
-        start = sizes.shard.start
-        ptr, end = row.ptr - start.to(tl.int64) * row.stride_token, tl.minimum(row.vocab_size, sizes.shard.end)
+        start, end = tl.multiple_of(sizes.shard.start, BLOCK_SIZE), tl.minimum(row.vocab_size, sizes.shard.end)
+        if sizes.shard.ALIGNED:
+            end = tl.multiple_of(end, 16)
+        ptr = row.ptr - start.to(tl.int64) * row.stride_token
         notes_ptr = workspace.notes_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
         row_max, first = tl.load(notes_ptr), tl.load(notes_ptr + 1).to(tl.int32, bitcast=True)
         draft, draft_logit = tl.load(notes_ptr + 2).to(tl.int32, bitcast=True), tl.load(notes_ptr + 3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdecode import sharding
 from specdecode.batch import Logprobs
-from specdecode.kernels import exchange, probabilistic, sharded
+from specdecode.kernels import exchange, sharded
 from specdecode.kernels.arguments import (
     Arranging,
     Channel,
@@ -44,8 +44,9 @@ from specdecode.kernels.state import FIELDS
 
 Parts = dict[str, tuple[torch.dtype, int] | None]
 
-WAITING_PROGRAMS = 528
-"""At most so many programs of a launch wait for other ranks: four small ones on a multiprocessor, which leave room."""
+WAITING_PROGRAMS, WAITING_REGISTERS = 264, 64
+"""At most so many programs of a launch wait for other ranks, of four warps, and registers of a thread: two programs on a
+multiprocessor, which leave three quarters of it to the launches of other groups."""
 
 
 class Way(NamedTuple):
@@ -138,7 +139,8 @@ def plan_sharded(
     maxima = all_know or (rule.draw is None and logprobs is None and not way.samples)
     if way.is_greedy:
         inputs = without_draft_rows(inputs)
-    shard = Shard(shards.vocab_size, shards.start, shards.start + local, shards.most_blocks)
+    end = shards.start + local
+    shard = Shard(shards.vocab_size, shards.start, end, shards.most_blocks, ALIGNED=end % 16 == 0)
     here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, shard=shard)
     sizes = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
     arranged = with_shards_as_blocks(sizes, shards) if maxima else sizes
@@ -169,7 +171,7 @@ def plan_sharded(
         exchanged = add_residuals(plan, inputs, workspace, exchanged, sizes, sums)
     flags = per_row, False, settles, ALL.value if sums else OPEN_ONES.value, can_overlap(device)
     has_draft_rows = inputs.draft.ptr is not None
-    tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, probabilistic.draw, *flags)
+    tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, None, *flags)
     add_offers(plan, inputs, outputs, workspace, exchanged, sizes, tuning, rule.num_warps)
     add_finish(plan, inputs, outputs, exchanged, sizes, is_known=all_know)
     return plan
@@ -312,7 +314,14 @@ def add_arranging(
     """Add the launch that puts what was heard in order, and may decide."""
     programs = min(sizes.batch * (sizes.num_draft_tokens + 1), WAITING_PROGRAMS)
     bundles = inputs, workspace, exchanged, sizes, Arranging(decide, can_overlap(plan.device))
-    plan.last.add(exchange.arrange_kernel, (programs,), bundles, num_warps=4, follows=plan.is_symmetric)
+    plan.last.add(
+        exchange.arrange_kernel,
+        (programs,),
+        bundles,
+        num_warps=4,
+        follows=plan.is_symmetric,
+        max_registers=WAITING_REGISTERS,
+    )
     return exchanged
 
 
@@ -332,7 +341,14 @@ def add_residuals(
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     programs = min(requests * num_draft_tokens, WAITING_PROGRAMS)
     bundles = workspace, exchanged, sizes, Arranging(None, can_overlap(plan.device))
-    plan.last.add(exchange.arrange_sums_kernel, (programs,), bundles, num_warps=4, follows=plan.is_symmetric)
+    plan.last.add(
+        exchange.arrange_sums_kernel,
+        (programs,),
+        bundles,
+        num_warps=4,
+        follows=plan.is_symmetric,
+        max_registers=WAITING_REGISTERS,
+    )
     return exchanged
 
 

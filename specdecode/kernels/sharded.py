@@ -20,31 +20,22 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import settle
-from specdecode.kernels.channel import NEXT_STEP, STEP, hear, load_step, low_of, tell
+from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, load_step, low_of, tell
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import (
-    ALL,
-    NONE,
-    ROW,
-    load_both,
-    load_residual_sums,
-    residual_sums,
-    sums_without,
-)
+from specdecode.kernels.probabilistic import NONE, recover
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LAST_TOKEN,
-    draft_row_at,
     load_temperature,
     row_index,
     target_row_at,
 )
-from specdecode.kernels.selection import block_scores, noise_at
+from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
     count_drafts,
     load_draft_ids,
@@ -118,25 +109,6 @@ def only_here(p, sizes):
 
 
 @triton.jit
-def residual_sums_here(place, block, p, residual, inputs, workspace, sizes, tuning):
-    """Return the residual's sums of this rank's blocks, so far as a token of a block is drawn by them; zeros elsewhere."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    sums = tl.zeros([sizes.MAX_BLOCKS], tl.float32)
-    if residual.subtracted >= 0:
-        sums = sums_without(residual.subtracted, p, row, place.temperature, sizes)
-    if inputs.draft.ptr is not None:
-        if residual.subtracted <= ROW:
-            if tuning.SUMMED == ALL:
-                sums = load_residual_sums(workspace, place.request, place.offset, sizes)
-            else:  # of this block alone: no other of this rank's has a better score
-                draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
-                target, draft = load_both(inputs, row, draft_row, block + tl.arange(0, 1), tuning.LANES)
-                its_sum = tl.sum(residual_sums(target, draft, residual, place.temperature), 0)
-                sums = tl.where(tl.arange(0, sizes.MAX_BLOCKS) == block, its_sum, 0.0)
-    return sums
-
-
-@triton.jit
 def offer(place, noise, source, inputs, workspace, sizes, tuning):
     """Return the token that this rank would emit at a place, and its offer: 0 if all of the row is another rank's.
 
@@ -145,13 +117,9 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
     """
     p, residual = source
     p = only_here(p, sizes)
-    token = tuning.DRAW(place, noise, (p, residual), inputs, workspace, sizes, tuning).to(tl.int32)
-    block = token // BLOCK_SIZE
-    sums = residual_sums_here(place, block, p, residual, inputs, workspace, sizes, tuning)
-    has_residual = tl.max(sums, 0) > 0
-    scores = block_scores(tl.where(has_residual, sums, p.block_sums), noise.exponentials)
-    score = tl.max(tl.where(tl.arange(0, sizes.MAX_BLOCKS) == block, scores, 0.0), 0)
-    number = (score.to(tl.int32, bitcast=True).to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
+    token, score, has_residual = recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)
+    token = token.to(tl.int32)
+    number = (score.to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
     number = tl.where(has_residual, number | RESIDUAL_BIT, number)
     is_here = (token >= sizes.shard.start) & (token < sizes.shard.end) & (score > 0)
     one_hot = (token ^ LAST_TOKEN).to(tl.int64)  # which all ranks know
@@ -243,10 +211,14 @@ def best_offers(index, wanted, step, exchange):
     """Return the best of the ranks' offers at each of some indices, and the log-probability that came with it."""
     best, logprobs = tl.zeros_like(index), index.to(tl.float32)
     for rank in range(exchange.ranks):
-        numbers = hear(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
+        words, pointers = listen(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
+        numbers = hear(words, pointers, exchange.offers, wanted, exchange)
         is_better = numbers > best
         if exchange.OFFERS == 2:
-            theirs = low_of(hear(exchange.offers, rank, index * exchange.OFFERS + 1, wanted, step, exchange, tl.int64))
+            words, pointers = listen(
+                exchange.offers, rank, index * exchange.OFFERS + 1, wanted, step, exchange, tl.int64
+            )
+            theirs = low_of(hear(words, pointers, exchange.offers, wanted, exchange))
             # Of a point mass all ranks offer the one token, but only the rank that has it knows its logit.
             is_better |= (numbers == best) & (theirs > logprobs)
             logprobs = tl.where(is_better, theirs, logprobs)
