@@ -20,7 +20,8 @@ compares residual masses.
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `channel`, `exchange`, `sharded` | with shards of the vocabulary: how words travel; what ranks tell each other; the token that each offers |
+| `channel`, `exchange` | with shards of the vocabulary: how words travel; what ranks tell each other |
+| `sharded` | the token that each rank offers, and which is taken |
 | `shard_plan` | the launches and exchanges of such a step |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |

@@ -135,8 +135,8 @@ class Shard(NamedTuple):
     """Which of the vocabulary's tokens the logits are, where ranks hold shards of it; all None: all of them."""
 
     vocab_size: Int32  # of the whole vocabulary
-    start: Int32  # the first token, a multiple of 1,024
-    end: Int32  # one more than the last
+    start: AlignedInt32  # the first token, a multiple of 1,024
+    end: AlignedInt32  # one more than the last
     most_blocks: Int32  # of any rank, to which each one's are padded
     ALIGNED: Constant  # the end is a multiple of 16
 

@@ -111,7 +111,7 @@ def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     if workspace.notes_ptr is None:
         return row
     else:
-        start, end = tl.multiple_of(sizes.shard.start, BLOCK_SIZE), tl.minimum(row.vocab_size, sizes.shard.end)
+        start, end = sizes.shard.start, tl.minimum(row.vocab_size, sizes.shard.end)
         if sizes.shard.ALIGNED:
             end = tl.multiple_of(end, 16)
         ptr = row.ptr - start.to(tl.int64) * row.stride_token

@@ -7,9 +7,9 @@ there. What is left is to draw a token, which takes logits of a block that one r
 1. `tell_kernel`, after the launch that reads: tells the statistics of this rank's blocks, the first largest token of a row
    that may be a point mass, and the logits of tokens that matter. -> *exchange*
 2. `arrange_kernel`: puts all statistics in the order of the vocabulary, and with each row what is known of its tokens. In a
-   large batch it also decides, as `read` does on one GPU, so that only rows are drawn from at which a request stops.
-3. `offer_kernel`: decides about a row, if that has not been done, and draws its token from this rank's blocks alone. The token
-   is an *offer*, with the score of its block. -> *exchange* of offers, 8 bytes each
+   large batch it also decides, as `read` does on one GPU, so that only the rows are drawn from at which requests stop.
+3. `offer_kernel`: decides about a row, if that has not been done, and draws its token from this rank's blocks alone. The
+   token is an *offer*, with the score of its block. -> *exchange* of offers, 8 bytes each
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
 In block verification `ratio_kernel` and `decide_kernel` follow 2; `sum_shard_kernel` sums this rank's blocks of the listed
@@ -50,8 +50,8 @@ from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
 IS_EMPTY, IS_ACCEPTED, COUNT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(1)
-"""The bits of a verdict: the row, or one before it, has no finite logit; and that the draft is accepted. Where a verdict is on
-a request, there is the number of drafts that are accepted instead, from the bit `COUNT` on."""
+"""The bits of a verdict: the row, or one before it, has no finite logit; and that the draft is accepted. Where a verdict is
+on a request, there is the number of drafts that are accepted instead, from the bit `COUNT` on."""
 
 RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 """An offer: whether its token is of a residual, the block's score, and LAST_TOKEN less the token. The largest wins."""

@@ -124,6 +124,12 @@ def check_bits(name: str, got: Any, expected: Any, rank: int) -> None:
             raise SystemExit(f"{name}: {field} of rank {rank} is not that of one GPU")
 
 
+@functools.cache
+def shard_of(start: int, transport: str) -> VocabShard:
+    """Return this rank's shard, the same for all cases: each has memory of its own."""
+    return VocabShard(None, start, VOCAB, transport=transport)
+
+
 class Case:
     """The shards of one batch on this rank, and the ways to verify them."""
 
@@ -169,8 +175,7 @@ class Case:
         ways = {"verify whole rows": functools.partial(plain, *whole, **keywords), "gather, verify": gather_and_verify}
         for backend in self.options.backends:
             for transport in transports if backend == "triton" else transports[:1]:
-                shard = VocabShard(None, self.start, VOCAB, transport=transport)
-                sampler = RejectionSampler(method, backend=backend, shard=shard)
+                sampler = RejectionSampler(method, backend=backend, shard=shard_of(self.start, transport))
                 ways[f"shards, {backend}, {transport}"] = functools.partial(sampler, *mine, **keywords)
         return ways
 

@@ -183,7 +183,7 @@ def test_large_batches_draw_only_where_requests_stop(kind, ranks_of):
 @pytest.mark.usefixtures("shared")
 def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call():
     ranks, batch = Ranks(*TWO), case(2, 1, 2064, torch.bfloat16)
-    call = {name: value for name, value in vars(batch.to(DEVICE)).items()}
+    call = vars(batch.to(DEVICE))
     assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
     for shard in ranks.shards:
         shard.transport_on(call["target_logits"].device).patience = 2
