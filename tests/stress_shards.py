@@ -33,7 +33,7 @@ KINDS = {  # kind of call: log-probabilities and dtype
     "block": (None, torch.bfloat16),
     "block deterministic": (None, torch.float32),
 }
-SHAPES = [(1, 3, 3100), (5, 2, 3100), (64, 3, 9008), (130, 3, 9008), (2, 3, 151_936), (40, 4, 151_936)]
+SHAPES = [(1, 3, 3088), (5, 2, 3088), (64, 3, 9008), (130, 3, 9008), (2, 3, 151_936), (40, 4, 151_936)]
 LOGITS = ("target_logits", "draft_logits")
 
 

@@ -183,7 +183,7 @@ class Exchange(NamedTuple):
     raw_start: Int64  # of `first`, in words, as the next one
     notes_start: Int64
     most_blocks: Int32  # of a rank, in `first` and `sums`
-    MAX_RANKS: Constant  # ranks or more, a power of two
+    LANES: Constant  # ranks or more, and threads or more, so that each word is loaded by one thread alone
     MAXIMA: Constant  # statistics are the maximum of a shard alone, as of one block
     NOTES: Constant  # words of notes on a row: 2 where there are draft rows
     OFFERS: Constant  # words of an offer: 2 with a log-probability
@@ -196,6 +196,7 @@ class Arranging(NamedTuple):
     """What is done with the statistics of all ranks."""
 
     DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
+    ADMITS_LATE: Constant  # the next launch may be set up when all has been heard, as it would take room
     OVERLAPS: Constant
 
 

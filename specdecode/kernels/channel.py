@@ -78,7 +78,8 @@ def tell(channel, index, words, wanted, step, exchange):
 def listen(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
     """Return words that ranks have told, of type WORD, as far as they have come, and where they are.
 
-    `hear` waits for the others. Words of several kinds are listened to before one of them is waited for.
+    `hear` waits for the others. Words of several kinds are listened to before one of them is waited for. No word may be
+    loaded by two threads: one might see it come before the other does.
     """
     if channel.received_ptr is not None:
         received_ptr = channel.received_ptr + rank * channel.length

@@ -34,9 +34,8 @@ from specdecode.kernels.statistics import load_statistics, statistics_at
 
 
 @triton.jit
-def repaired(row, pointer, is_read, temperature, sizes):
-    """Return the statistics of a row, which are finite then; those of a row that was not read are those of no tokens."""
-    statistics = load_statistics(pointer, is_read, sizes)
+def repaired(row, statistics, temperature, sizes):
+    """Return the statistics of a row, which are finite then."""
     block_max, sumexp = recompute_nonfinite(statistics, row, temperature, sizes)
     return block_max, tl.where(temperature > 0, sumexp, 0.0)  # what is computed again has a sum of greedy rows too
 
@@ -72,13 +71,12 @@ def tell_statistics(start, index, statistics, step, exchange, sizes):
 
 
 @triton.jit
-def tell_row(row, index, is_read, draft_logit, temperature, step, workspace, exchange, sizes):
+def tell_row(row, index, statistics, draft_logit, temperature, step, workspace, exchange, sizes):
     """Tell the statistics of a row, its first largest token here and the draft's logit; return that token."""
-    pointer = statistics_at(workspace.statistics_ptr, index, sizes)
-    block_max, sumexp = repaired(row, pointer, is_read, temperature, sizes)
+    block_max, sumexp = repaired(row, statistics, temperature, sizes)
     tell_statistics(0, index, (block_max, sumexp), step, exchange, sizes)
     if exchange.MAXIMA:  # for `sharded.decide_sample_here`
-        blocks = tl.arange(0, sizes.MAX_BLOCKS)
+        pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
     first = first_here(row, block_max, temperature, sizes)
@@ -116,29 +114,31 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     draft_logit = logit_here(row, token, sizes)
     if inputs.draft.ptr is not None:
         has_draft = (offset < num_drafts) & (temperature > 0)
+        draft_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-        its_draft_logit = logit_here(draft_row, tl.where(has_draft, token, -1), sizes)
+        its_logit, is_draft_read = logit_here(draft_row, its_token, sizes), has_draft
+        if inputs.drafts.logsumexp_ptr is not None:
+            is_draft_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
     step = load_step(exchange)
+    statistics = load_statistics(statistics_at(workspace.statistics_ptr, index, sizes), is_read, sizes)
+    if workspace.raw_statistics_ptr is not None:
+        raw = load_statistics(statistics_at(workspace.raw_statistics_ptr, index, sizes), is_read, sizes)
+    if inputs.draft.ptr is not None:
+        draft_ptr = statistics_at(workspace.statistics_ptr, draft_index, sizes)
+        of_draft = load_statistics(draft_ptr, is_draft_read, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(exchange.received_ptr + NEXT_STEP, step + 1)
-    first = tell_row(row, index, is_read, draft_logit, temperature, step, workspace, exchange, sizes)
+    first = tell_row(row, index, statistics, draft_logit, temperature, step, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
-        raw_ptr = statistics_at(workspace.raw_statistics_ptr, index, sizes)
-        raw = repaired(row, raw_ptr, is_read, tl.full([], 1.0, tl.float32), sizes)
+        raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
         tell_statistics(exchange.raw_start, index, raw, step, exchange, sizes)
     if inputs.draft.ptr is not None:
         other = tl.full([], -1, tl.int32)
         if offset < sizes.num_draft_tokens:
-            draft_index = row_index(request, offset, True, sizes)
-            is_read = has_draft
-            if inputs.drafts.logsumexp_ptr is not None:
-                is_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
-            other = tell_row(
-                draft_row, draft_index, is_read, its_draft_logit, temperature, step, workspace, exchange, sizes
-            )
+            other = tell_row(draft_row, draft_index, of_draft, its_logit, temperature, step, workspace, exchange, sizes)
             tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), step, exchange, sizes)
         tell_other(row, index, other, step, exchange, sizes)
 
@@ -155,9 +155,9 @@ def sources_of(exchange, sizes):
 
 
 @triton.jit
-def listen_to_statistics(start, index, is_row, step, exchange, sizes):
+def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
     """Return what has come of a row's statistics, in the order of the vocabulary, and of what to `hear`."""
-    holders, theirs = sources_of(exchange, sizes)
+    holders, theirs = sources
     wanted = is_row & (tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks)
     place = start + index * exchange.most_blocks + theirs
     words, pointers = listen(exchange.first, holders, place, wanted, step, exchange, tl.int64)
@@ -166,8 +166,8 @@ def listen_to_statistics(start, index, is_row, step, exchange, sizes):
 
 @triton.jit
 def listen_to_notes(number, index, is_row, step, exchange):
-    """Return likewise what has come of the first or the second note of each rank on a row, [MAX_RANKS]."""
-    ranks = tl.arange(0, exchange.MAX_RANKS)
+    """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
+    ranks = tl.arange(0, exchange.LANES)
     wanted = is_row & (ranks < exchange.ranks)
     place = exchange.notes_start + index * exchange.NOTES + number
     words, pointers = listen(exchange.first, ranks, place, wanted, step, exchange, tl.int64)
@@ -175,7 +175,7 @@ def listen_to_notes(number, index, is_row, step, exchange):
 
 
 @triton.jit
-def hear_statistics(listened, index, pointer, exchange, sizes):
+def hear_statistics(listened, index, pointer, sources, exchange, sizes):
     """Store the statistics of a row in the order of the vocabulary; return its maximum and who has the first such block."""
     words, pointers, wanted = listened
     words = hear(words, pointers, exchange.first, wanted, exchange)
@@ -185,20 +185,20 @@ def hear_statistics(listened, index, pointer, exchange, sizes):
     block_max = tl.where(wanted, low_of(words), -INFINITY)
     row_max = tl.max(block_max, 0)
     largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
-    holders, _ = sources_of(exchange, sizes)
+    holders, _ = sources
     return row_max, tl.max(tl.where(blocks == largest, holders, 0), 0)
 
 
 @triton.jit
 def hear_notes(listened, others, exchange):
-    """Return what each rank noted of a row, [MAX_RANKS]: the logit of its draft, its first largest token, another logit."""
+    """Return what each rank noted of a row, [LANES]: the logit of its draft, its first largest token, another logit."""
     words, pointers, wanted = listened
     words = hear(words, pointers, exchange.first, wanted, exchange)
     other_words = words
     if exchange.NOTES == 2:
         other_words, pointers, _ = others
         other_words = hear(other_words, pointers, exchange.first, wanted, exchange)
-    return low_of(words), high_of(words), low_of(other_words)
+    return tl.where(wanted, low_of(words), -INFINITY), high_of(words), low_of(other_words)
 
 
 @triton.jit
@@ -227,31 +227,33 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
 
 
 @triton.jit
-def arrange(request, offset, step, inputs, workspace, exchange, sizes):
+def arrange(request, offset, sources, step, inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it; return the draft."""
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         token = load_draft_ids(inputs.drafts, request, offset, sizes)
     index, is_row = row_index(request, offset, False, sizes), offset >= 0
     # All is listened to before anything is waited for.
-    statistics = listen_to_statistics(0, index, is_row, step, exchange, sizes)
+    statistics = listen_to_statistics(0, index, is_row, sources, step, exchange, sizes)
     notes = listen_to_notes(0, index, is_row, step, exchange)
     others = notes
     if workspace.raw_statistics_ptr is not None:
-        raw = listen_to_statistics(exchange.raw_start, index, is_row, step, exchange, sizes)
+        raw = listen_to_statistics(exchange.raw_start, index, is_row, sources, step, exchange, sizes)
     if inputs.draft.ptr is not None:
         others = listen_to_notes(1, index, is_row, step, exchange)
         draft_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
-        of_draft = listen_to_statistics(0, draft_index, is_draft_row, step, exchange, sizes)
+        of_draft = listen_to_statistics(0, draft_index, is_draft_row, sources, step, exchange, sizes)
         draft_notes = listen_to_notes(0, draft_index, is_draft_row, step, exchange)
         draft_others = listen_to_notes(1, draft_index, is_draft_row, step, exchange)
-    row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, exchange, sizes)
+    row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, sources, exchange, sizes)
     noted = hear_notes(notes, others, exchange)
     if workspace.raw_statistics_ptr is not None:
-        hear_statistics(raw, index, workspace.raw_statistics_ptr, exchange, sizes)
+        hear_statistics(raw, index, workspace.raw_statistics_ptr, sources, exchange, sizes)
     other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
-        draft_max, draft_rank = hear_statistics(of_draft, draft_index, workspace.statistics_ptr, exchange, sizes)
+        draft_max, draft_rank = hear_statistics(
+            of_draft, draft_index, workspace.statistics_ptr, sources, exchange, sizes
+        )
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
             first = of_rank(noted[1], rank)
@@ -264,18 +266,21 @@ def arrange(request, offset, step, inputs, workspace, exchange, sizes):
 @triton.jit
 def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
     """Arrange what ranks told of the rows of a step, a row at a time, and decide about their drafts if that is wanted."""
+    step, sources, num_rows = load_step(exchange), sources_of(exchange, sizes), sizes.num_draft_tokens + 1
+    if not tuning.ADMITS_LATE:
+        admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
-    step, num_rows = load_step(exchange), sizes.num_draft_tokens + 1
     for index in range(tl.program_id(0), sizes.batch * num_rows, tl.num_programs(0)):
         row = tl.full([], 0, tl.int32) + index
         request, offset = locate((row // num_rows).to(tl.int64), inputs.packing, sizes), row % num_rows
-        token = arrange(request, offset, step, inputs, workspace, exchange, sizes)
+        token = arrange(request, offset, sources, step, inputs, workspace, exchange, sizes)
         if tuning.DECIDE is not None:
             tl.debug_barrier()  # what was arranged is read by other threads than wrote it
             if offset < sizes.num_draft_tokens:
                 temperature = load_temperature(inputs.requests, request)
                 decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
-    admit_next_launch(tuning.OVERLAPS)
+    if tuning.ADMITS_LATE:
+        admit_next_launch(tuning.OVERLAPS)
 
 
 # ---- the sums of block verification
@@ -302,15 +307,18 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
 @triton.jit
 def arrange_sums_kernel(workspace, exchange, sizes, tuning):
     """Put the residual sums that ranks told in the order of the vocabulary, a listed draft's row at a time."""
-    await_launch(tuning.OVERLAPS)
     step, blocks = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS)
+    ranks, theirs = sources_of(exchange, sizes)
+    if not tuning.ADMITS_LATE:
+        admit_next_launch(tuning.OVERLAPS)
+    await_launch(tuning.OVERLAPS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
-        ranks, theirs = sources_of(exchange, sizes)
         place = entry * exchange.most_blocks + theirs
         words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
-    admit_next_launch(tuning.OVERLAPS)
+    if tuning.ADMITS_LATE:
+        admit_next_launch(tuning.OVERLAPS)

@@ -44,9 +44,12 @@ from specdecode.kernels.state import FIELDS
 
 Parts = dict[str, tuple[torch.dtype, int] | None]
 
-WAITING_PROGRAMS, WAITING_REGISTERS = 264, 64
-"""At most so many programs of a launch wait for other ranks, of four warps, and registers of a thread: two programs on a
+WAITING_PROGRAMS, WAITING_WARPS, WAITING_REGISTERS = 264, 4, 64
+"""At most so many programs of a launch wait for other ranks, of so many warps, and registers of a thread: two programs on a
 multiprocessor, which leave three quarters of it to the launches of other groups."""
+
+FEW_PROGRAMS = 132
+"""A launch of no more programs may be set up while others wait: one on a multiprocessor, which leaves room."""
 
 
 class Way(NamedTuple):
@@ -262,7 +265,7 @@ def exchange_of(
         raw_start=told.statistics,
         notes_start=told.statistics + told.raw_statistics,
         most_blocks=1 if maxima else shards.most_blocks,
-        MAX_RANKS=triton.next_power_of_2(shards.ranks),
+        LANES=max(32 * WAITING_WARPS, triton.next_power_of_2(shards.ranks)),
         MAXIMA=maxima,
         NOTES=1 + (inputs.draft.ptr is not None),
         OFFERS=1 if way.logprobs is None else 2,
@@ -312,16 +315,10 @@ def add_arranging(
     plan: ShardedPlan, inputs: Inputs, workspace: Workspace, exchanged: Exchange, sizes: Sizes, decide: Any
 ) -> Exchange:
     """Add the launch that puts what was heard in order, and may decide."""
-    programs = min(sizes.batch * (sizes.num_draft_tokens + 1), WAITING_PROGRAMS)
-    bundles = inputs, workspace, exchanged, sizes, Arranging(decide, can_overlap(plan.device))
-    plan.last.add(
-        exchange.arrange_kernel,
-        (programs,),
-        bundles,
-        num_warps=4,
-        follows=plan.is_symmetric,
-        max_registers=WAITING_REGISTERS,
-    )
+    rows = sizes.batch * (sizes.num_draft_tokens + 1)
+    bundles = inputs, workspace, exchanged, sizes, Arranging(decide, rows > FEW_PROGRAMS, can_overlap(plan.device))
+    options = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS, "follows": plan.is_symmetric}
+    plan.last.add(exchange.arrange_kernel, (min(rows, WAITING_PROGRAMS),), bundles, **options)
     return exchanged
 
 
@@ -339,16 +336,10 @@ def add_residuals(
     bundles = inputs, workspace, exchanged, sizes, tuning
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
-    programs = min(requests * num_draft_tokens, WAITING_PROGRAMS)
-    bundles = workspace, exchanged, sizes, Arranging(None, can_overlap(plan.device))
-    plan.last.add(
-        exchange.arrange_sums_kernel,
-        (programs,),
-        bundles,
-        num_warps=4,
-        follows=plan.is_symmetric,
-        max_registers=WAITING_REGISTERS,
-    )
+    drafts = requests * num_draft_tokens
+    bundles = workspace, exchanged, sizes, Arranging(None, requests > FEW_PROGRAMS, can_overlap(plan.device))
+    options = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS, "follows": plan.is_symmetric}
+    plan.last.add(exchange.arrange_sums_kernel, (min(drafts, WAITING_PROGRAMS),), bundles, **options)
     return exchanged
 
 

@@ -127,9 +127,8 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def offer_row(place, outputs, inputs, workspace, sizes, tuning):
+def offer_row(place, noise, outputs, inputs, workspace, sizes, tuning):
     """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
-    noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     if outputs.logsumexp_ptr is not None:
@@ -181,19 +180,21 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     num_drafts, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    if tuning.PER_ROW:
+        noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
+    step, is_empty = load_step(exchange), tl.full([], False, tl.int1)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    step = load_step(exchange)
-    is_empty = tl.full([], False, tl.int1)
     if not tuning.PER_ROW:
         offset, is_empty = stop_of(request, num_drafts, inputs, workspace, sizes, tuning)
+        noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
     accepted, number = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
     logprob = tl.full([], 0.0, tl.float32)
     if offset <= num_drafts:
         if inputs.drafts.ids_ptr is not None:
             token = load_draft_ids(inputs.drafts, request, offset, sizes)
         place = Place(request, offset, token, key, temperature)
-        accepted, row_is_empty, number, logprob = offer_row(place, outputs, inputs, workspace, sizes, tuning)
+        accepted, row_is_empty, number, logprob = offer_row(place, noise, outputs, inputs, workspace, sizes, tuning)
         is_empty |= row_is_empty
     verdict = tl.where(is_empty, IS_EMPTY, 0)
     if tuning.PER_ROW:
