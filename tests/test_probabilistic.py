@@ -9,7 +9,9 @@ import torch
 from reference import probabilistic
 from specdecode import RejectionSampler
 from specdecode.eager.probabilistic import residual
+from specdecode.eager.selection import select
 from specdecode.eager.truncation import RowSampling
+from specdecode.noise import SELECT
 from tests import distributions
 from tests.differential import assert_same_tokens, case, like_a_device
 
@@ -118,8 +120,8 @@ def test_residuals_stay_accurate_where_target_and_draft_nearly_agree(closeness):
     draft = target + closeness * torch.randn(4, 3000, generator=generator)
     one, precisely = RowSampling(torch.ones(4)), RowSampling(torch.ones(4, dtype=torch.float64))
     rejected, log_ratio = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
-    weights = residual(target, draft, rejected, one, one, log_ratio)[0].double()
-    exact = residual(target.double(), draft.double(), rejected, precisely, precisely, log_ratio.double())[0]
+    weights = residual(target, draft, rejected, one, one, log_ratio)[0].weights.double()
+    exact = residual(target.double(), draft.double(), rejected, precisely, precisely, log_ratio.double())[0].weights
     distribution, expected = (w / w.sum(dim=1, keepdim=True) for w in (weights, exact))
     assert ((distribution - expected).abs().sum(dim=1) / 2).max() < 2e-6
 
@@ -128,7 +130,7 @@ def test_residuals_of_the_largest_logits_do_not_overflow():
     # The logits of the two models are further apart than the largest float32.
     target, draft = torch.tensor([[3e38, 2.9e38, 2.5e38]]), torch.tensor([[-3.3e38, -3e38, -3.1e38]])
     sampling, rejected, log_ratio = RowSampling(torch.tensor([1e38])), torch.tensor([1]), torch.zeros(1)
-    weights = residual(target, draft, rejected, sampling, sampling, log_ratio)[0].double()
+    weights = residual(target, draft, rejected, sampling, sampling, log_ratio)[0].weights.double()
     scaled = [(row - row.max()).double() / 1e38 for row in (target.double(), draft.double())]
     expected = (scaled[0].softmax(dim=1) - scaled[1].softmax(dim=1)).clamp(min=0)
     assert torch.allclose(weights / weights.sum(), expected / expected.sum(), atol=1e-6)
@@ -143,10 +145,17 @@ def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
     draft = None if deterministic else target.clone()
     if deterministic:  # all of the target's mass is on the rejected draft
         target.fill_(-torch.inf).scatter_(1, rejected[:, None], 1.0)
+    seeds = torch.arange(3)
     with like_a_device() if masked else nullcontext():
-        weights, _ = residual(target, draft, rejected, one, one, log_ratio)
-    probs = weights[:, :2000] / weights.sum(dim=1, keepdim=True)
-    assert torch.allclose(probs, target.softmax(dim=1), atol=1e-7)
+        found, _ = residual(target, draft, rejected, one, one, log_ratio)
+        drawn = found.draw(seeds, seeds)
+    assert not found.weights.any()
+    if deterministic:
+        assert torch.equal(drawn, rejected)
+    else:
+        weights, sums = found.target
+        assert torch.allclose(weights[:, :2000] / sums.sum(dim=1)[:, None], target.softmax(dim=1), atol=1e-7)
+        assert torch.equal(drawn, select(weights, sums, seeds, seeds, SELECT))
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])

@@ -54,7 +54,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         tokens kept, None if rows are not truncated.
     """
     temperature, greedy = row_temperature(batch.temperature, batch.logits)
-    seeds, positions = seeds_and_positions(batch, len(batch.logits), batch.logits.device)
+    requests = torch.arange(len(batch.logits), device=batch.logits.device)
+    seeds, positions = seeds_and_positions(batch, requests)
     vocab = batch.logits.shape[-1] if batch.shard is None else batch.shard.vocab_size
     sampling = row_sampling(temperature, batch.truncation, vocab)
     if batch.shard is not None:

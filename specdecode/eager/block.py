@@ -8,9 +8,9 @@ from torch import Tensor
 from specdecode.batch import SamplerOutput
 from specdecode.checks import on_host
 from specdecode.eager.probabilistic import compare, emit, quotients
-from specdecode.eager.selection import Requests, block_sums, by_chunks
+from specdecode.eager.selection import Requests, block_sums, by_chunks, point_masses
 from specdecode.eager.steps import Steps
-from specdecode.eager.truncation import RowSampling
+from specdecode.eager.truncation import RowSampling, read
 
 
 def running_ratio(before: Tensor, quotient: Tensor) -> Tensor:
@@ -36,7 +36,8 @@ def residual_mass(
         log_ratio: [...] log c, <= 0.
         greedy: [...] bool or what broadcasts to it, whether the request is greedy; None if none is.
     """
-    comparison = compare(target, draft, sampling, draft_sampling, greedy)
+    rows, _ = read((target, draft), (sampling, draft_sampling))
+    comparison, _ = compare(point_masses(rows, greedy), sampling.temperature)
     mass = block_sums(comparison.residual_weights(log_ratio)).sum(dim=-1)
     return log_ratio.exp() * (mass / comparison.target_sum)
 

@@ -6,9 +6,15 @@ AMD GPUs `torch.cuda.jiterator` compiles such a formula at its first call, witho
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def is_one_number(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers are all one in memory."""
+    return all(size == 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def alike(tensors: tuple[Tensor, ...]) -> list[Tensor]:
@@ -16,11 +22,11 @@ def alike(tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
     A GPU finds an element's place in each tensor by a division for each dimension, and divides once for the dimensions that
     are contiguous in all tensors: with temperatures of [batch, 1, 1] besides maxima of [models, batch, rows, 1] it divides
-    four times, which takes longer than the exponential.
+    four times, which takes longer than the exponential. One number for all rows lies like anything.
     """
     rows = torch.broadcast_shapes(*(tensor.shape[:-1] for tensor in tensors))  # type: ignore[no-untyped-call]
     return [
-        tensor if tensor.numel() == 1 or tensor.shape[-1] > 1 else tensor.expand(*rows, 1).contiguous()
+        tensor if is_one_number(tensor) or tensor.shape[-1] > 1 else tensor.expand(*rows, 1).contiguous()
         for tensor in tensors
     ]
 
@@ -31,7 +37,7 @@ class Fused:
     The definition is called on other devices, and on a GPU that cannot compile the C++.
 
     Args:
-        definition: a function of tensors that broadcast, and of `numbers`.
+        definition: a function of tensors that broadcast, and of `numbers`; the last tensor may be None, but not on a GPU.
         source: a C++ template of one type, that of the tensors.
         numbers: the keyword arguments, with any value of their type.
     """
@@ -46,7 +52,7 @@ class Fused:
         kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(self.source, **self.numbers)
         return kernel
 
-    def __call__(self, *tensors: Tensor, **numbers: int) -> Tensor:
+    def __call__(self, *tensors: Any, **numbers: int) -> Tensor:
         if self.compiles and tensors[0].is_cuda:
             try:
                 return self.kernel(*alike(tensors), **numbers)

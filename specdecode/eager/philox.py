@@ -33,25 +33,44 @@ template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
     return __double_as_longlong((double)philox<T>(seed, position, index, domain));
 }
 """
+LOG_UNIFORM = """
+template <typename T> T log_uniform_bits(T seed, T position, T index, T domain, T is_double) {
+    float number = philox<T>(seed, position, index, domain);
+    return __double_as_longlong(is_double ? ::log((double)number) : (double)::log(number));
+}
+"""
 EXPONENTIAL = """
+template <typename T> double exponential(T seed, T position, T index, T domain) {
+    return -::log1p(-(double)philox<T>(seed, position, index, domain));
+}
+"""
+EXPONENTIAL_BITS = """
 template <typename T> T exponential_bits(T seed, T position, T index, T domain) {
-    return __double_as_longlong(-::log1p(-(double)philox<T>(seed, position, index, domain)));
+    return __double_as_longlong(exponential<T>(seed, position, index, domain));
+}
+"""
+RACE = """
+template <typename T> T race_bits(T weight, T seed, T position, T index, T domain, T is_double) {
+    double number = is_double ? __longlong_as_double(weight) : (double)__int_as_float((int)weight);
+    return __double_as_longlong(number / exponential<T>(seed, position, index, domain));
 }
 """
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Turn counters of four words into four random words, under keys of two words; all int64 tensors that broadcast."""
-    c0, c1, c2, c3, k0, k1 = torch.broadcast_tensors(*counter, *key)  # type: ignore[no-untyped-call]
+    k0, k1 = torch.broadcast_tensors(*key)  # type: ignore[no-untyped-call]
+    c0, c1, c2, c3, _ = torch.broadcast_tensors(*counter, k0)  # type: ignore[no-untyped-call]
     # Both halves of a round are computed at once: words 0 and 2 of the counter, words 1 and 3, and both words of the key.
     even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack((k0, k1))
+    keys = keys.view(2, *[1] * (c0.ndim - k0.ndim), *k0.shape)
     which = torch.arange(2, device=even.device).view(2, *[1] * c0.ndim)
     multipliers, increments = (first + which * (second - first) for first, second in (MULTIPLIERS, KEY_INCREMENTS))
-    for _ in range(10):
-        products = (even * multipliers).flip(0)
-        even = (products >> 32 ^ odd ^ keys) & MASK
-        odd = products & MASK
-        keys = keys + increments
+    rounds = torch.arange(10, device=even.device).view(10, *[1] * keys.ndim)
+    for round_keys in (rounds * increments).add(keys).unbind():
+        products = even.mul_(multipliers).flip(0)
+        even = (products >> 32).bitwise_xor_(odd).bitwise_xor_(round_keys).bitwise_and_(MASK)
+        odd = products.bitwise_and_(MASK)
     return even[0], odd[0], even[1], odd[1]
 
 
@@ -64,16 +83,47 @@ def uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int
     return number.clamp(2.0**-65, 1 - 2.0**-24).to(torch.float64).view(torch.int64)
 
 
-@fused(PHILOX + EXPONENTIAL, domain=0)
+@fused(PHILOX + LOG_UNIFORM, domain=0, is_double=0)
+def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int) -> Tensor:
+    """Return log(u) of the uniforms u, computed in float32 or in float64: the bits of float64 numbers as int64."""
+    numbers = uniform_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
+    dtype = torch.float64 if is_double else torch.float32
+    return numbers.to(dtype).log().to(torch.float64).view(torch.int64)
+
+
+@fused(PHILOX + EXPONENTIAL + EXPONENTIAL_BITS, domain=0)
 def exponential_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
     """Return -log(1 - u) of the uniforms u: the bits of float64 numbers as int64."""
     numbers = uniform_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
     return torch.log1p(-numbers).neg_().view(torch.int64)
 
 
+@fused(PHILOX + EXPONENTIAL + RACE, domain=0, is_double=0)
+def race_bits(
+    weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int
+) -> Tensor:
+    """Return w / E: the bits of float64 numbers as int64, given those of float64 or float32 weights as int64 or int32."""
+    numbers = exponential_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
+    bits, dtype = (torch.int64, torch.float64) if is_double else (torch.int32, torch.float32)
+    return (weights.to(bits).view(dtype) / numbers).view(torch.int64)
+
+
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
     return uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
+
+
+def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
+    """Return the logarithms of `uniform`, computed in float32 or float64, as float64."""
+    numbers = {"domain": int(domain), "is_double": int(dtype == torch.float64)}
+    return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
+
+
+def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float64 w / E of float32 or float64 weights, E being `exponential`."""
+    is_double = weights.dtype == torch.float64
+    bits = weights.view(torch.int64 if is_double else torch.int32)
+    return race_bits(bits, seeds, positions, index, domain=int(domain), is_double=int(is_double)).view(torch.float64)
 
 
 def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:

@@ -12,12 +12,14 @@ from specdecode.eager.fused import fused
 from specdecode.eager.greedy import argmax
 from specdecode.eager.selection import (
     Requests,
+    Rows,
     block_sums,
     by_case,
     by_chunks,
     by_kind,
     exp_scaled,
-    point_masses,
+    mark_greedy,
+    or_first,
     rows_at,
     select,
 )
@@ -29,6 +31,20 @@ from specdecode.noise import SELECT
 
 LARGEST_LOGSUMEXP = 256.0
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5."""
+
+
+@fused(
+    """
+    template <typename T> T logprob(T logit, T row_max, T temperature, T sum, T is_first) {
+        T result = (logit - row_max) / temperature - ::log(sum);
+        return result != result ? ::log(is_first) : result;
+    }
+    """
+)
+def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
+    """Return (l - max) / T - log of the sum; where an infinite maximum makes that NaN, what it is for a point mass."""
+    result = (logit - row_max) / temperature - sums.log()
+    return result if is_first is None else torch.where(result.isnan(), is_first.log(), result)
 
 
 def logprobs(
@@ -45,18 +61,18 @@ def logprobs(
     Returns:
         [models, ...] and [...].
     """
-    temperature = samplings[0].temperature
     rows, _ = read(models, samplings)
-    token_ids = token_ids[None, ..., None].expand(len(models), *token_ids.shape, 1)
-    scaled = (rows.logits.gather(-1, token_ids) - rows.row_max).squeeze(-1) / temperature
-    sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature[..., None])).sum(dim=-1)
+    temperature = samplings[0].temperature[..., None].expand_as(rows.row_max)
+    token_ids = token_ids[None, ..., None].expand(rows.row_max.shape)
+    logit = rows.logits.gather(-1, token_ids)
+    sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature)).sum(dim=-1, keepdim=True)
     if rows.outside is not None:
-        sums[-1] += rows.outside
-    result, is_empty = scaled - sums.log(), rows.row_max[0, ..., 0] == -torch.inf
-    if rows.first is not None:  # an infinite maximum made all of it NaN: the row is a point mass
-        is_point = result.isnan() if greedy is None else result.isnan() | greedy
-        result = torch.where(is_point, (rows.first == token_ids).squeeze(-1).log(), result)
-    return result, is_empty
+        sums[-1, ..., 0] += rows.outside
+    is_first = None if rows.first is None else rows.first == token_ids
+    result, is_empty = logprob(logit, rows.row_max, temperature, sums, is_first), rows.row_max[0, ..., 0] == -torch.inf
+    if greedy is not None and is_first is not None:
+        result = torch.where(greedy[..., None], is_first.log(), result)
+    return result.squeeze(-1), is_empty
 
 
 def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tensor | None) -> Tensor:
@@ -174,15 +190,15 @@ def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
 
 @fused(
     """
-    template <typename T> T weight_left(T weight, T difference, T subtrahend) {
-        T quotient = difference - subtrahend;
+    template <typename T> T weight_left(T weight, T difference, T log_sum_ratio, T log_ratio) {
+        T quotient = difference - (log_sum_ratio + log_ratio);
         return quotient < 0 ? -::expm1(quotient) * weight : T(0);
     }
     """
 )
-def weight_left(weights: Tensor, difference: Tensor, subtrahend: Tensor) -> Tensor:
-    """Return w max(0, 1 - exp(D - s)); may overwrite D."""
-    return difference.sub_(subtrahend).clamp_(max=0).expm1_().neg_().mul_(weights)
+def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return w max(0, 1 - exp(D - s)), s being the sum of the last two; may overwrite D."""
+    return difference.sub_(log_sum_ratio + log_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
 
 
 class Comparison(NamedTuple):
@@ -201,43 +217,47 @@ class Comparison(NamedTuple):
     """[..., padded vocab] D, by which the logarithms of the two models' weights differ."""
 
     log_sum_ratio: Tensor
-    """[...] log(sum of the draft's weights / sum of the target's)."""
-
-    is_empty: Tensor
-    """[...] bool, whether the target row has no finite logit."""
+    """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
 
     def residual_weights(self, log_ratio: Tensor) -> Tensor:
         """Return what is proportional to max(0, c p - q), and by the same factor to c p; may overwrite the difference."""
-        return weight_left(self.target_weights, self.difference, (self.log_sum_ratio + log_ratio)[..., None])
+        ratios = self.log_sum_ratio[..., None], log_ratio[..., None]
+        return weight_left(self.target_weights, self.difference, *ratios)
 
 
-def log_sum_ratio(sums: Tensor, change: Tensor | None) -> Tensor:
-    """Return log(sum of the draft's weights / sum of the target's).
+@fused(
+    """
+    template <typename T> T log_sum_ratio(T target_sum, T draft_sum, T change) {
+        T relative = change / target_sum;
+        if (!(draft_sum > 0)) return T(INFINITY);
+        return relative != relative ? ::log(draft_sum) - ::log(target_sum) : ::log1p(relative);
+    }
+    """
+)
+def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) -> Tensor:
+    """Return log(sum of the draft's weights / sum of the target's), infinite if the former is not positive.
+
+    The third argument is the sum of what changes the target's weights to the draft's, NaN where some weight changes much;
+    None: everywhere some does. If none does, log(1 + change) is more precise than the difference of two logarithms.
+    """
+    ratio = draft_sum.log() - target_sum.log()
+    if change is not None:
+        change = change / target_sum
+        ratio = torch.where(change.isnan(), ratio, change.log1p())
+    return torch.where(draft_sum > 0, ratio, torch.inf)
+
+
+def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
+    """Compare a target's rows with a draft's; return also the block sums of the target's weights, [..., num_blocks].
 
     Args:
-        sums: [2, ...] the sums of the target's and of the draft's weights.
-        change: [...] the sum of what changes the target's weights to the draft's, NaN where some weight changes much; None:
-            everywhere some does.
+        rows: [2, ..., vocab].
+        temperature: [...] or what broadcasts to it.
     """
-    log_sums = sums.log()
-    difference = log_sums[1] - log_sums[0]
-    if change is None:
-        return difference
-    # Where no weight changes much, log(1 + change) is more precise than the difference of two logarithms.
-    change = change / sums[0]
-    return torch.where(change.isnan(), difference, change.log1p())
-
-
-def compare(
-    target: Tensor, draft: Tensor, sampling: RowSampling, draft_sampling: RowSampling, greedy: Tensor | None = None
-) -> Comparison:
-    """Compare rows of raw logits, [..., vocab], given how tokens are drawn from them, [...] or what broadcasts to it."""
-    rows, _ = read((target, draft), (sampling, draft_sampling))
-    is_empty = rows.row_max[0, ..., 0] == -torch.inf
-    rows, temperature = point_masses(rows, greedy), sampling.temperature[..., None]
-    difference = log_difference(*rows.logits, *rows.row_max, temperature)
-    weights = exp_scaled(rows.logits, rows.row_max, temperature)
-    sums = block_sums(weights).sum(dim=-1)
+    difference = log_difference(*rows.logits, *rows.row_max, temperature[..., None])
+    weights = exp_scaled(rows.logits, rows.row_max, temperature[..., None])
+    by_block = block_sums(weights)
+    sums = by_block.sum(dim=-1)
     if rows.outside is not None:
         sums[-1] += rows.outside
     change = None
@@ -245,47 +265,93 @@ def compare(
         change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
         if rows.outside is not None:
             change = change.masked_fill(rows.outside > 0, torch.nan)
-    return Comparison(weights[0], sums[0], difference, log_sum_ratio(sums, change), is_empty)
+    return Comparison(weights[0], sums[0], difference, log_sum_ratio(*sums, change)), by_block[0]
+
+
+@fused(
+    """
+    template <typename T> T weight_kept(T weight, T log_sum_ratio, T log_ratio) {
+        return log_sum_ratio - log_ratio == T(INFINITY) ? T(0) : weight;
+    }
+    """
+)
+def weight_kept(weights: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return the weight of the token that a draft row's point mass is on: 0, unless c is infinite; w of other draft rows."""
+    return weights.masked_fill(log_sum_ratio - log_ratio == torch.inf, 0)
+
+
+def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+    """Apply `weight_kept` to one token of each row, in place: [rows, vocab] weights, and [rows] each."""
+    token_ids = token_ids[:, None]
+    return weights.scatter_(
+        1, token_ids, weight_kept(weights.gather(1, token_ids), log_sum_ratio[:, None], log_ratio[:, None])
+    )
+
+
+class Residual(NamedTuple):
+    """What rows' recovered tokens are drawn from."""
+
+    weights: Tensor
+    """[rows, padded vocab] proportional to max(0, c p - q), or to p if c is infinite."""
+
+    target: tuple[Tensor, Tensor] | None
+    """Weights proportional to p, and their block sums: drawn from where the former are all 0; None: `first` is drawn."""
+
+    total: Tensor | None
+    """[rows] a number that is not positive where `first` is drawn; None: the sum of the weights."""
+
+    first: Tensor | None
+    """[rows, 1] int64, the only token that p can draw where it is a point mass, and the weights are meaningless.
+
+    None: p is no point mass.
+    """
+
+    def draw(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token of each row, [rows] int64, given [rows] int64 each."""
+        sums = block_sums(self.weights)
+        token_ids = select(self.weights, sums, seeds, positions, SELECT, self.target)
+        return or_first(token_ids, sums.sum(dim=1) if self.total is None else self.total, self.first)
 
 
 def residual(
     target: Tensor,
     draft: Tensor | None,
-    token_ids: Tensor,
+    token_ids: Tensor | None,
     sampling: RowSampling,
     draft_sampling: RowSampling,
     log_ratio: Tensor,
     greedy: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return weights proportional to max(0, c p - q), or to p where that is 0 everywhere or c is infinite.
+) -> tuple[Residual, Tensor]:
+    """Return the residuals of rows, and which target rows have no finite logit, [rows] bool.
+
+    A draft row that is a point mass leaves out one token, as a deterministic drafter does.
 
     Args:
         target: [rows, vocab] raw logits.
         draft: [rows, vocab] raw logits, or None for the point mass on the rejected draft.
-        token_ids: [rows] int64, the rejected drafts.
+        token_ids: [rows] int64, the rejected drafts, or None if there are draft rows.
         sampling: [rows], how the target samples.
         draft_sampling: [rows], how drafts were drawn.
         log_ratio: [rows] log c.
         greedy: [rows] bool, whether p is the point mass on the argmax, or None if it is for no row.
-
-    Returns:
-        [rows, padded vocab] weights; [rows] bool, whether the target row has no finite logit.
     """
     if draft is None:
+        assert token_ids is not None
         rows, _ = read((target,), (sampling,))
-        is_empty = rows.row_max[0, :, 0] == -torch.inf
-        rows = point_masses(rows, greedy)
-        target_weights = exp_scaled(rows.logits[0], rows.row_max[0], sampling.temperature[:, None])
-        kept = target_weights.gather(1, token_ids[:, None]).masked_fill_(log_ratio[:, None] < torch.inf, 0)
-        weights = target_weights.scatter(1, token_ids[:, None], kept)
-    else:
-        comparison = compare(target, draft, sampling, draft_sampling, greedy)
-        weights, target_weights = comparison.residual_weights(log_ratio), comparison.target_weights
-        is_empty = comparison.is_empty
-    nothing = weights.amax(dim=1, keepdim=True) == 0
-    if on_host(nothing) and not nothing.any():
-        return weights, is_empty
-    return torch.where(nothing, target_weights, weights), is_empty
+        row_max = mark_greedy(rows, greedy).row_max[0]
+        weights = exp_scaled(rows.logits[0], row_max, sampling.temperature[:, None])
+        weights = leave_out(weights, token_ids, torch.full_like(log_ratio, torch.inf), log_ratio)
+        # If nothing is left, all of p is on the token that was left out, which is then the first.
+        found = Residual(weights, None, None, token_ids[:, None] if rows.first is None else rows.first[0])
+        return found, rows.row_max[0, :, 0] == -torch.inf
+    rows, _ = read((target, draft), (sampling, draft_sampling))
+    comparison, sums = compare(mark_greedy(rows, greedy), sampling.temperature)
+    weights = comparison.residual_weights(log_ratio)
+    if rows.first is not None:
+        weights = leave_out(weights, rows.first[1].squeeze(1), comparison.log_sum_ratio, log_ratio)
+    first = None if rows.first is None else rows.first[0]
+    found = Residual(weights, (comparison.target_weights, sums), comparison.target_sum, first)
+    return found, rows.row_max[0, :, 0] == -torch.inf
 
 
 def recover(
@@ -303,9 +369,11 @@ def recover(
     # After all drafts there is no draft row: take the last one, which an infinite c makes irrelevant.
     at_draft = requests, offsets.clamp(max=steps.num_draft_tokens - 1)
     draft = None if steps.draft_logits is None else rows_at(steps.draft_logits, *at_draft)
-    target, token_ids = rows_at(steps.target_logits, requests, offsets), steps.draft_token_ids[at_draft]
-    weights, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_ratio, greedy)
-    return select(weights, block_sums(weights), seeds, positions, SELECT), is_empty
+    target, token_ids = rows_at(steps.target_logits, requests, offsets), None
+    if draft is None:
+        token_ids = steps.draft_token_ids[at_draft]
+    found, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_ratio, greedy)
+    return found.draw(seeds, positions), is_empty
 
 
 def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) -> tuple[Tensor, ...]:
@@ -338,9 +406,8 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
     rejected = num_accepted < steps.num_drafts
     if isinstance(steps.greedy, Tensor):
         rejected &= ~steps.greedy
-    requests, positions = torch.arange(len(rejected), device=rejected.device), steps.positions + num_accepted
-    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, positions, steps.point_masses)
-    tensors = (requests, num_accepted, log_ratio - rejected.log(), *scalars)
+    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, steps.point_masses)
+    tensors = (steps.requests, num_accepted, log_ratio - rejected.log(), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:
         return bonus(*tensors)

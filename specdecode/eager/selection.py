@@ -15,7 +15,7 @@ from torch import Tensor
 from specdecode.checks import on_host
 from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
-from specdecode.eager.philox import exponential
+from specdecode.eager.philox import race
 from specdecode.eager.vocabulary import DraftVocabRows
 from specdecode.noise import BLOCK_SIZE
 
@@ -108,7 +108,10 @@ class Rows(NamedTuple):
     """[models, ..., padded vocab]."""
 
     row_max: Tensor
-    """[models, ..., 1] the maximum; -inf if the row is empty, that is, has no logit but NaN and -inf."""
+    """[models, ..., 1] the maximum; -inf if the row is empty, that is, has no logit but NaN and -inf.
+
+    A row whose maximum is infinite is the point mass on its first entry of that size.
+    """
 
     first: Tensor | None
     """[models, ..., 1] int64, the first entry of that size; None if all maxima are finite."""
@@ -141,6 +144,24 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         else:
             rows[..., :vocab] = raw
     return logits
+
+
+def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
+    """Make the maxima of greedy rows infinite.
+
+    `exp_scaled` turns a row of which that is the maximum into weights that do not add up to a positive number, but to 0 or
+    NaN: where a sum says so, `first` is the token. To write the weights of a point mass would take a pass over all rows.
+
+    Args:
+        rows: [models, ..., vocab].
+        greedy: [...] bool, or None if no row is.
+    """
+    return rows if greedy is None else rows._replace(row_max=rows.row_max.masked_fill(greedy[..., None], torch.inf))
+
+
+def or_first(token_ids: Tensor, total: Tensor, first: Tensor | None) -> Tensor:
+    """Return token ids, [...], but the first entry of rows whose weights have no positive total, [..., 1], if any may be."""
+    return token_ids if first is None else torch.where(total > 0, token_ids, first.squeeze(-1))
 
 
 def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
@@ -181,29 +202,42 @@ def block_sums(weights: Tensor) -> Tensor:
     return weights.view(*weights.shape[:-1], weights.shape[-1] // size, size).sum(dim=-1)
 
 
-def select(weights: Tensor, sums: Tensor, seeds: Tensor, positions: Tensor, domains: tuple[int, int]) -> Tensor:
+def select(
+    weights: Tensor,
+    sums: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    domains: tuple[int, int],
+    otherwise: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Draw one token per row with probability proportional to its weight.
 
     Gumbel-max is computed as an exponential race: with Gumbel numbers G = -log E, the maximum of log w + G is that of w / E.
 
     Args:
         weights: [..., padded vocab] w >= 0.
-        sums: [..., num_blocks] block sums of w, not all 0.
+        sums: [..., num_blocks] block sums of w.
         seeds: [...] int64, or what broadcasts to it.
         positions: [...] int64, of the tokens drawn.
         domains: of the block's and of the token's noise.
+        otherwise: the weights, and their block sums, that rows are drawn from whose w are all 0; None if no row's are.
 
     Returns:
-        [...] int64 token ids.
+        [...] int64 token ids; of a row that has NaN among its weights, any.
     """
-    size = min(BLOCK_SIZE, weights.shape[-1])
+    size, num_blocks = min(BLOCK_SIZE, weights.shape[-1]), sums.shape[-1]
     seeds, positions = seeds[..., None], positions[..., None]
-    token_ids = torch.arange(size, device=sums.device)
-    if sums.shape[-1] > 1:
-        blocks = torch.arange(sums.shape[-1], device=sums.device)
-        exponentials = exponential(seeds, positions, blocks, domains[0])
-        token_ids = (sums / exponentials).argmax(dim=-1, keepdim=True) * size + token_ids
-        weights = weights.gather(-1, token_ids)
-    exponentials = exponential(seeds, positions, token_ids, domains[1])
-    best = (weights / exponentials).argmax(dim=-1, keepdim=True)
+    rows: tuple[Tensor, ...] = (weights,)
+    if otherwise is not None:
+        weighs = sums.any(dim=-1, keepdim=True)
+        if not on_host(weighs) or not weighs.all():
+            rows, sums = (weights, otherwise[0]), torch.where(weighs, sums, otherwise[1])
+    ids = torch.arange(max(size, num_blocks), device=sums.device)
+    token_ids = ids[:size]
+    if num_blocks > 1:
+        block = race(sums, seeds, positions, ids[:num_blocks], domains[0]).argmax(dim=-1, keepdim=True)
+        token_ids = torch.add(token_ids, block, alpha=size)
+        rows = tuple(each.gather(-1, token_ids) for each in rows)
+    weights = rows[0] if len(rows) == 1 else torch.where(weighs, rows[0], rows[1])
+    best = race(weights, seeds, positions, token_ids, domains[1]).argmax(dim=-1, keepdim=True)
     return token_ids.expand_as(weights).gather(-1, best).squeeze(-1)

@@ -317,7 +317,7 @@ class ShardedRows:
         sent = by_chunks(compute, logits_each, ids, *drafted, self.greedy, cutoffs)
         *raw, token_logits, target_sums, draft_sums, changes = self.shard.gather(layout, *sent)
         sums = torch.stack([layout.whole(part).sum(dim=-1) for part in (target_sums, draft_sums)])
-        self.target_sum, self.log_sum_ratio = sums[0], log_sum_ratio(sums, layout.whole(changes).sum(dim=-1))
+        self.target_sum, self.log_sum_ratio = sums[0], log_sum_ratio(*sums, layout.whole(changes).sum(dim=-1))
         # Of a token's logit, the ranks that do not have it say -inf.
         scaled = token_logits.amax(dim=0).movedim(-1, 0) / steps.temperature[:, None]
         logprobs = scaled - sums.log()
@@ -390,7 +390,7 @@ class ShardedRows:
         logits, row_max = framed((target, draft), self.layout, mask)
         difference = log_difference(*logits, *row_max, temperature)
         weights = exp_scaled(logits[0], row_max[0], temperature)
-        return Comparison(weights, sums[0], difference, sums[1], target.row_max == -torch.inf)
+        return Comparison(weights, sums[0], difference, sums[1])
 
     def residual_masses(self, offsets: slice, log_ratio: Tensor) -> Tensor:
         """Return A = sum max(0, c p - q) of the rows at some offsets, given log c there: `eager.block.residual_mass`."""

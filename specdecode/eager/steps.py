@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import on_host, seed_each
-from specdecode.eager.philox import uniform
+from specdecode.checks import on_host
+from specdecode.eager.philox import log_uniform, uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.eager.vocabulary import DraftVocabRows, places_of
@@ -36,7 +36,8 @@ class Steps:
             self.vocab = batch.shard.vocab_size
         self.sharded: ShardedRows | None = None
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
-        self.seeds, self.positions = seeds_and_positions(batch, size, batch.target_logits.device)
+        self.requests = torch.arange(size, device=batch.target_logits.device)
+        self.seeds, self.positions = seeds_and_positions(batch, self.requests)
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
         self.temperature, self.greedy = row_temperature(batch.temperature, *logits)
@@ -59,18 +60,20 @@ class Steps:
             return torch.zeros_like(self.seeds)
         return torch.add(self.offsets[:-1], accepted, alpha=self.num_draft_tokens).amin(dim=1)
 
-    def uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32.
+    def uniforms(self) -> Tensor:
+        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32."""
+        return uniform(*self._accept_counters(), Domain.ACCEPT)
+
+    def log_uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the logarithms of `uniforms`, computed in the dtype to compute in, as float64.
 
         If `fresh`, the counter has the draft's offset in it, so a later step at the same positions has other numbers.
         """
-        offsets = self.offsets[:-1]
-        index = offsets if fresh else self.offsets[:1]
-        return uniform(self.seeds[:, None], self.positions[:, None] + offsets, index, Domain.ACCEPT)
+        return log_uniform(*self._accept_counters(fresh), Domain.ACCEPT, self.temperature.dtype)
 
-    def log_uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the logarithms of `uniforms`, in the dtype to compute in."""
-        return self.uniforms(fresh).to(self.temperature.dtype).log()
+    def _accept_counters(self, fresh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = self.offsets[:-1]
+        return self.seeds[:, None], self.positions[:, None] + offsets, offsets if fresh else self.offsets[:1]
 
     def scan(
         self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
@@ -116,18 +119,18 @@ class Steps:
             emitted_empty: [batch] bool, whether the target row of `emitted` has none.
         """
         last = num_accepted[:, None]
-        token_ids = torch.nn.functional.pad(self.draft_token_ids, (0, 1)).masked_fill_(self.offsets > last, -1)
+        is_behind = self.offsets > last
+        token_ids = torch.cat([self.draft_token_ids, emitted[:, None]], dim=1).masked_fill_(is_behind, -1)
         token_ids.scatter_(1, last, emitted[:, None])
-        invalid = (accepted_empty & (self.offsets[:-1] < last)).any(dim=1) | emitted_empty
+        # A draft was accepted where the next slot is not behind the last token.
+        invalid = (accepted_empty > is_behind[:, 1:]).any(dim=1) | emitted_empty
         return SamplerOutput(token_ids, num_accepted.to(torch.int32), self.num_drafts.to(torch.int32), invalid)
 
 
-def seeds_and_positions(batch: RowBatch | VerificationBatch, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return every request's seed and position, [batch] int64."""
-    positions = batch.positions
-    if positions is None:
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
-    return seed_each(batch.seeds, size, device), positions
+def seeds_and_positions(batch: RowBatch | VerificationBatch, requests: Tensor) -> tuple[Tensor, Tensor]:
+    """Return every request's seed and position, [batch] int64, given 0, 1, ..."""
+    seeds = batch.seeds if isinstance(batch.seeds, Tensor) else requests + batch.seeds
+    return seeds, torch.zeros_like(requests) if batch.positions is None else batch.positions
 
 
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tensor, Tensor | bool]:
@@ -145,4 +148,4 @@ def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tenso
     if isinstance(temperature, Tensor):
         return temperature.to(dtype).nan_to_num(nan=0).clamp(limits.tiny, limits.max), ~(temperature > 0)
     number = min(max(temperature, limits.tiny), limits.max)
-    return torch.full((len(logits[0]),), number, dtype=dtype, device=logits[0].device), temperature == 0
+    return torch.full((1,), number, dtype=dtype, device=logits[0].device).expand(len(logits[0])), temperature == 0

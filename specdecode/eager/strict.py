@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, point_masses, select
+from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
@@ -40,11 +40,12 @@ def sample(
         temperature = sampling.temperature
         rows, cutoffs = read((logits,), (sampling,))
         row_max = rows.row_max[0].squeeze(-1)
-        rows = point_masses(rows, greedy)
-        weights = exp_scaled(rows.logits[0], rows.row_max[0], temperature[..., None])
+        weights = exp_scaled(rows.logits[0], mark_greedy(rows, greedy).row_max[0], temperature[..., None])
         sums = block_sums(weights)
-        token_ids = select(weights, sums, seeds, positions, domains)
-        logsumexp = row_max / temperature + sums.sum(dim=-1).log()
+        total = sums.sum(dim=-1)
+        token_ids, logsumexp = select(weights, sums, seeds, positions, domains), row_max / temperature + total.log()
+        if rows.first is not None:
+            token_ids, logsumexp = or_first(token_ids, total, rows.first[0]), torch.where(total > 0, logsumexp, row_max)
         if greedy is not None:
             logsumexp = logsumexp.masked_fill(greedy, 0)
             cutoffs = None if cutoffs is None else torch.where(greedy, token_ids, cutoffs)
