@@ -52,8 +52,8 @@ class RejectionSampler:
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
             with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Backend
-            `"auto"` is eager for truncated calls, and where a shard does not start at a multiple of 1,024. None: logits are
-            of the whole vocabulary.
+            `"auto"` is eager then. `"triton"` takes calls that are not truncated, if shards start at multiples of 1,024.
+            None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -182,7 +182,7 @@ class RejectionSampler:
                 then, q is 0 for all other tokens, and draft rows are truncated in the order of the draft's ids.
                 `draft_token_ids` stay the target's: of what [`draft`][specdecode.RejectionSampler.draft] draws from the
                 draft's rows, pass `draft_vocab_ids[draft.token_ids]`, and the logsumexp and the cutoff (a draft id) as they
-                are. Such drafts do not share the noise of the target's samples, so `"strict"` accepts fewer of them.
+                are. They are drawn with the noise of the draft's ids, not of the target's, so `"strict"` accepts fewer.
                 None: draft_logits are over the target's tokens.
             logprobs: of what the emitted tokens' log-probabilities are returned. `"processed"`: of the distribution sampled
                 from, that is the target's row with temperature and truncation applied, for accepted, recovered and bonus
@@ -331,11 +331,11 @@ class RejectionSampler:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
         Arguments are alike if they have the same dtypes, and each is a tensor, a number or None in both. Sizes do not
-        matter, with two exceptions. Rows whose vocabulary, strides or start are not multiples of 16 logits need other
-        kernels, which are also much slower. More than 31 drafts or 262,144 tokens need larger kernels. Compiled kernels are
-        also kept on disk, in Triton's cache. The eager backend compiles nothing. The first call of each combination of
-        sizes still takes somewhat longer, because it plans its launches. With a shard every rank must call this, as it must
-        make every call.
+        matter, with two exceptions. Rows whose vocabulary or strides are not multiples of 16 logits, or that do not
+        start at a multiple of 16 bytes, need other kernels, which read in smaller loads. More than 31 drafts or 262,144
+        tokens need larger kernels. Compiled kernels are also kept on disk, in Triton's cache. The eager backend
+        compiles nothing. The first call of each combination of sizes still takes somewhat longer, because it plans its
+        launches. With a shard every rank must call this, as it must make every call.
 
         Args:
             target_logits: as for a call; one request is enough.
@@ -426,7 +426,7 @@ class RejectionSampler:
         ignore it.
 
         Args:
-            logits: [batch, vocab] the draft model's raw logits.
+            logits: [batch, vocab] the draft model's raw logits, float16, bfloat16, float32 or float64.
             temperature: as for verification; pass the same.
             seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
