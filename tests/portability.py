@@ -97,7 +97,9 @@ def compile_shards() -> None:
             shard._transports[device] = transport
             sampler = RejectionSampler(method, backend="triton", shard=shard)
             sampler.warmup(target, ids, drafts[0], seeds=0, draft_logsumexp=drafts[1])
-        RejectionSampler("strict", backend="triton", shard=shard)(target, ids, seeds=0, logprobs="raw")
+        strict = RejectionSampler("strict", backend="triton", shard=shard)
+        strict(target, ids, seeds=0, logprobs="raw")
+        strict(target.expand(64, -1, -1), ids.expand(64, -1), seeds=0)
 
 
 if __name__ == "__main__":

@@ -179,10 +179,10 @@ class Exchange(NamedTuple):
     half: Int64  # words of a half
     patience: Int64  # how many times a word is looked for
     rank: Int32
-    ranks: Int32
     raw_start: Int64  # of `first`, in words, as the next one
     notes_start: Int64
     most_blocks: Int32  # of a rank, in `first` and `sums`
+    RANKS: Constant
     LANES: Constant  # ranks or more, and threads or more, so that each word is loaded by one thread alone
     MAXIMA: Constant  # statistics are the maximum of a shard alone, as of one block
     NOTES: Constant  # words of notes on a row: 2 where there are draft rows
@@ -196,7 +196,6 @@ class Arranging(NamedTuple):
     """What is done with the statistics of all ranks."""
 
     DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
-    ADMITS_LATE: Constant  # the next launch may be set up when all has been heard, as it would take room
     OVERLAPS: Constant
 
 

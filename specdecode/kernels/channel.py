@@ -2,18 +2,19 @@
 
 A *channel* is one exchange: words of which every rank tells its own, and hears those of all. Either they are gathered
 between two launches, by a collective of torch.distributed; or a kernel writes them to the memory of every rank, and the next
-kernel waits for them there. No word that is told is -1, so a word that has not come is known by that. A kernel that has heard
-a word sets it back to -1. Meanwhile other ranks may be one step ahead, so steps use two halves of the memory in turn.
+kernel waits for them there. No word that is told is -1, so a word that has not come is known by that. A kernel that has
+heard a word sets it back to -1. Meanwhile other ranks may be one step ahead, so steps use two halves of the memory in turn.
 
 While kernels wait, those of another group may have to run first. So kernels that wait have few and small programs, which
-leave room on every multiprocessor, and admit the next launch only when they have heard all. They wait for a bounded time.
-Then they say so in `FAILED`, and go on; the next call raises an error.
+leave room on every multiprocessor. They wait for a bounded time. Then they say so in `FAILED`, and go on; the next call
+raises an error.
 """
 
 import triton
 import triton.language as tl
 
 from specdecode import transports
+from specdecode.kernels.values import Line
 
 STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
 """The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
@@ -46,6 +47,12 @@ def high_of(words):
 
 
 @triton.jit
+def open_line(exchange):
+    """Return the number of the step, in launches before the last, and where the memory of each rank is."""
+    return Line(load_step(exchange), load_peers(exchange))
+
+
+@triton.jit
 def load_step(exchange):
     """Return the number of the step, in launches before the last."""
     step = tl.full([], 0, tl.int64)
@@ -55,22 +62,31 @@ def load_step(exchange):
 
 
 @triton.jit
+def load_peers(exchange):
+    """Return where the memory of each rank is, as a tuple."""
+    peers = ()
+    if exchange.peers_ptr is not None:
+        for rank in tl.static_range(exchange.RANKS):
+            peers = peers + (tl.load(exchange.peers_ptr + rank).to(tl.pointer_type(tl.int64)),)
+    return peers
+
+
+@triton.jit
 def start_of(channel, step, exchange):
     """Return where a channel starts in symmetric memory."""
     return HEADER + (step & 1) * exchange.half + channel.start
 
 
 @triton.jit
-def tell(channel, index, words, wanted, step, exchange):
+def tell(channel, index, words, wanted, line, exchange):
     """Tell all ranks some of the words of a channel; of each step every word that is heard, and no other."""
     if channel.sent_ptr is not None:
         sent_ptr = channel.sent_ptr.to(tl.pointer_type(words.dtype), bitcast=True)
         tl.store(sent_ptr + index, words, mask=wanted)
     else:
-        start = start_of(channel, step, exchange) + exchange.rank * channel.length
-        for rank in range(exchange.ranks):
-            memory = tl.load(exchange.peers_ptr + rank).to(tl.pointer_type(tl.int64))
-            sent_ptr = (memory + start).to(tl.pointer_type(words.dtype), bitcast=True)
+        start = start_of(channel, line.step, exchange) + exchange.rank * channel.length
+        for rank in tl.static_range(exchange.RANKS):
+            sent_ptr = (line.peers[rank] + start).to(tl.pointer_type(words.dtype), bitcast=True)
             tl.store(sent_ptr + index, words, mask=wanted)
 
 
@@ -90,19 +106,26 @@ def listen(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
 
 
 @triton.jit
+def awaited(words, pointers, wanted, exchange):
+    """Return the words at some pointers when all have come, given what has come of them."""
+    tries = tl.full([], 0, tl.int64)
+    while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.patience):
+        words = tl.load(pointers, mask=wanted, other=0, volatile=True)
+        tries += 1
+        if tl.load(exchange.received_ptr + FAILED, volatile=True) == 1:
+            tries = exchange.patience
+        if tries == exchange.patience:
+            tl.store(exchange.received_ptr + FAILED, 1)
+            tl.store(exchange.failed_ptr, 1)
+    return tl.where(words == ABSENT, 0, words)
+
+
+@triton.jit
 def hear(words, pointers, channel, wanted, exchange):
     """Return the words at some pointers, given what has come of them; each is heard once in a step."""
     if channel.received_ptr is not None:
         return words
     else:
-        tries = tl.full([], 0, tl.int64)
-        while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.patience):
-            words = tl.load(pointers, mask=wanted, other=0, volatile=True)
-            tries += 1
-            if tl.load(exchange.received_ptr + FAILED, volatile=True) == 1:
-                tries = exchange.patience
-        if tl.max((words == ABSENT).to(tl.int32), 0) == 1:
-            tl.store(exchange.received_ptr + FAILED, 1)
-            tl.store(exchange.failed_ptr, 1)
+        words = awaited(words, pointers, wanted, exchange)
         tl.store(pointers, tl.full(words.shape, ABSENT, words.dtype), mask=wanted)
-        return tl.where(words == ABSENT, 0, words)
+        return words

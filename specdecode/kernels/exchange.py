@@ -9,11 +9,22 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import listed_residual
-from specdecode.kernels.channel import NEXT_STEP, hear, high_of, listen, load_step, low_of, tell, words_of
+from specdecode.kernels.channel import (
+    NEXT_STEP,
+    awaited,
+    hear,
+    high_of,
+    listen,
+    load_step,
+    low_of,
+    open_line,
+    tell,
+    words_of,
+)
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate, locate_program
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_both, load_logsumexp, residual_sums
 from specdecode.kernels.read import decide
 from specdecode.kernels.rows import (
@@ -58,7 +69,7 @@ def logit_here(row, token, sizes):
 
 
 @triton.jit
-def tell_statistics(start, index, statistics, step, exchange, sizes):
+def tell_statistics(start, index, statistics, line, exchange, sizes):
     """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
     block_max, sumexp = statistics
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
@@ -67,36 +78,30 @@ def tell_statistics(start, index, statistics, step, exchange, sizes):
     if exchange.MAXIMA:
         wanted &= blocks == 0
         words = words_of(tl.where(blocks == 0, tl.max(block_max, 0), 0.0), tl.zeros_like(sumexp))
-    tell(exchange.first, place + blocks, words, wanted, step, exchange)
+    tell(exchange.first, place + blocks, words, wanted, line, exchange)
 
 
 @triton.jit
-def tell_row(row, index, statistics, draft_logit, temperature, step, workspace, exchange, sizes):
+def tell_row(row, index, statistics, draft_logit, temperature, line, workspace, exchange, sizes):
     """Tell the statistics of a row, its first largest token here and the draft's logit; return that token."""
     block_max, sumexp = repaired(row, statistics, temperature, sizes)
-    tell_statistics(0, index, (block_max, sumexp), step, exchange, sizes)
+    tell_statistics(0, index, (block_max, sumexp), line, exchange, sizes)
     if exchange.MAXIMA:  # for `sharded.decide_sample_here`
         pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
     first = first_here(row, block_max, temperature, sizes)
     place = exchange.notes_start + index * exchange.NOTES
-    tell(exchange.first, place, words_of(draft_logit, first), place >= 0, step, exchange)
+    tell(exchange.first, place, words_of(draft_logit, first), place >= 0, line, exchange)
     return first
 
 
 @triton.jit
-def tell_other(row, index, other, step, exchange, sizes):
+def tell_other(row, index, other, line, exchange, sizes):
     """Tell the logit of the first largest token of the other row at a place."""
     place = exchange.notes_start + index * exchange.NOTES + 1
-    tell(
-        exchange.first,
-        place,
-        words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32)),
-        place >= 0,
-        step,
-        exchange,
-    )
+    word = words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32))
+    tell(exchange.first, place, word, place >= 0, line, exchange)
 
 
 @triton.jit
@@ -119,9 +124,9 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         its_logit, is_draft_read = logit_here(draft_row, its_token, sizes), has_draft
         if inputs.drafts.logsumexp_ptr is not None:
             is_draft_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
+    line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
-    step = load_step(exchange)
     statistics = load_statistics(statistics_at(workspace.statistics_ptr, index, sizes), is_read, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = load_statistics(statistics_at(workspace.raw_statistics_ptr, index, sizes), is_read, sizes)
@@ -130,17 +135,17 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         of_draft = load_statistics(draft_ptr, is_draft_read, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
-            tl.store(exchange.received_ptr + NEXT_STEP, step + 1)
-    first = tell_row(row, index, statistics, draft_logit, temperature, step, workspace, exchange, sizes)
+            tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
+    first = tell_row(row, index, statistics, draft_logit, temperature, line, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
-        tell_statistics(exchange.raw_start, index, raw, step, exchange, sizes)
+        tell_statistics(exchange.raw_start, index, raw, line, exchange, sizes)
     if inputs.draft.ptr is not None:
         other = tl.full([], -1, tl.int32)
         if offset < sizes.num_draft_tokens:
-            other = tell_row(draft_row, draft_index, of_draft, its_logit, temperature, step, workspace, exchange, sizes)
-            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), step, exchange, sizes)
-        tell_other(row, index, other, step, exchange, sizes)
+            other = tell_row(draft_row, draft_index, of_draft, its_logit, temperature, line, workspace, exchange, sizes)
+            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), line, exchange, sizes)
+        tell_other(row, index, other, line, exchange, sizes)
 
 
 # ---- what all ranks told
@@ -168,7 +173,7 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
 def listen_to_notes(number, index, is_row, step, exchange):
     """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
     ranks = tl.arange(0, exchange.LANES)
-    wanted = is_row & (ranks < exchange.ranks)
+    wanted = is_row & (ranks < exchange.RANKS)
     place = exchange.notes_start + index * exchange.NOTES + number
     words, pointers = listen(exchange.first, ranks, place, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
@@ -264,23 +269,35 @@ def arrange(request, offset, sources, step, inputs, workspace, exchange, sizes):
 
 
 @triton.jit
+def wait_kernel(exchange, sizes):
+    """Wait until all ranks tell of all target rows: then no program of the next launch waits long, so there may be many."""
+    step, rows = load_step(exchange), sizes.batch * (sizes.num_draft_tokens + 1)
+    await_launch(exchange.OVERLAPS)
+    for first in range(tl.program_id(0) * exchange.LANES, rows, tl.num_programs(0) * exchange.LANES):
+        index = first + tl.arange(0, exchange.LANES)
+        wanted, place = index < rows, exchange.notes_start + index.to(tl.int64) * exchange.NOTES
+        for rank in range(exchange.RANKS):
+            words, pointers = listen(exchange.first, rank, place, wanted, step, exchange, tl.int64)
+            awaited(words, pointers, wanted, exchange)
+    admit_next_launch(exchange.OVERLAPS)
+
+
+@triton.jit
 def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
-    """Arrange what ranks told of the rows of a step, a row at a time, and decide about their drafts if that is wanted."""
-    step, sources, num_rows = load_step(exchange), sources_of(exchange, sizes), sizes.num_draft_tokens + 1
-    if not tuning.ADMITS_LATE:
-        admit_next_launch(tuning.OVERLAPS)
+    """Arrange what ranks told of the rows at one offset of a request, and decide about its draft if that is wanted."""
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
+    temperature, step, sources = (
+        load_temperature(inputs.requests, request),
+        load_step(exchange),
+        sources_of(exchange, sizes),
+    )
     await_launch(tuning.OVERLAPS)
-    for index in range(tl.program_id(0), sizes.batch * num_rows, tl.num_programs(0)):
-        row = tl.full([], 0, tl.int32) + index
-        request, offset = locate((row // num_rows).to(tl.int64), inputs.packing, sizes), row % num_rows
-        token = arrange(request, offset, sources, step, inputs, workspace, exchange, sizes)
-        if tuning.DECIDE is not None:
-            tl.debug_barrier()  # what was arranged is read by other threads than wrote it
-            if offset < sizes.num_draft_tokens:
-                temperature = load_temperature(inputs.requests, request)
-                decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
-    if tuning.ADMITS_LATE:
-        admit_next_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)
+    token = arrange(request, offset, sources, step, inputs, workspace, exchange, sizes)
+    if tuning.DECIDE is not None:
+        tl.debug_barrier()  # what was arranged is read by other threads than wrote it
+        if offset < sizes.num_draft_tokens:
+            decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
 
 
 # ---- the sums of block verification
@@ -291,7 +308,7 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     """Tell the sums of `BLOCKS` of this rank's blocks of a listed residual, or of several in turn."""
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    step, chunks = load_step(exchange), tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
+    line, chunks = open_line(exchange), tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
     first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
@@ -301,7 +318,7 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
         sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
         place = entry.to(tl.int64) * exchange.most_blocks + blocks
-        tell(exchange.sums, place, sums, wanted, step, exchange)
+        tell(exchange.sums, place, sums, wanted, line, exchange)
 
 
 @triton.jit
@@ -309,8 +326,6 @@ def arrange_sums_kernel(workspace, exchange, sizes, tuning):
     """Put the residual sums that ranks told in the order of the vocabulary, a listed draft's row at a time."""
     step, blocks = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS)
     ranks, theirs = sources_of(exchange, sizes)
-    if not tuning.ADMITS_LATE:
-        admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
@@ -320,5 +335,4 @@ def arrange_sums_kernel(workspace, exchange, sizes, tuning):
         sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
-    if tuning.ADMITS_LATE:
-        admit_next_launch(tuning.OVERLAPS)
+    admit_next_launch(tuning.OVERLAPS)

@@ -49,7 +49,12 @@ WAITING_PROGRAMS, WAITING_WARPS, WAITING_REGISTERS = 264, 4, 64
 multiprocessor, which leave three quarters of it to the launches of other groups."""
 
 FEW_PROGRAMS = 132
-"""A launch of no more programs may be set up while others wait: one on a multiprocessor, which leaves room."""
+"""A launch of no more programs, one on a multiprocessor, may wait, and the next one be set up meanwhile."""
+
+
+UNBOUNDED_SEARCH = (8, 4, 256)
+"""`plan.SEARCH` where the draft rows' sums are not known: then a rank cannot know that another's residual beats all of its
+own, and may have to look at most of its blocks."""
 
 
 class Way(NamedTuple):
@@ -174,7 +179,10 @@ def plan_sharded(
         exchanged = add_residuals(plan, inputs, workspace, exchanged, sizes, sums)
     flags = per_row, False, settles, ALL.value if sums else OPEN_ONES.value, can_overlap(device)
     has_draft_rows = inputs.draft.ptr is not None
-    tuning = Searching(*SEARCH["many" if has_draft_rows else "few"], decide, None, *flags)
+    search = SEARCH["large" if decides else "many" if has_draft_rows else "few"]
+    if decides and inputs.drafts.logsumexp_ptr is not None:
+        search = UNBOUNDED_SEARCH
+    tuning = Searching(*search, decide, None, *flags)
     add_offers(plan, inputs, outputs, workspace, exchanged, sizes, tuning, rule.num_warps)
     add_finish(plan, inputs, outputs, exchanged, sizes, is_known=all_know)
     return plan
@@ -261,10 +269,10 @@ def exchange_of(
         half=Argument("half") if way.is_symmetric else 0,
         patience=Argument("patience") if way.is_symmetric else 0,
         rank=shards.rank,
-        ranks=shards.ranks,
         raw_start=told.statistics,
         notes_start=told.statistics + told.raw_statistics,
         most_blocks=1 if maxima else shards.most_blocks,
+        RANKS=shards.ranks,
         LANES=max(32 * WAITING_WARPS, triton.next_power_of_2(shards.ranks)),
         MAXIMA=maxima,
         NOTES=1 + (inputs.draft.ptr is not None),
@@ -316,9 +324,13 @@ def add_arranging(
 ) -> Exchange:
     """Add the launch that puts what was heard in order, and may decide."""
     rows = sizes.batch * (sizes.num_draft_tokens + 1)
-    bundles = inputs, workspace, exchanged, sizes, Arranging(decide, rows > FEW_PROGRAMS, can_overlap(plan.device))
-    options = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS, "follows": plan.is_symmetric}
-    plan.last.add(exchange.arrange_kernel, (min(rows, WAITING_PROGRAMS),), bundles, **options)
+    options = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS}
+    waits = plan.is_symmetric and rows > FEW_PROGRAMS
+    if waits:
+        programs = min(triton.cdiv(rows, exchanged.LANES), FEW_PROGRAMS)
+        plan.last.add(exchange.wait_kernel, (programs,), (exchanged, sizes), **options)
+    bundles = inputs, workspace, exchanged, sizes, Arranging(decide, can_overlap(plan.device))
+    plan.last.add(exchange.arrange_kernel, (rows,), bundles, **options, follows=plan.is_symmetric)
     return exchanged
 
 
@@ -336,10 +348,10 @@ def add_residuals(
     bundles = inputs, workspace, exchanged, sizes, tuning
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
-    drafts = requests * num_draft_tokens
-    bundles = workspace, exchanged, sizes, Arranging(None, requests > FEW_PROGRAMS, can_overlap(plan.device))
+    programs = min(requests * num_draft_tokens, WAITING_PROGRAMS)
     options = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS, "follows": plan.is_symmetric}
-    plan.last.add(exchange.arrange_sums_kernel, (min(drafts, WAITING_PROGRAMS),), bundles, **options)
+    bundles = workspace, exchanged, sizes, Arranging(None, can_overlap(plan.device))
+    plan.last.add(exchange.arrange_sums_kernel, (programs,), bundles, **options)
     return exchanged
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import settle
-from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, load_step, low_of, tell
+from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, low_of, open_line, tell
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
@@ -150,13 +150,13 @@ def offer_row(place, noise, outputs, inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def tell_offer(index, verdict, number, logprob, step, exchange):
+def tell_offer(index, verdict, number, logprob, line, exchange):
     """Tell an offer, of a row or of a request; keep the verdict, at which all ranks arrive."""
     tl.store(exchange.verdicts_ptr + index, verdict)
-    tell(exchange.offers, index * exchange.OFFERS, number, index >= 0, step, exchange)
+    tell(exchange.offers, index * exchange.OFFERS, number, index >= 0, line, exchange)
     if exchange.OFFERS == 2:
         bits = logprob.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        tell(exchange.offers, index * exchange.OFFERS + 1, bits, index >= 0, step, exchange)
+        tell(exchange.offers, index * exchange.OFFERS + 1, bits, index >= 0, line, exchange)
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
         num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     if tuning.PER_ROW:
         noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
-    step, is_empty = load_step(exchange), tl.full([], False, tl.int1)
+    line, is_empty = open_line(exchange), tl.full([], False, tl.int1)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     if not tuning.PER_ROW:
@@ -199,9 +199,9 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     verdict = tl.where(is_empty, IS_EMPTY, 0)
     if tuning.PER_ROW:
         index = row_index(request, offset, False, sizes)
-        tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, step, exchange)
+        tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, line, exchange)
     else:
-        tell_offer(request.index, verdict | (offset << COUNT), number, logprob, step, exchange)
+        tell_offer(request.index, verdict | (offset << COUNT), number, logprob, line, exchange)
 
 
 # ---- 4. the best offer
@@ -211,7 +211,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
 def best_offers(index, wanted, step, exchange):
     """Return the best of the ranks' offers at each of some indices, and the log-probability that came with it."""
     best, logprobs = tl.zeros_like(index), index.to(tl.float32)
-    for rank in range(exchange.ranks):
+    for rank in range(exchange.RANKS):
         words, pointers = listen(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
         numbers = hear(words, pointers, exchange.offers, wanted, exchange)
         is_better = numbers > best

@@ -117,3 +117,10 @@ class Terms(NamedTuple):
     p: Distribution
     q: Normalizer
     residual: Residual
+
+
+class Line(NamedTuple):
+    """By what ranks are told words."""
+
+    step: Any  # its number, which says which half of symmetric memory is used
+    peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard, backends, kernels, sample, sharding, transports
+from specdecode.kernels import shard_plan
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
@@ -81,7 +82,10 @@ def shared() -> Iterator[None]:
         transport.memory(1)
         return transport
 
-    with mock.patch.object(transports, "choose", choose):
+    with (
+        mock.patch.object(transports, "choose", choose),
+        mock.patch.object(shard_plan, "FEW_PROGRAMS", 132 if ON_GPU else 2),
+    ):
         yield
 
 
