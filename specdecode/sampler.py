@@ -377,7 +377,7 @@ class RejectionSampler:
         self._check_schedule(batch)
         if self.shard is not None:
             self.shard.agree(target_logits)
-        if backends.choose(self.backend, target_logits, self.shard) is eager:
+        if backends.choose(self.backend, target_logits) is eager:
             return
         backend = backends.to_verify(self.backend, self.method, batch)
         if backend is not eager:
