@@ -18,6 +18,7 @@ compares residual masses.
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
+| `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
 | `channel`, `exchange` | with shards of the vocabulary: how words travel; what ranks tell each other |

@@ -22,15 +22,14 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob, normalizer_of
 from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
-from specdecode.kernels.probabilistic import (
+from specdecode.kernels.probabilistic import acceptance_terms, is_possible
+from specdecode.kernels.residual import (
     ALL,
     NONE,
     OPEN_ONES,
     ROW,
     SPREAD,
     SUMMED_ROW,
-    acceptance_terms,
-    is_possible,
     load_both,
     load_residual_sums,
     one_minus_exp2,

@@ -25,8 +25,9 @@ from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
-from specdecode.kernels.probabilistic import is_trusted, load_both, load_logsumexp, residual_sums
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.read import decide
+from specdecode.kernels.residual import load_both, residual_sums
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,

@@ -185,6 +185,12 @@ def expression(value: Any, names: list[str]) -> str:
     return repr(value) if isinstance(value, int) else "None"  # other constants are compiled in
 
 
+def compile_all(launches: list[Launch], device: torch.device) -> list[Any]:
+    """Compile launches, each kernel by a thread: it takes as long as the slowest."""
+    with concurrent.futures.ThreadPoolExecutor(len(launches)) as threads:
+        return list(threads.map(lambda launch: launch.compile(device), launches))
+
+
 class Plan:
     """The launches of all calls that differ in addresses and numbers alone.
 
@@ -276,9 +282,8 @@ class Plan:
             kernel[grid](*[filled(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> None:
-        """Compile what is not compiled yet, each kernel by a thread: the first call takes as long as the slowest."""
-        with concurrent.futures.ThreadPoolExecutor(len(self.launches)) as threads:
-            variants = list(threads.map(lambda launch: launch.compile(self.device), self.launches))
+        """Compile what is not compiled yet, and write as expressions what a call fills in."""
+        variants = compile_all(self.launches, self.device)
         # As an expression: a function that walks the bundles would take longer than the launch itself.
         sources = [f"lambda v: {expression(launch.bundles, names)}" for launch in self.launches]
         self.ready = [

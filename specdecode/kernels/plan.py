@@ -28,8 +28,8 @@ from specdecode.kernels.bundles import MIN_BLOCKS, TENSORS, Layout, inputs_of, o
 from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
-from specdecode.kernels.probabilistic import ALL, OPEN_ONES, SPREAD
 from specdecode.kernels.read import read_kernel
+from specdecode.kernels.residual import ALL, OPEN_ONES, SPREAD
 from specdecode.kernels.state import FIELDS
 from specdecode.kernels.truncation import truncate_kernel
 from specdecode.kernels.vocabulary import SPAN, places_kernel

@@ -17,9 +17,9 @@ from specdecode.kernels import exchange, sharded
 from specdecode.kernels.arguments import Arranging, Channel, Exchange, Outputs, Searching, Settling, Workspace
 from specdecode.kernels.block import decide_kernel, ratio_kernel
 from specdecode.kernels.bundles import Layout, outputs_of
-from specdecode.kernels.launch import Argument, Plan, can_overlap
+from specdecode.kernels.launch import Argument, Plan, can_overlap, compile_all
 from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SEARCH, SETTLING, SUM_PROGRAMS, AcceptRule, add_reading
-from specdecode.kernels.probabilistic import ALL, OPEN_ONES
+from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 WAITING_PROGRAMS, WAITING_WARPS, WAITING_REGISTERS = 264, 4, 64
@@ -50,6 +50,7 @@ class ShardedPlan:
         """The part of the workspace that is exchanged after each plan but the last."""
         self.words = 0
         """How many int64 words of symmetric memory a step takes."""
+        self.is_compiled = False
 
     @property
     def last(self) -> Plan:
@@ -72,6 +73,11 @@ class ShardedPlan:
 
     def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float], transport: sharding.Transport) -> None:
         """Make the launches and exchanges: see `Plan.run`."""
+        if not self.is_compiled:  # all launches at once, not those before each exchange when it is their turn
+            self.is_compiled = True
+            launches = [launch for plan in self.plans for launch in plan.launches]
+            if isinstance(launches[0].kernel, triton.JITFunction):
+                compile_all(launches, self.device)
         workspace = self.last.allocate()
         if self.is_symmetric:
             memory, more_numbers = transport.memory(self.words)

@@ -26,7 +26,8 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate, locate_program
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import NONE, recover
+from specdecode.kernels.probabilistic import recover
+from specdecode.kernels.residual import NONE
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,

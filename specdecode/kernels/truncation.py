@@ -27,13 +27,7 @@ from specdecode.kernels.distribution import add_both, combine, recompute_nonfini
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.packed import locate
-from specdecode.kernels.probabilistic import (
-    acceptance_terms,
-    accepts,
-    is_possible,
-    is_trusted,
-    load_logsumexp,
-)
+from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible, is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,

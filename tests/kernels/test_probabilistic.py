@@ -12,7 +12,8 @@ import triton.language as tl
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
-from specdecode.kernels.probabilistic import is_trusted, log_quotient, one_minus_exp2
+from specdecode.kernels.probabilistic import is_trusted, log_quotient
+from specdecode.kernels.residual import one_minus_exp2
 from tests import distributions
 from tests.conftest import ON_GPU, combine
 from tests.differential import FLOAT32_BAND, assert_same_tokens, case

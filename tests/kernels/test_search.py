@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 
 from specdecode import kernels
-from specdecode.kernels import block, probabilistic
+from specdecode.kernels import block, residual
 from specdecode.kernels.arguments import Int32, Pointer, Settling
 from specdecode.kernels.block import decide_by_bounds
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import ROW, load_both, log_quotient, residual_sums, select_residual_block
+from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.residual import ROW, load_both, residual_sums, select_residual_block
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, whole_draft_row_at, whole_target_row_at
 from specdecode.kernels.search import block_of, keys_of, least_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
@@ -78,7 +79,9 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     )
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(place, inputs.requests, sizes).exponentials
-    searched = select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, sizes, tuning)
+    searched, _ = select_residual_block(
+        place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
+    )
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
     tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
@@ -106,7 +109,7 @@ def search(batch, *, top: int, columns: int, rounds: int = 10_000, max_blocks: i
     tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
     widths = top, columns, 128 if ON_GPU else 512
     tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=widths[2])
-    settling = Settling(*widths, ROUNDS=rounds, SUMMED=probabilistic.OPEN_ONES.value, OVERLAPS=False)
+    settling = Settling(*widths, ROUNDS=rounds, SUMMED=residual.OPEN_ONES.value, OVERLAPS=False)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
     integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)
@@ -197,14 +200,14 @@ def test_p_bounds_its_residual_where_both_are_next_to_nothing():
 @needs_interpreter
 def test_little_is_read_again_of_rows_that_differ(monkeypatch):
     """Counted: the blocks that are summed at once."""
-    summed, residual_sums = [], probabilistic.residual_sums
+    summed, residual_sums = [], residual.residual_sums
 
     def counted(target, *arguments):
         summed.append(int(target[0].shape[0]))
         return residual_sums(target, *arguments)
 
     batch = impossible_drafts(3, 12_304, 0.05)
-    monkeypatch.setattr(probabilistic, "residual_sums", counted)
+    monkeypatch.setattr(residual, "residual_sums", counted)
     for way, top, columns in ((FEW, 2, 1), (MANY, 8, 1), (LARGE, 8, 2)):
         assert (verify("probabilistic", batch, **way).num_accepted == 0).all()
         assert summed.count(top) == 3  # of thirteen blocks

@@ -1,0 +1,190 @@
+"""The residual max(0, p - q) in Triton: its tokens' weights, its block sums, and which block is drawn from it.
+
+    max(0, p - q) = p max(0, 1 - q / p)
+
+Its block sums would take a second read of both rows. But to know which block is selected takes only a few of them, because p
+bounds them all: `select_residual_block` reads 4 KB (bfloat16) for each block that it looks at. Block verification draws from
+max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in its ratio.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.distribution import relative_sums
+from specdecode.kernels.philox import exponential
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    BY_PLACE,
+    LOG2_E,
+    SHARDED,
+    TRUNCATED,
+    WHOLE,
+    base_2_scale,
+    load_blocks,
+    load_logits,
+    scaled,
+    tokens_of,
+    unpack,
+)
+from specdecode.kernels.search import (
+    SLACK,
+    block_of,
+    blocks_of,
+    keys_of,
+    most_of,
+    ranked,
+    residual_bounds,
+    score_of,
+    take_top,
+)
+from specdecode.kernels.selection import best_score, block_scores, select_block
+from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
+
+OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows
+that are spread out; all that may be drawn from."""
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
+"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in
+the workspace. Any other number is the only token of q."""
+
+
+@triton.jit
+def shortfall(target, draft, residual, scale):
+    """Return 1 - q / p of tokens, negative where there is no residual and 1 where q is NaN; `scale` is log2(e) / T.
+
+    log q - log p is formed from the difference of the logits, in base 2, and 1 - q / p by a series where p and q nearly
+    agree: so the residual keeps its relative precision.
+    """
+    # An explicit fma: of a * b + c * d the compiler may round either product, and does so differently in each kernel.
+    differences = draft - target - (residual.draft_max - residual.row_max)
+    return one_minus_exp2(tl.fma(differences, scale, -residual.log_sum_ratio * LOG2_E))
+
+
+@triton.jit
+def one_minus_exp2(x):
+    """Return 1 - 2^x, precise near 0 too, and 1 for NaN; for x > 0 only the sign is right."""
+    near = x * (-LN_2 - x * (LN_2 * LN_2 / 2 + x * (LN_2 * LN_2 * LN_2 / 6)))
+    power = tl.exp2(x)
+    return tl.where(x > -1 / 64, near, 1 - tl.where(power > 0, power, 0.0))
+
+
+@triton.jit
+def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
+    """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
+    # In pairs both or none, so that logits of the same tokens meet.
+    p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
+    q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
+    BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
+    ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
+    WHOLE_ROWS: tl.constexpr = len(row) != TRUNCATED and len(draft_row) != TRUNCATED and len(draft_row) != BY_PLACE
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and WHOLE_ROWS
+    return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
+
+
+@triton.jit
+def residual_sums(target, draft, residual, temperature):
+    """Return the sums of max(0, p - q), relative to p's maximum, over some [BLOCKS] blocks, given their raw logits."""
+    scale = base_2_scale(temperature)
+    sums = ()
+    for part in tl.static_range(len(target)):
+        p, q = unpack(target[part]), unpack(draft[part])
+        added = ()
+        for half in tl.static_range(len(p)):
+            weights = tl.exp2((p[half] - residual.row_max) * scale) * shortfall(p[half], q[half], residual, scale)
+            weights = tl.where(weights > 0, weights, 0.0)
+            added = added + (weights if part == 0 else sums[half] + weights,)
+        sums = added
+    return sum_blocks(sums)
+
+
+@triton.jit
+def residual_sums_at(workspace, request, offset, sizes):
+    """Return where the block sums of a draft's residual are, if they are kept."""
+    return workspace.residual_sums_ptr + (request.index * sizes.num_draft_tokens + offset) * sizes.num_blocks
+
+
+@triton.jit
+def load_residual_sums(workspace, request, offset, sizes):
+    """Return the block sums of a draft's residual, [MAX_BLOCKS], 0 beyond the last."""
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    sums_ptr = residual_sums_at(workspace, request, offset, sizes)
+    return tl.load(sums_ptr + blocks, mask=blocks < sizes.num_blocks, other=0.0)
+
+
+@triton.jit
+def best_of(target, draft, blocks, place, residual, block_domain):
+    """Return the largest score of some [BLOCKS] blocks, `ranked`, given their raw logits; 0 if none has a residual."""
+    exponentials = exponential(place.key, place.offset, blocks, block_domain)
+    scores = block_scores(residual_sums(target, draft, residual, place.temperature), exponentials)
+    return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
+
+
+@triton.jit
+def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
+    """Return a score that a block of some rank reaches, as the bits of a float32, if statistics show it; else 0.
+
+    A block's residual is at least its part of p less its part of q.
+    """
+    score = tl.full([], 0, tl.int32)
+    if inputs.drafts.logsumexp_ptr is None:
+        statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        summary = load_statistics(draft_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        p_sums = relative_sums(residual.row_max, statistics, place.temperature)
+        q_sums = relative_sums(residual.draft_max, summary, place.temperature) * tl.exp(-residual.log_sum_ratio)
+        least = p_sums * (1 - SLACK) - q_sums * (1 + SLACK)
+        scores = block_scores(tl.where(least > 0, least, 0.0), exponentials) * (1 - SLACK)
+        score = tl.max(scores, 0).to(tl.int32, bitcast=True)
+    return score
+
+
+@triton.jit
+def select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning):
+    """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
+
+    The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
+    blocks that are surely beaten by another rank's, any will do.
+    """
+    block_domain = inputs.requests.block_domain
+    bounds = block_scores(residual_bounds(p.block_sums), exponentials)
+    keys = keys_of(bounds, sizes)
+    if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
+        keys = tl.where(p.block_sums > 0, keys, -1)
+    top, remaining = take_top(keys, tuning)
+    first = blocks_of(top, sizes)
+    first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
+    # The next blocks are loaded before it is known whether they matter.
+    largest = tl.max(remaining, 0)
+    blocks = blocks_of(largest, sizes)
+    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+    least_score = tl.full([], 0, tl.int32)
+    if len(row) == SHARDED:
+        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
+    best = best_of(first_target, first_draft, first, place, residual, block_domain)
+    while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
+        remaining = tl.where(remaining == largest[None, :], -1, remaining)
+        next_largest = tl.max(remaining, 0)
+        next_blocks = blocks_of(next_largest, sizes)
+        next_target, next_draft = load_both(inputs, row, draft_row, next_blocks, tuning.LANES)
+        best = tl.maximum(best, best_of(target, draft, blocks, place, residual, block_domain))
+        largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
+    return tl.where(best > 0, block_of(best), -1), score_of(best)
+
+
+@triton.jit
+def select_summed_block(place, exponentials, workspace, sizes):
+    """Draw a block, if the block sums of the residual are in the workspace; return it and its score, -1 if all are 0."""
+    sums = load_residual_sums(workspace, place.request, place.offset, sizes)
+    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1), best_score(sums, exponentials)
+
+
+@triton.jit
+def sums_without(token, p, row, temperature, sizes):
+    """Return the block sums of p without one token."""
+    block = token // BLOCK_SIZE
+    weights = tl.exp(scaled(load_logits(row, tokens_of(block), True), p.row_max, temperature))
+    rest = sum_in_order(tl.where(tokens_of(block) == token, 0.0, weights))
+    return tl.where(tl.arange(0, sizes.MAX_BLOCKS) == block, rest, p.block_sums)
