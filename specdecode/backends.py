@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specdecode import eager
 from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.sharding import VocabShard
 
 Backend = Literal["auto", "triton", "eager"]
 
@@ -23,7 +22,7 @@ def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> Module
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here or cannot verify it.
     """
-    module = choose(backend, batch.target_logits, batch.shard)
+    module = choose(backend, batch.target_logits)
     why_not = None if module is eager else module.why_not_verified(method, batch)
     return module if why_not is None else eager_instead(backend, why_not)
 
@@ -34,7 +33,7 @@ def to_sample(backend: Backend, batch: RowBatch) -> ModuleType:
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here or cannot sample from them.
     """
-    module = choose(backend, batch.logits, batch.shard)
+    module = choose(backend, batch.logits)
     why_not = None if module is eager else module.why_not_sampled(batch)
     return module if why_not is None else eager_instead(backend, why_not)
 
@@ -46,16 +45,16 @@ def eager_instead(backend: Backend, why_not: str) -> ModuleType:
     return eager
 
 
-def choose(backend: Backend, logits: Tensor, shard: VocabShard | None = None) -> ModuleType:
-    """Return the backend's module for these logits, which may be a shard of the vocabulary's.
+def choose(backend: Backend, logits: Tensor) -> ModuleType:
+    """Return the backend's module for these logits.
 
-    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run; for a shard it is eager,
-    because the kernels over shards have not been run on GPUs. Any other choice is never replaced.
+    `"auto"` takes Triton for logits on a GPU, and warns with the reason where Triton cannot run. Any other choice is never
+    replaced.
 
     Raises:
         ValueError: the choice is `"triton"`, which cannot run here.
     """
-    if backend == "eager" or (backend == "auto" and (logits.is_cpu or shard is not None)):
+    if backend == "eager" or (backend == "auto" and logits.is_cpu):
         return eager
     why_not = obstacle(logits.device)
     if why_not is None:

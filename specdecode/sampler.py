@@ -51,9 +51,9 @@ class RejectionSampler:
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. Backend
-            `"auto"` is eager then. `"triton"` takes calls that are not truncated, if shards start at multiples of 1,024.
-            None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output; logits are not gathered. The Triton
+            backend takes calls that are not truncated, if shards start at multiples of 1,024; with `"auto"` others are
+            eager. None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -377,7 +377,7 @@ class RejectionSampler:
         self._check_schedule(batch)
         if self.shard is not None:
             self.shard.agree(target_logits)
-        if backends.choose(self.backend, target_logits, self.shard) is eager:
+        if backends.choose(self.backend, target_logits) is eager:
             return
         backend = backends.to_verify(self.backend, self.method, batch)
         if backend is not eager:

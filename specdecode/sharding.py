@@ -44,7 +44,7 @@ class VocabShard:
             NCCL and GPUs of one host. `"auto"` is the latter where it can be had. The same on every rank.
 
     Attributes:
-        transport: the same; from the first call on, which of the two is used.
+        transport: the same; from the Triton backend's first call on, which of the two is used.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -108,6 +108,17 @@ class VocabShard:
                 f"shard: this rank holds {layout.local} tokens, as it told the other ranks, got logits of {local}"
             )
         return layout
+
+    def check(self) -> None:
+        """Raise if in any step so far, replayed ones included, a rank was waited for in vain. It does not wait for the GPU.
+
+        Calls do so themselves; between replays of a graph, which run no host code, call this.
+
+        Raises:
+            torch.distributed.DistBackendError: words did not come through symmetric memory in time.
+        """
+        for chosen in self._transports.values():
+            chosen.check()
 
     def transport_on(self, device: torch.device) -> "Transport":
         """Return how kernels exchange words; the first call on a device asks the other ranks.

@@ -53,6 +53,9 @@ class Collective:
         """Return what kernels are told of symmetric memory: nothing."""
         return {}, {}
 
+    def check(self) -> None:
+        """Do nothing: the group raises its own errors."""
+
 
 class SymmetricMemory:
     """Kernels write their words to the memory of every rank: nothing is done between two launches.
@@ -85,9 +88,7 @@ class SymmetricMemory:
             RuntimeError: more words are needed than in any step before, while a graph is captured.
             torch.distributed.DistBackendError: in a step before, a rank was waited for in vain.
         """
-        if self.failed[0]:
-            message = "specdecode: a rank did not tell its part of a step in time; this shard cannot be used any more"
-            raise distributed.DistBackendError(message)
+        self.check()
         if words > self.half:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -99,6 +100,12 @@ class SymmetricMemory:
             self.kept += [self.words, self.peers]
         tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
         return tensors, {"half": self.half, "patience": int(self.patience)}
+
+    def check(self) -> None:
+        """Raise if a rank was waited for in vain."""
+        if self.failed[0]:
+            message = "specdecode: a rank did not tell its part of a step in time; this shard cannot be used any more"
+            raise distributed.DistBackendError(message)
 
     def allocate(self, words: int) -> tuple[Tensor, list[int]]:
         """Return memory that all ranks can write to, as it is before the first step, and its address on each rank."""

@@ -47,12 +47,6 @@ def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
         assert backends.choose("auto", OnGpu()) is backends.eager  # said once
 
 
-def test_auto_is_eager_for_shards_whose_kernels_have_not_been_run_on_gpus(monkeypatch):
-    monkeypatch.setattr(backends, "obstacle", lambda device: None)
-    assert backends.choose("auto", OnGpu(), object()) is backends.eager
-    assert backends.choose("triton", OnGpu(), object()) is not backends.eager
-
-
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_auto_takes_the_kernels_on_a_gpu():
     assert backends.choose("auto", torch.zeros(1, device="cuda")) is importlib.import_module("specdecode.kernels")

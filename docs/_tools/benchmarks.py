@@ -142,18 +142,40 @@ def megabytes(values: dict[str, Any]) -> str:
 def environment_table(record: str) -> str:
     """Say what a record was measured on."""
     about = load(record)
-    wanted = ("gpu", "cpu", "threads", "driver", "cuda", "torch", "triton", "python", "vLLM", "SGLang", "FlashInfer")
-    names = {"gpu": "GPU", "cpu": "CPU", "cuda": "CUDA", "torch": "PyTorch", "triton": "Triton", "python": "Python"}
+    wanted = (
+        "gpu",
+        "cpu",
+        "threads",
+        "driver",
+        "cuda",
+        "nccl",
+        "torch",
+        "triton",
+        "python",
+        "vLLM",
+        "SGLang",
+        "FlashInfer",
+    )
+    names = {
+        "gpu": "GPU",
+        "cpu": "CPU",
+        "cuda": "CUDA",
+        "nccl": "NCCL",
+        "torch": "PyTorch",
+        "triton": "Triton",
+        "python": "Python",
+    }
     names |= {key: key.capitalize() for key in ("threads", "driver")}
     rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
+    found = list(all_cells(record)) if isinstance(about["results"], dict) else []  # a list: see `shards_of`
     if "read_TB/s" in about:
-        rates = [cell.reference for cell in all_cells(record) if cell.values.get("fraction", 0) > 0.5]  # rounded least
+        rates = [cell.reference for cell in found if cell.values.get("fraction", 0) > 0.5]  # rounded least
         others = f"; in all runs {min(rates):.2f} to {max(rates):.2f} TB/s" if rates else ""
         rows.append(("Bandwidth of the reference kernel", f"{about['read_TB/s']:.2f} TB/s{others}"))
     if "commit" in about:
         changes = " with uncommitted changes" if about.get("uncommitted_changes") else ""
-        number = Counter(cell.commit for cell in all_cells(record)).most_common()
-        what = "Commit" if len(number) == 1 else "Last run, of which the above is"
+        number = Counter(cell.commit for cell in found).most_common()
+        what = "Commit" if len(number) < 2 else "Last run, of which the above is"
         rows.append((what, f"`{about['commit'][:7]}`{changes}, {about['date']}"))
         if len(number) > 1:
             rows.append(("Results by commit", ", ".join(f"{of} of `{commit}`" for commit, of in number)))
@@ -527,6 +549,76 @@ def roofline_plot(record: str) -> str:
 
 SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
 
+
+def of_commit(record: str) -> str:
+    """Return what follows a number of a record that is all of one commit, see `with_marks`."""
+    return f"^{load(record)['commit'][:7]}^"
+
+
+def shards_of(record: str, method: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
+    """Return what was measured of a method over shards, by the numbers of requests and drafts and the way to verify."""
+    shapes: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for result in load(record)["results"]:
+        if result["method"] == method:
+            shapes.setdefault((result["batch"], result["drafts"]), {})[result["way"]] = result
+    if not shapes:
+        raise LookupError(f"no method {method!r}")
+    return shapes
+
+
+SHARD_WAYS = {
+    "verify whole rows": "whole rows, one GPU",
+    "gather, verify": "gathered, then verified",
+    "shards, triton, all_gather": "shards, all-gather",
+    "shards, triton, symmetric_memory": "shards, symmetric memory",
+}
+
+
+def shards_table(record: str, method: str) -> str:
+    """Compare gathering and verifying with verifying the shards."""
+    rows = [
+        [
+            f"{batch:,}, {drafts}",
+            *[shown(ways[way]["us"]) + of_commit(record) for way in SHARD_WAYS],
+            f"{ways['shards, triton, all_gather']['bytes'] / ways['gather, verify']['bytes']:.2%}",
+        ]
+        for (batch, drafts), ways in shards_of(record, method).items()
+    ]
+    return html_table(["Requests, drafts", *SHARD_WAYS.values(), "bytes, of those gathered"], rows)
+
+
+def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> str:
+    """Show what a step brings to each rank: all of the logits, or what is exchanged of shards, and its part of them."""
+    counts, rows = [int(count) for count in requests.split()], []
+    for method in methods.split(", "):
+        shapes = shards_of(record, method)
+        row = [f"`{method}`"]
+        for count in counts:
+            ways = shapes[count, int(drafts)]
+            whole, moved = ways["gather, verify"]["bytes"], ways["shards, triton, all_gather"]["bytes"]
+            row += [text + of_commit(record) for text in (f"{whole:,}", f"{moved:,}", f"{moved / whole:.2%}")]
+        rows.append(row)
+    names = [f"{count:,} request{'s' * (count > 1)}" for count in counts]
+    return html_table(["", *[f"{name}: {what}" for name in names for what in ("logits", "shards", "part")]], rows)
+
+
+def shard_model_table(record: str, reading: str, method: str, ranks: str) -> str:
+    """Extrapolate what was measured on two ranks: a rank of more reads less of each row, and all else takes as long."""
+    most = [int(number) for number in ranks.split()]
+    rows = []
+    for (batch, drafts), ways in shards_of(record, method).items():
+        two, whole = ways["shards, triton, symmetric_memory"]["us"], ways["gather, verify"]["bytes"]
+        least = 1e6 * whole / (1e12 * load(reading)["read_TB/s"])  # reading all of the logits that were gathered
+        rows.append(
+            [
+                f"{batch:,}, {drafts}",
+                shown(two) + of_commit(record),
+                *[shown(two - least * (1 / 2 - 1 / rank)) for rank in most],
+            ]
+        )
+    return html_table(["Requests, drafts", "2 ranks, measured", *[f"{rank} ranks" for rank in most]], rows)
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "environment": environment_table,
     "verification": verification_table,
@@ -547,6 +639,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "cpu": cpu_table,
     "blocks": blocks_table,
     "with peers": with_peers_table,
+    "shards": shards_table,
+    "shard bytes": shard_bytes_table,
+    "shard model": shard_model_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {"time": time_plot, "roofline": roofline_plot}

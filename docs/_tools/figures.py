@@ -694,7 +694,7 @@ def band_figure() -> str:
 
 
 SHARD_STEPS = [
-    ("block statistics; draft logits", "exchange 1: 8 bytes for 1,024 logits, 12 a row"),
+    ("block statistics; draft logits", "exchange 1: 8 bytes for 1,024 logits, 16 a row"),
     ("the same accept decisions", ""),
     ("its best token, if it stops there", "exchange 2: 8 bytes a row"),
     ("the same tokens", ""),

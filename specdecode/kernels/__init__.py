@@ -22,7 +22,7 @@ compares residual masses.
 | `logprobs` | log-probabilities of emitted tokens |
 | `channel`, `exchange` | with shards of the vocabulary: how words travel; what ranks tell each other |
 | `sharded` | the token that each rank offers, and which is taken |
-| `shard_plan` | the launches and exchanges of such a step |
+| `shard_memory`, `shard_plan` | what such a step has to do, and its memory; its launches and exchanges |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
 
@@ -50,7 +50,8 @@ from specdecode.kernels import block, probabilistic, strict, truncation
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
 from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
-from specdecode.kernels.shard_plan import Way, plan_sharded
+from specdecode.kernels.shard_memory import Way
+from specdecode.kernels.shard_plan import plan_sharded
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT

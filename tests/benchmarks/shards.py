@@ -18,6 +18,7 @@ import functools
 import json
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -217,8 +218,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         return {"torch": torch.__version__}
     import triton
 
-    names = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    return names | {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    names = {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return names | {"nccl": nccl, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def main() -> None:

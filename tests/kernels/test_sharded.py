@@ -197,6 +197,8 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call():
     assert [output.invalid.tolist() for output in outputs] == [[True, True]] * 2
     assert all(0 <= token < 2064 for output in outputs for token in output.token_ids[:, 0].tolist())
     with pytest.raises(distributed.DistBackendError, match="a rank did not tell its part of a step in time"):
+        ranks.shards[0].check()
+    with pytest.raises(distributed.DistBackendError, match="a rank did not tell its part of a step in time"):
         ranks.run(partial(sampler_of, "probabilistic"), call)
 
 
