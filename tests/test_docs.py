@@ -263,6 +263,88 @@ def test_records_and_sources_that_a_page_names_must_exist():
     assert source.extract("A = (\n    1,\n)\nB = 2\n", "A") == "A = (\n    1,\n)"
 
 
+@pytest.fixture
+def benchmarks(tmp_path, monkeypatch):
+    """The module that makes tables, with a record "mixed" of two commits, and one that names no commit."""
+    pytest.importorskip("pymdownx")
+    benchmarks, records = (importlib.import_module(f"docs._tools.{name}") for name in ("benchmarks", "records"))
+
+    def time(us: float, **more: object) -> dict:
+        return {"device_us": {"median": us}, "GB": us / 250, "TB/s": 4.0, "fraction": 0.8, **more}
+
+    of, earlier = "3 drafts, 151,936 tokens, bfloat16, T = 0.7", {"commit": "bbbbbbb"}
+    results = {
+        f"128 requests, {of}": {
+            "triton": time(60.0),
+            "triton block": time(80.0),
+            "straightforward": time(600.0, **earlier),
+        },
+        f"256 requests, {of}": {"triton": time(100.0), "triton block": time(150.0, **earlier)},
+        f"truncated, 256 requests, {of}": {
+            "probabilistic, plain": time(10.0),
+            "probabilistic, plain with draft_logsumexp": time(7.0, **earlier),
+            "probabilistic, top-p .95": time(20.0, commit="aaaaaaa"),
+        },
+    }
+    mixed = {"commit": "aaaaaaaaaaaa", "date": "2026-01-01", "read_TB/s": 4.5, "results": results}
+    (tmp_path / "mixed.json").write_text(json.dumps(mixed))
+    (tmp_path / "nameless.json").write_text(json.dumps({"results": {f"128 requests, {of}": {"vLLM": time(700.0)}}}))
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    records.load.cache_clear()
+    yield benchmarks
+    records.load.cache_clear()
+
+
+def test_a_number_of_another_commit_than_most_of_its_table_has_a_letter_that_is_explained(benchmarks):
+    table = benchmarks.truncated_table("mixed")
+    assert ">10.0 (7.0ᵃ)<" in table
+    assert ">20.0<" in table  # the record's own commit, given in seven digits
+    assert "commit <code>aaaaaaa</code>; ᵃ at <code>bbbbbbb</code>" in table
+    peers = benchmarks.with_peers_table("mixed", "nameless")
+    assert ">700.0<" in peers
+    assert ">80.0<" in peers
+    assert "ᵃ" not in peers
+    assert "<code>aaaaaaa</code></p>" in peers
+    plot = benchmarks.time_plot("mixed", "nameless")
+    assert "blockᵃ</li>" in plot
+    assert "probabilistic</li>" in plot
+    assert "ᵃ at <code>bbbbbbb</code>" in plot
+    texts, line = benchmarks.with_marks(["1^c^", "2^a^", "", "3^b^ (4^a^)"])
+    assert texts == ["1ᵃ", "2", "", "3ᵇ (4)"]
+    assert re.findall("<code>(.)</code>", line) == ["a", "c", "b"]
+    assert benchmarks.with_marks(["1", ""]) == (["1", ""], "")
+
+
+def test_no_difference_or_ratio_is_drawn_between_kernels_of_two_commits(benchmarks):
+    with pytest.raises(LookupError, match="different commits"):
+        benchmarks.growth_table("mixed")
+    few, many = "mixed; 128, 3, 0.7; triton", "mixed; 256, 3, 0.7; triton"
+    with pytest.raises(Exception, match="different commits"):
+        benchmarks.ratio_inline(f"{many} block / {few} block", "", "", None)
+    assert benchmarks.ratio_inline(f"{many} / {few}", "", "", None) == "1.7"
+    plain = "128, 3, 0.7; straightforward"
+    assert benchmarks.ratio_inline(f"mixed; {plain} / {few}", "", "", None) == "10.0"
+    assert benchmarks.ratio_inline(f"nameless; 128, 3, 0.7; vLLM / mixed; {plain}", "", "", None) == "1.2"
+
+
+def test_a_record_says_how_many_of_its_results_are_of_which_commit(benchmarks):
+    table = benchmarks.environment_table("mixed")
+    assert "5 of <code>aaaaaaa</code>, 3 of <code>bbbbbbb</code>" in table
+    assert "4.50 TB/s; in all runs 5.00 to 5.00 TB/s" in table  # what each result says: TB/s / fraction
+
+
+def test_every_table_and_plot_of_a_record_names_its_commits():
+    pytest.importorskip("pymdownx")
+    benchmarks, records = (importlib.import_module(f"docs._tools.{name}") for name in ("benchmarks", "records"))
+    shown = [
+        fence for page in PAGES for fence in re.findall(r"```benchmark\n(.*?)```", (DOCS / page).read_text(), re.S)
+    ]
+    assert shown
+    for fence in shown:
+        if "commit" in records.load(re.search(r"record: (.*)", fence)[1]) and "table: environment" not in fence:
+            assert '<p class="commits">' in benchmarks.benchmark_fence(fence, "", "", {}, None), fence
+
+
 # ---- In a browser ----------------------------------------------------------------------------------------------------
 
 

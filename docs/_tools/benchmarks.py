@@ -8,10 +8,14 @@
     takes `#!measured h200; 256, 3, 0.7; triton` and is `#!ratio h200; 8, 3, 0.7; straightforward / h200; 8, 3, 0.7; triton`
     as fast
 
-Whatever a record does not hold ends the build.
+Whatever a record does not hold ends the build; so does a difference, or a ratio of this package's times, of two commits.
+
+A number of a table is followed by `^commit^`, see `Cell.of_commit`. `with_marks` makes letters of these, and the line under
+the table that says what they mean.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from html import escape
 from statistics import median
@@ -20,7 +24,7 @@ from typing import Any
 from pymdownx.inlinehilite import InlineHiliteException
 from pymdownx.superfences import SuperFencesException
 
-from docs._tools.records import Cell, cells, load, look_up
+from docs._tools.records import Cell, all_cells, cells, load, look_up, one_commit, result_of
 from docs._tools.svg import Series, plot
 
 
@@ -47,10 +51,12 @@ def measured_inline(source: str, language: str, css_class: str, md: Any) -> str:
 
 
 def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
-    """Return the quotient of two numbers of records."""
+    """Return the quotient of two numbers of records; of two commits only where one is not of this package's code."""
     try:
-        above, below = (look_up(part) for part in source.split(" / "))
-        return f"{float(above) / float(below):.1f}"
+        above, below = source.split(" / ")
+        if own := [cell for cell in (result_of(above), result_of(below)) if is_own(cell)]:
+            one_commit(*own)
+        return f"{float(look_up(above)) / float(look_up(below)):.1f}"
     except (LookupError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InlineHiliteException(f"ratio: {source!r}: {error!r}") from error
 
@@ -58,6 +64,26 @@ def ratio_inline(source: str, language: str, css_class: str, md: Any) -> str:
 def shown(value: float) -> str:
     """Return a number with one decimal, or none if it is large or a whole number."""
     return f"{value:,.0f}" if value >= 1000 or isinstance(value, int) else f"{value:.1f}"
+
+
+def with_marks(texts: Iterable[str]) -> tuple[list[str], str]:
+    """Return texts with a letter at each number of another commit than most, and a line of HTML that names the commits.
+
+    >>> with_marks(["8.1^7a917ca^", "9.0^7a917ca^ (8.8^64c83f6^)", ""])[0]
+    ['8.1', '9.0 (8.8ᵃ)', '']
+    """
+    texts = list(texts)
+    number = Counter(commit for text in texts for commit in OF_COMMIT.findall(text))
+    if not number:
+        return texts, ""
+    most = number.most_common(1)[0][0]
+    letters = {most: ""} | dict(zip((commit for commit in number if commit != most), "ᵃᵇᶜᵈᵉᶠᵍʰ", strict=False))
+    said = [f"{letter} at " * bool(letter) + f"<code>{commit}</code>" for commit, letter in letters.items()]
+    line = f'<p class="commits">specdecode at commit {"; ".join(said)}</p>'
+    return [OF_COMMIT.sub(lambda commit: letters[commit[1]], text) for text in texts], line
+
+
+OF_COMMIT = re.compile(r"\^(\w+)\^")
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns: int = 1) -> str:
@@ -70,8 +96,11 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns:
     def row(tag: str, contents: Iterable[str]) -> str:
         return f"<tr>{''.join(cell(tag, content, i < text_columns) for i, content in enumerate(contents))}</tr>"
 
-    body = "".join(row("td", contents) for contents in rows)
-    return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>"
+    rows = [list(contents) for contents in rows]
+    texts, commits = with_marks(content for contents in rows for content in contents)
+    marked = iter(texts)
+    body = "".join(row("td", [next(marked) for _ in contents]) for contents in rows)
+    return f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>{commits}"
 
 
 def by_shape(
@@ -83,7 +112,7 @@ def by_shape(
         if cell.provider in leave_out:
             continue
         try:
-            content = show(cell.values)
+            content = show(cell.values) + cell.of_commit
         except KeyError:
             continue
         if cell.title not in titles:
@@ -138,16 +167,18 @@ def environment_table(record: str) -> str:
     }
     names |= {key: key.capitalize() for key in ("threads", "driver")}
     rows = [(names.get(key, key), str(about[key])) for key in wanted if key in about]
+    found = list(all_cells(record)) if isinstance(about["results"], dict) else []  # a list: see `shards_of`
     if "read_TB/s" in about:
-        rows.append(("Bandwidth of the reference kernel", f"{about['read_TB/s']:.2f} TB/s"))
+        rates = [cell.reference for cell in found if cell.values.get("fraction", 0) > 0.5]  # rounded least
+        others = f"; in all runs {min(rates):.2f} to {max(rates):.2f} TB/s" if rates else ""
+        rows.append(("Bandwidth of the reference kernel", f"{about['read_TB/s']:.2f} TB/s{others}"))
     if "commit" in about:
         changes = " with uncommitted changes" if about.get("uncommitted_changes") else ""
-        rows.append(("Commit", f"`{about['commit']}`{changes}, {about['date']}"))
-    by_group = about["results"].values() if isinstance(about["results"], dict) else []
-    results = [cell for cells in by_group for cell in cells.values()]
-    if earlier := sorted({cell["commit"] for cell in results if "commit" in cell}):
-        number = sum("commit" in cell for cell in results)
-        rows.append(("Not measured again", f"{number} of {len(results)} results, of commit `{'`, `'.join(earlier)}`"))
+        number = Counter(cell.commit for cell in found).most_common()
+        what = "Commit" if len(number) < 2 else "Last run, of which the above is"
+        rows.append((what, f"`{about['commit'][:7]}`{changes}, {about['date']}"))
+        if len(number) > 1:
+            rows.append(("Results by commit", ", ".join(f"{of} of `{commit}`" for commit, of in number)))
     if "how" in about:
         rows.append(("How", about["how"]))
     return html_table(["", "Measured on"], rows).replace(' class="number"', "")
@@ -166,6 +197,26 @@ def verification_table(
     return by_shape(results, "Requests, drafts", SHOWS[show])
 
 
+def summary_table(record: str, count: str = "128", drafts: str = "3", temperature: str = "0.7") -> str:
+    """Compare methods, and PyTorch, for one size of a batch."""
+    wanted: dict[str, object] = {
+        "count": int(count),
+        "drafts": int(drafts),
+        "temperature": float(temperature),
+        "dtype": "bfloat16",
+    }
+    found = {cell.provider: cell for cell in cells(record, kind="request", **wanted)}
+    first = found["triton"]
+    rows = []
+    for provider in ("triton", "triton strict", "triton block", "straightforward compiled", "straightforward"):
+        cell = found[provider]
+        ratio = cell.values["device_us"]["median"] / first.values["device_us"]["median"]
+        if is_own(cell):
+            one_commit(cell, first)
+        rows.append([cell.title, device_time(cell.values) + cell.of_commit, f"{ratio:.1f}{cell.of_commit}"])
+    return html_table(["from raw logits to tokens", "µs on the device", f"relative to {first.title}"], rows)
+
+
 def served_table(record: str, temperature: str = "0.7") -> str:
     """Show steps whose numbers are in tensors."""
     return by_shape(cells(record, kind="served", temperature=float(temperature)), "Requests, drafts", device_time)
@@ -182,7 +233,7 @@ def calls_table(record: str) -> str:
     rows = [
         (
             "allocations and launches alone" if cell.provider == "nothing" else cell.title,
-            *[shown(cell.values[time]["median"]) for time in times if time in cell.values],
+            *[shown(cell.values[time]["median"]) + cell.of_commit for time in times if time in cell.values],
         )
         for cell in cells(record, kind="call")
     ]
@@ -202,7 +253,7 @@ def launches_table(record: str) -> str:
         if cell.provider in PARTS:
             continue
         what = "empty launches" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
-        after = [f"{f'`{name}` ' if name else ''}{us:.1f}" for name, us in cell.values["after_us"]]
+        after = [f"{f'`{name}` ' if name else ''}{us:.1f}{cell.of_commit}" for name, us in cell.values["after_us"]]
         rows.append([what, *after])
     most = max(map(len, rows)) - 1
     headings = ["µs after launch 1", *[f"launch {launch}" for launch in range(2, most + 1)]]
@@ -217,11 +268,11 @@ def truncated_table(record: str, method: str = "probabilistic", rows: str = "pea
     named = [(cell, how) for cell, whose, how in named if whose == method]
     plain, given = "plain", " with draft_logsumexp"
     titles = list(dict.fromkeys(how.removesuffix(given) for _, how in named))
-    times = {(cell.count, how): cell.values["device_us"]["median"] for cell, how in named}
+    times = {(cell.count, how): device_time(cell.values) + cell.of_commit for cell, how in named}
 
     def content(count: int, how: str) -> str:
-        after = f" ({shown(times[count, how + given])})" if (count, how + given) in times else ""
-        return shown(times[count, how]) + after
+        after = f" ({times[count, how + given]})" if (count, how + given) in times else ""
+        return times[count, how] + after
 
     counts = list(dict.fromkeys(count for count, _ in times))
     headings = ["no truncation" if title == plain else title for title in titles]
@@ -234,13 +285,15 @@ def packed_table(record: str) -> str:
     """Compare packed calls with the same calls padded."""
     results = [cell for cell in cells(record, kind="packed") if cell.provider.endswith(", packed")]
     padded = {
-        (cell.count, cell.drafts, cell.provider): device_time(cell.values) for cell in cells(record, kind="packed")
+        (cell.count, cell.drafts, cell.provider): device_time(cell.values) + cell.of_commit
+        for cell in cells(record, kind="packed")
     }
     results = [cell._replace(provider=cell.provider.removesuffix(", packed")) for cell in results]
     rows: dict[str, dict[str, str]] = {}
     for cell in results:
         beside = padded[cell.count, cell.drafts, cell.provider]
-        rows.setdefault(f"{cell.count:,}, {cell.drafts}", {})[cell.title] = f"{device_time(cell.values)} ({beside})"
+        content = f"{device_time(cell.values)}{cell.of_commit} ({beside})"
+        rows.setdefault(f"{cell.count:,}, {cell.drafts}", {})[cell.title] = content
     titles = list(dict.fromkeys(cell.title for cell in results))
     return html_table(
         ["Requests, drafts", *titles], [[key, *[row.get(title, "") for title in titles]] for key, row in rows.items()]
@@ -253,7 +306,7 @@ def in_vllm_table(record: str, show: str = "device_us") -> str:
     for cell in cells(record, kind="in vLLM"):
         provider, _, what = cell.provider.partition(", ")
         row = rows.setdefault((f"{cell.count:,}", what.removesuffix(", plain")), {})
-        row["vLLM" if provider == "vllm" else f"`{provider}`"] = shown(cell.values[show]["median"])
+        row["vLLM" if provider == "vllm" else f"`{provider}`"] = shown(cell.values[show]["median"]) + cell.of_commit
     titles = list(dict.fromkeys(title for row in rows.values() for title in row))
     return html_table(
         ["Requests", "Drafts", *titles],
@@ -265,11 +318,12 @@ def in_vllm_table(record: str, show: str = "device_us") -> str:
 def logprobs_table(record: str, method: str) -> str:
     """Compare calls that return log-probabilities with the same call without them."""
     results = [cell for cell in cells(record, kind="log-probabilities") if cell.provider.rpartition(", ")[0] == method]
+    results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
     kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in results:
         row = rows.setdefault((f"{cell.count:,}, {cell.drafts}", f"{cell.temperature:g}"), {})
-        row[cell.provider.rpartition(", ")[2]] = device_time(cell.values)
+        row[cell.provider.rpartition(", ")[2]] = device_time(cell.values) + cell.of_commit
     return html_table(
         ["Requests, drafts", "T", *kinds], [[*key, *[row.get(kind, "") for kind in kinds]] for key, row in rows.items()]
     )
@@ -288,31 +342,33 @@ def share_table(
     ]
     shown_providers = ("triton", "straightforward compiled", "vLLM")
     titles = {cell.provider: cell.title for cell in results if cell.provider in shown_providers}
-    rows: dict[tuple[int, int], dict[str, float]] = {}
+    rows: dict[tuple[int, int], dict[str, Cell]] = {}
     for cell in results:
         if cell.provider in titles:
-            rows.setdefault((cell.count, cell.drafts), {})[cell.provider] = cell.values["device_us"]["median"]
+            rows.setdefault((cell.count, cell.drafts), {})[cell.provider] = cell
     reading = 2e9 * float(billions) / (1e6 * float(terabytes))
     lines = []
-    for (count, drafts), times in rows.items():
+    for (count, drafts), by_provider in rows.items():
         computing = 2e9 * float(billions) * count * (drafts + 1) / (1e6 * float(teraflops))
         least = max(reading, computing)
-        shares = [f"{times[name] / (times[name] + least):.1%}" if name in times else "" for name in titles]
-        lines.append([f"{count:,}, {drafts}", f"{least / 1000:.1f}", *shares])
+        times = {name: cell.values["device_us"]["median"] for name, cell in by_provider.items()}
+        shares = {name: f"{us / (us + least):.1%}{by_provider[name].of_commit}" for name, us in times.items()}
+        lines.append([f"{count:,}, {drafts}", f"{least / 1000:.1f}", *[shares.get(name, "") for name in titles]])
     return html_table(["Requests, drafts", "target, at least: ms", *titles.values()], lines)
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
     """Split the time of a large batch into what grows with the batch and what does not."""
-    rows, limit = [], load(record)["read_TB/s"]
+    rows = []
     found = cells(record, kind="request", temperature=0.7, dtype="bfloat16", drafts=int(drafts))
-    by_count = {(cell.title, cell.count): cell.values for cell in found if is_kernel(cell)}
+    by_count = {(cell.title, cell.count): cell for cell in found if is_kernel(cell)}
     for title in dict.fromkeys(title for title, _ in by_count):
-        small, large = by_count[title, int(few)], by_count[title, int(many)]
+        cell = one_commit(by_count[title, int(many)], by_count[title, int(few)])
+        small, large = by_count[title, int(few)].values, cell.values
         more = large["device_us"]["median"] - small["device_us"]["median"]
         fixed = large["device_us"]["median"] - more * int(many) / (int(many) - int(few))
-        reading = 1000 * (large["GB"] - small["GB"]) / limit
-        rows.append([title, f"{more:.0f}", f"{reading:.0f}", f"{fixed:.0f}"])
+        reading = 1000 * (large["GB"] - small["GB"]) / cell.reference
+        rows.append([title, *[f"{us:.0f}{cell.of_commit}" for us in (more, reading, fixed)]])
     added = f"{int(many) - int(few)} more requests"
     return html_table(
         ["", f"{added}, µs", "their bytes at the reference bandwidth, µs", "extrapolated to 0 requests, µs"], rows
@@ -336,30 +392,29 @@ REST = ("logarithms, random numbers, residual sums, selections, longer searches"
 
 def second_launch_table(record: str) -> str:
     """Split the time of the second launch of `probabilistic` in a small batch by kernels that do a part of it."""
-    after = {
-        (cell.provider, cell.count): [us for _, us in cell.values["after_us"]]
-        for cell in cells(record, kind="launches", drafts=3)
-    }
-    counts = [count for provider, count in after if provider == "trips"]
+    found = {(cell.provider, cell.count): cell for cell in cells(record, kind="launches", drafts=3)}
+    counts = [count for provider, count in found if provider == "trips"]
+    texts = {**PARTS, "triton": REST}
 
     def second(provider: str) -> list[float]:
-        return [after[provider, count][1] - after[provider, count][0] for count in counts]
+        after = [[us for _, us in found[provider, count].values["after_us"]] for count in counts]
+        return [us[1] - us[0] for us in after]
 
-    steps = [(*PARTS[provider], second(provider)) for provider in PARTS]
-    steps.append((*REST, second("triton")))
+    steps = [(*text, second(provider)) for provider, text in texts.items()]
+    columns = [one_commit(*(found[provider, count] for provider in texts)) for count in counts]
     headings = [f"µs, {count} request{'s' * (count > 1)}" for count in counts]
-    return html_table(["Hypothesis: time goes into", "Change", *headings], added(steps), text_columns=2)
+    return html_table(["Hypothesis: time goes into", "Change", *headings], added(steps, columns), text_columns=2)
 
 
-def added(steps: list[tuple[str, str, list[float]]]) -> list[list[str]]:
+def added(steps: list[tuple[str, str, list[float]]], columns: list[Cell]) -> list[list[str]]:
     """Return the rows of a table: what each step adds to the times of the one before, and the last times as the sum."""
-    rows, before = [], [0.0] * len(steps[0][2])
+    rows, before = [], [0.0] * len(columns)
     for hypothesis, change, times in steps:
-        rows.append(
-            [hypothesis, change, *[f"{time - last:+.1f}" if rows else shown(time) for time, last in zip(times, before)]]
-        )
+        texts = [f"{time - last:+.1f}" if rows else shown(time) for time, last in zip(times, before)]
+        rows.append([hypothesis, change, *texts])
         before = times
-    return [*rows, ["sum", "", *map(shown, before)]]
+    rows.append(["sum", "", *map(shown, before)])
+    return [[*row[:2], *[text + cell.of_commit for text, cell in zip(row[2:], columns)]] for row in rows]
 
 
 READING = {
@@ -388,18 +443,19 @@ READING = {
 
 def reading_table(record: str) -> str:
     """Compare the launch that reads with ones that do less: each does what the one before does, and one thing more."""
-    results, rate = cells(record, kind="reading"), load(record)["read_TB/s"]
+    results = cells(record, kind="reading")
     columns = [
         {
             **cell.values["reading_us"],
-            "floor": 1000 * cell.values["GB"] / rate,
+            "floor": 1000 * cell.values["GB"] / cell.reference,
             "step": cell.values["device_us"]["median"],
         }
         for cell in results
     ]
     steps = [(*texts, [column[name] for column in columns]) for name, texts in READING.items()]
     every_row = ["for comparison", "`read_kernel` reads every row and decides nothing"]
-    rows = [*added(steps), [*every_row, *[shown(column["every row"]) for column in columns]]]
+    alone = [shown(column["every row"]) + cell.of_commit for column, cell in zip(columns, results)]
+    rows = [*added(steps, results), [*every_row, *alone]]
     headings = [f"{cell.title}, {cell.count:,}, {cell.drafts}" for cell in results]
     return html_table(["Hypothesis: time goes into", "Change", *headings], rows, text_columns=2)
 
@@ -410,7 +466,8 @@ def seeds_table(record: str) -> str:
     for cell in cells(record, kind="seeds"):
         by_seed = cell.values["by_seed_us"]
         shape = f"{cell.title}, {cell.count:,}, {cell.drafts}, {cell.temperature:g}"
-        rows.append([shape, *map(shown, (min(by_seed), median(by_seed), max(by_seed)))])
+        times = (min(by_seed), median(by_seed), max(by_seed))
+        rows.append([shape, *[shown(us) + cell.of_commit for us in times]])
     return html_table(["Method, requests, drafts, T", "fastest seed", "median", "slowest"], rows)
 
 
@@ -444,44 +501,58 @@ def is_kernel(cell: Cell) -> bool:
     return cell.provider.startswith("triton")
 
 
+def is_own(cell: Cell) -> bool:
+    """Tell whether a result is of this package's code, in any backend: not of PyTorch's operations or another engine."""
+    return not cell.provider.startswith(("straightforward", "vLLM", "vllm", "SGLang", "FlashInfer"))
+
+
 def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "3") -> str:
     """Plot the time of a step against the number of requests."""
     wanted: dict[str, object] = {"kind": "request", "temperature": float(temperature), "drafts": int(drafts)}
     by_provider: dict[str, list[Cell]] = {}
     for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]:
         if cell.provider not in ("eager", "vllm", "straightforward"):
-            by_provider.setdefault(cell.title, []).append(cell)
+            by_provider.setdefault(cell.title + cell.of_commit, []).append(cell)
+    titles, commits = with_marks(title.replace("`", "") for title in by_provider)
     series = [
-        Series(
-            title.replace("`", ""),
-            f"s{i % 12 + 1}",
-            [(cell.count, cell.values["device_us"]["median"]) for cell in found],
-        )
-        for i, (title, found) in enumerate(by_provider.items())
+        Series(title, f"s{i % 12 + 1}", [(cell.count, cell.values["device_us"]["median"]) for cell in found])
+        for i, (title, found) in enumerate(zip(titles, by_provider.values()))
     ]
     counts = sorted({x for each in series for x, _ in each.points})
-    return plot(series, "requests", "microseconds on the device", "Time of one verification step", counts, height=340)
+    picture = plot(
+        series, "requests", "microseconds on the device", "Time of one verification step", counts, height=340
+    )
+    return picture + commits
 
 
 def roofline_plot(record: str) -> str:
     """Plot the time of a step against the bytes that its outcome needs, with the time that the reference kernel takes."""
     by_provider: dict[str, list[tuple[float, float]]] = {}
-    for cell in cells(record, kind="request"):
+    for cell in cells(record, kind="request", dtype="bfloat16"):
         if "GB" in cell.values:
             point = (1000 * cell.values["GB"], cell.values["device_us"]["median"])
-            by_provider.setdefault(cell.title, []).append(point)
+            by_provider.setdefault(cell.title + cell.of_commit, []).append(point)
     rate = load(record)["read_TB/s"]
     sizes = sorted(x for points in by_provider.values() for x, _ in points)
     limit = [(x, x / rate) for x in (sizes[0], sizes[-1])]
     series = [Series(f"reference kernel, {rate:.2f} TB/s", "s0", limit, mark=False)]
+    titles, commits = with_marks(title.replace("`", "") for title in by_provider)
     series += [
-        Series(title.replace("`", ""), f"s{i % 12 + 1}", sorted(points), line=False)
-        for i, (title, points) in enumerate(by_provider.items())
+        Series(title, f"s{i % 12 + 1}", sorted(points), line=False)
+        for i, (title, points) in enumerate(zip(titles, by_provider.values()))
     ]
-    return plot(series, "megabytes that must be read", "microseconds on the device", "Time against bytes", height=340)
+    picture = plot(
+        series, "megabytes that must be read", "microseconds on the device", "Time against bytes", height=340
+    )
+    return picture + commits
 
 
 SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
+
+
+def of_commit(record: str) -> str:
+    """Return what follows a number of a record that is all of one commit, see `with_marks`."""
+    return f"^{load(record)['commit'][:7]}^"
 
 
 def shards_of(record: str, method: str) -> dict[tuple[int, int], dict[str, dict[str, Any]]]:
@@ -508,7 +579,7 @@ def shards_table(record: str, method: str) -> str:
     rows = [
         [
             f"{batch:,}, {drafts}",
-            *[shown(ways[way]["us"]) for way in SHARD_WAYS],
+            *[shown(ways[way]["us"]) + of_commit(record) for way in SHARD_WAYS],
             f"{ways['shards, triton, all_gather']['bytes'] / ways['gather, verify']['bytes']:.2%}",
         ]
         for (batch, drafts), ways in shards_of(record, method).items()
@@ -525,7 +596,7 @@ def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> 
         for count in counts:
             ways = shapes[count, int(drafts)]
             whole, moved = ways["gather, verify"]["bytes"], ways["shards, triton, all_gather"]["bytes"]
-            row += [f"{whole:,}", f"{moved:,}", f"{moved / whole:.2%}"]
+            row += [text + of_commit(record) for text in (f"{whole:,}", f"{moved:,}", f"{moved / whole:.2%}")]
         rows.append(row)
     names = [f"{count:,} request{'s' * (count > 1)}" for count in counts]
     return html_table(["", *[f"{name}: {what}" for name in names for what in ("logits", "shards", "part")]], rows)
@@ -538,13 +609,20 @@ def shard_model_table(record: str, reading: str, method: str, ranks: str) -> str
     for (batch, drafts), ways in shards_of(record, method).items():
         two, whole = ways["shards, triton, symmetric_memory"]["us"], ways["gather, verify"]["bytes"]
         least = 1e6 * whole / (1e12 * load(reading)["read_TB/s"])  # reading all of the logits that were gathered
-        rows.append([f"{batch:,}, {drafts}", shown(two), *[shown(two - least * (1 / 2 - 1 / rank)) for rank in most]])
+        rows.append(
+            [
+                f"{batch:,}, {drafts}",
+                shown(two) + of_commit(record),
+                *[shown(two - least * (1 / 2 - 1 / rank)) for rank in most],
+            ]
+        )
     return html_table(["Requests, drafts", "2 ranks, measured", *[f"{rank} ranks" for rank in most]], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
     "environment": environment_table,
     "verification": verification_table,
+    "summary": summary_table,
     "served": served_table,
     "truncated": truncated_table,
     "packed": packed_table,

@@ -57,6 +57,18 @@ class Cell(NamedTuple):
     provider: str
     values: dict[str, Any]
     rows: str = "peaked"
+    commit: str | None = None  # that it was measured at, in seven digits
+
+    @property
+    def of_commit(self) -> str:
+        """What follows a number of this result in a text, for `benchmarks.with_marks`."""
+        return f"^{self.commit}^" if self.commit else ""
+
+    @property
+    def reference(self) -> float:
+        """What the reference kernel read in the run that this result is of, in TB/s."""
+        rate: float = self.values["TB/s"] / self.values["fraction"]
+        return rate
 
     @property
     def title(self) -> str:
@@ -88,12 +100,14 @@ def cells(name: str, **wanted: object) -> list[Cell]:
 
 def all_cells(name: str) -> Iterator[Cell]:
     """Yield a record's results."""
-    for group, providers in load(name)["results"].items():
+    record = load(name)
+    for group, providers in record["results"].items():
         match = GROUP.fullmatch(group)
         if match is None:
             raise LookupError(f"record {name!r} has a group that cannot be read: {group!r}")
         temperature = match["temperature"]
         for provider, values in providers.items():
+            commit = values.get("commit", record.get("commit"))
             yield Cell(
                 KINDS.get(match["of"], match["what"]),
                 int(match["count"].replace(",", "")),
@@ -104,7 +118,15 @@ def all_cells(name: str) -> Iterator[Cell]:
                 provider,
                 values,
                 match["rows"] or "peaked",
+                commit and commit[:7],
             )
+
+
+def one_commit(*results: Cell) -> Cell:
+    """Return the first of the results that a difference or ratio is drawn from; they must be of one commit."""
+    if len({cell.commit for cell in results}) > 1:
+        raise LookupError(f"measured at different commits: {[(cell.title, cell.commit) for cell in results]}")
+    return results[0]
 
 
 def look_up(where: str) -> float | str:
@@ -121,7 +143,15 @@ def look_up(where: str) -> float | str:
             raise LookupError(f"record {name!r} has no {parts[0]!r}")
         about: float | str = record[parts[0]]
         return about
-    shape, provider, *key = parts
+    values, key = result_of(where).values, parts[2:]
+    value = values[key[0]] if key else values.get("device_us", values)
+    number: float = value["median"] if isinstance(value, dict) else value
+    return number
+
+
+def result_of(where: str) -> Cell:
+    """Return the result that a number is looked up in."""
+    name, shape, provider, *key = (part.strip() for part in where.split(";"))
     count, drafts, *temperature = (float(number) for number in shape.split(","))
     wanted: dict[str, object] = {"count": count, "drafts": drafts, "dtype": "bfloat16", "provider": provider}
     if temperature:
@@ -130,7 +160,4 @@ def look_up(where: str) -> float | str:
     found = [cell for cell in cells(name, **wanted) if cell.kind in kinds]
     if len(found) != 1:
         raise LookupError(f"{where!r} names {len(found)} results")
-    values = found[0].values
-    value = values[key[0]] if key else values.get("device_us", values)
-    number: float = value["median"] if isinstance(value, dict) else value
-    return number
+    return found[0]
