@@ -94,12 +94,17 @@ class SymmetricMemory:
                 raise RuntimeError(
                     "shard: call the sampler once with arguments of these sizes before capturing a graph"
                 )
-            self.half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
-            self.words, addresses = self.allocate(HEADER + 2 * self.half)
-            self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-            self.kept += [self.words, self.peers]
+            self.grow(words)
+            all_gather(self.words[:1], self.group).cpu()  # no rank writes before the memory of all is ready
         tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
         return tensors, {"half": self.half, "patience": int(self.patience)}
+
+    def grow(self, words: int) -> None:
+        """Get memory for steps of so many words; no rank may write to it before all have theirs."""
+        self.half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
+        self.words, addresses = self.allocate(HEADER + 2 * self.half)
+        self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self.kept += [self.words, self.peers]
 
     def check(self) -> None:
         """Raise if a rank was waited for in vain."""
@@ -116,7 +121,6 @@ class SymmetricMemory:
         self.kept.append(handle)
         start_over(memory)
         torch.cuda.synchronize(self.device)
-        all_gather(memory[:1], self.group).cpu()  # no rank writes before all memory is ready
         return memory, list(handle.buffer_ptrs)
 
 
@@ -148,11 +152,11 @@ def choose(wanted: str, group: "ProcessGroup", device: torch.device) -> Collecti
     transport = None if reason else SymmetricMemory(group, device)
     if transport is not None:
         try:
-            transport.memory(1)
+            transport.grow(1)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         ready = all_gather(torch.tensor([not reason], dtype=torch.int32, device=device), group)
-        if not reason and not ready.all():
+        if not ready.all() and not reason:
             reason = "another rank could not get it"
     if transport is not None and not reason:
         return transport
@@ -167,7 +171,7 @@ def why_not_symmetric(group: "ProcessGroup", device: torch.device) -> str | None
         return "it takes NVIDIA GPUs"
     if group.size() == 1:
         return "there is one rank"
-    if not isinstance(group._get_backend(device), distributed.ProcessGroupNCCL):
+    if not isinstance(group._get_backend(device), getattr(distributed, "ProcessGroupNCCL", ())):  # builds may lack it
         return "the group's backend is not NCCL"
     # The boot id tells hosts apart, whose names may be the same; in a container it is its host's.
     boot_id = Path("/proc/sys/kernel/random/boot_id")

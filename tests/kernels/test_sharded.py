@@ -79,7 +79,7 @@ def shared() -> Iterator[None]:
 
     def choose(wanted: str, group: Any, device: torch.device) -> Shared:
         transport = Shared(group, device)
-        transport.memory(1)
+        transport.grow(1)
         return transport
 
     with (
