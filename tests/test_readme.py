@@ -42,5 +42,10 @@ def test_the_times_are_those_of_the_records():
     assert "\n".join(lines) in text, "the README's table should be\n" + "\n".join(lines)
     assert f"commit `{commits.pop()}`" in text
     assert not commits
+    shards = json.loads((RECORDS / "h200x2.json").read_text())["results"]
+    largest = [cell for cell in shards if (cell["batch"], cell["drafts"], cell["method"]) == (256, 3, "probabilistic")]
+    of_shards = {cell["way"]: cell["us"] for cell in largest}
+    ours_us, theirs_us = of_shards["shards, triton, symmetric_memory"], of_shards["gather, verify"]
+    assert f"takes {ours_us:.0f} µs so; gathering the logits and verifying them takes {theirs_us:,.0f}." in text
     for name in ("vLLM", "SGLang", "FlashInfer"):
         assert re.search(rf"{name}\s{re.escape(peers[name])}\b", text)
