@@ -101,10 +101,11 @@ class SymmetricMemory:
 
     def grow(self, words: int) -> None:
         """Get memory for steps of so many words; no rank may write to it before all have theirs."""
-        self.half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
-        self.words, addresses = self.allocate(HEADER + 2 * self.half)
+        half = max(LEAST_WORDS, 1 << (words - 1).bit_length())
+        self.words, addresses = self.allocate(HEADER + 2 * half)
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.kept += [self.words, self.peers]
+        self.half = half  # at last: after an error it is that of the memory that is there
 
     def check(self) -> None:
         """Raise if a rank was waited for in vain."""
@@ -154,7 +155,7 @@ def choose(wanted: str, group: "ProcessGroup", device: torch.device) -> Collecti
         try:
             transport.grow(1)
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0] or type(error).__name__
         ready = all_gather(torch.tensor([not reason], dtype=torch.int32, device=device), group)
         if not ready.all() and not reason:
             reason = "another rank could not get it"
