@@ -5,6 +5,7 @@ Ranks are threads. The interpreter is not made for that, so they take turns to l
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,7 +60,15 @@ def turns() -> Iterator[None]:
 
 
 class Shared(transports.SymmetricMemory):
-    """Symmetric memory of ranks that are threads. Between two launches they meet: a kernel that waits stops all others."""
+    """Symmetric memory of ranks that are threads. Between two launches they meet: a kernel that waits stops all others.
+
+    So none has to, and one that does waits for a word that is never told: it gives up soon.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.patience = 100
+        self.halves: list[tuple[bool, bool]] = []
 
     def allocate(self, words: int) -> tuple[Tensor, list[int]]:
         memory = torch.empty(words, dtype=torch.int64, device=self.device)
@@ -70,7 +79,14 @@ class Shared(transports.SymmetricMemory):
     def exchange(self, words: Tensor | None) -> None:
         assert words is None
         torch.cuda.synchronize() if ON_GPU else None
+        self.halves.append(self.halves_with_words())
         ALL_GATHER(torch.zeros(1), self.group)
+
+    def halves_with_words(self) -> tuple[bool, bool]:
+        """Whether words that are not heard are in each half; those that this rank has told itself are there."""
+        words = self.words[transports.HEADER :].view(2, self.half)
+        first, second = (words != -1).any(dim=1).tolist()
+        return first, second
 
 
 @pytest.fixture
@@ -171,6 +187,11 @@ def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, b
         method, call = arguments(kind, case(requests, drafts, ranks.vocab_size, dtype, seed=seed).to(DEVICE))
         _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
         assert gathered == []
+        for transport in [shard.transport_on(call["target_logits"].device) for shard in ranks.shards]:
+            assert set(transport.halves) - {(False, False)} == {(seed % 2 == 0, seed % 2 == 1)}  # in turn
+            assert transport.halves_with_words() == (False, False)  # each word is heard
+            assert transport.words[:3].tolist() == [seed + 1, seed + 1, 0]
+            transport.halves.clear()
     assert {shard.transport for shard in ranks.shards} == {"symmetric_memory"}
 
 
@@ -189,17 +210,35 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call():
     ranks, batch = Ranks(*TWO), case(2, 1, 2064, torch.bfloat16)
     call = vars(batch.to(DEVICE))
     assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
-    for shard in ranks.shards:
-        shard.transport_on(call["target_logits"].device).patience = 2
     tell = Plan.interpret
-    with mock.patch.object(Plan, "interpret", lambda plan, values: silent(tell, plan, values)):
+    with mock.patch.object(Plan, "interpret", lambda plan, values: silent(tell, plan, values)), looks() as counted:
         outputs = ranks.run(partial(sampler_of, "probabilistic"), call)
+    assert len(counted) < 1000  # a rank waits for one word, looking 100 times for it, and then for no other
     assert [output.invalid.tolist() for output in outputs] == [[True, True]] * 2
     assert all(0 <= token < 2064 for output in outputs for token in output.token_ids[:, 0].tolist())
     with pytest.raises(distributed.DistBackendError, match="a rank did not tell its part of a step in time"):
         ranks.shards[0].check()
     with pytest.raises(distributed.DistBackendError, match="a rank did not tell its part of a step in time"):
         ranks.run(partial(sampler_of, "probabilistic"), call)
+
+
+@contextmanager
+def looks() -> Iterator[list[None]]:
+    """Count how often words of other ranks are looked at; in the interpreter only."""
+    counted: list[None] = []
+    if ON_GPU:
+        yield counted
+        return
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    load = builder.create_masked_load
+
+    def look(*arguments: Any) -> Any:
+        counted.extend([None] * arguments[-1])  # it is volatile
+        return load(*arguments)
+
+    with mock.patch.object(builder, "create_masked_load", look):
+        yield counted
 
 
 def silent(interpret: Callable, plan: Plan, values: dict) -> None:
