@@ -46,7 +46,7 @@ class Host:
 def host() -> Iterator[Host]:
     host = Host()
     with (
-        mock.patch.object(transports, "why_not_symmetric", lambda group, device: None),
+        mock.patch.object(transports, "why_not_symmetric", return_value=None),
         mock.patch.object(symmetric_memory, "empty", host.empty),
         mock.patch.object(symmetric_memory, "rendezvous", host.rendezvous),
         mock.patch.object(torch.cuda, "synchronize", host.synchronize),
@@ -72,7 +72,7 @@ def test_symmetric_memory_that_is_wanted_and_cannot_be_had_is_an_error_that_says
     for error, reason in zip(chosen("symmetric_memory"), reasons):
         with pytest.raises(ValueError, match=f"^transport: no symmetric memory: {reason}$"):
             raise error
-    with mock.patch.object(transports, "why_not_symmetric", lambda group, device: "there is one rank"):
+    with mock.patch.object(transports, "why_not_symmetric", return_value="there is one rank"):
         (error,) = chosen("symmetric_memory", 1)
         assert isinstance(chosen("auto", 1)[0], Collective)
     assert str(error) == "transport: no symmetric memory: there is one rank"
@@ -106,12 +106,12 @@ def test_symmetric_memory_takes_nvidia_gpus_of_one_host_and_nccl():
     here, elsewhere = lambda number: number.repeat(2), lambda number: torch.cat([number, number ^ 1])
     with (
         mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(distributed, "is_nccl_available", lambda: False),
+        mock.patch.object(distributed, "is_nccl_available", return_value=False),
     ):
         assert reason(2, object, here) == "the group's backend is not NCCL"
     with (
         mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(distributed, "is_nccl_available", lambda: True),
+        mock.patch.object(distributed, "is_nccl_available", return_value=True),
         mock.patch.object(distributed, "ProcessGroupNCCL", Nccl, create=True),
     ):
         assert reason(1, Nccl, here) == "there is one rank"
@@ -170,7 +170,7 @@ def test_memory_does_not_grow_while_a_graph_is_captured(host):
     transport = SymmetricMemory(groups(1)[0], CPU)
     before = transport.memory(1)
     transport.device = torch.device("cuda", 0)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         with pytest.raises(RuntimeError, match=r"^shard: call the sampler once .* before capturing a graph"):
             transport.memory(LEAST_WORDS + 1)
         assert transport.memory(LEAST_WORDS)[0]["memory"] is before[0]["memory"]
