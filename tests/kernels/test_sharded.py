@@ -68,7 +68,11 @@ class Shared(transports.SymmetricMemory):
     def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self.patience = 100
-        self.halves: list[tuple[bool, bool]] = []
+        self.seen: set[str] = set()
+
+    def memory(self, words: int) -> tuple[dict, dict]:
+        self.needed = words
+        return super().memory(words)
 
     def allocate(self, words: int) -> tuple[Tensor, list[int]]:
         memory = torch.empty(words, dtype=torch.int64, device=self.device)
@@ -79,14 +83,15 @@ class Shared(transports.SymmetricMemory):
     def exchange(self, words: Tensor | None) -> None:
         assert words is None
         torch.cuda.synchronize() if ON_GPU else None
-        self.halves.append(self.halves_with_words())
+        self.seen |= self.not_heard()  # what this rank has told itself is there
         ALL_GATHER(torch.zeros(1), self.group)
 
-    def halves_with_words(self) -> tuple[bool, bool]:
-        """Whether words that are not heard are in each half; those that this rank has told itself are there."""
-        words = self.words[transports.HEADER :].view(2, self.half)
-        first, second = (words != -1).any(dim=1).tolist()
-        return first, second
+    def not_heard(self) -> set[str]:
+        """Where words are that are not heard: in the half of even or of odd steps, or beyond what a step was to take."""
+        even, odd = self.words[transports.HEADER :].view(2, self.half) != -1
+        beyond = torch.cat([even[self.needed :], odd[self.needed :]])
+        parts = {"even": even[: self.needed], "odd": odd[: self.needed], "beyond": beyond}
+        return {name for name, part in parts.items() if part.any()}
 
 
 @pytest.fixture
@@ -188,10 +193,10 @@ def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, b
         _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
         assert gathered == []
         for transport in [shard.transport_on(call["target_logits"].device) for shard in ranks.shards]:
-            assert set(transport.halves) - {(False, False)} == {(seed % 2 == 0, seed % 2 == 1)}  # in turn
-            assert transport.halves_with_words() == (False, False)  # each word is heard
+            assert transport.seen == {("even", "odd")[seed % 2]}
+            assert transport.not_heard() == set()
             assert transport.words[:3].tolist() == [seed + 1, seed + 1, 0]
-            transport.halves.clear()
+            transport.seen.clear()
     assert {shard.transport for shard in ranks.shards} == {"symmetric_memory"}
 
 
