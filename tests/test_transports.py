@@ -21,12 +21,20 @@ from tests.ranks import groups, on_ranks
 CPU = torch.device("cpu")
 
 
+class Handle:
+    """What rendezvous returns, here by a fake."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self.buffer_ptrs = addresses
+
+
 class Host:
     """Memory of the host in place of symmetric memory. Some ranks cannot get it; the last one is slow."""
 
     def __init__(self) -> None:
         self.failing: set[int] = set()
         self.events: list[str] = []
+        self.handles: list[tuple[int, weakref.ref]] = []
 
     def empty(self, words: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((words,), 7, dtype=dtype)
@@ -36,7 +44,9 @@ class Host:
         if group.rank() in self.failing:
             raise RuntimeError("this GPU cannot write to the others\nand more")
         time.sleep(0.1 * (group.rank() + 1 == group.size()))
-        return SimpleNamespace(buffer_ptrs=addresses.flatten().tolist())
+        handle = Handle(addresses.flatten().tolist())
+        self.handles.append((group.rank(), weakref.ref(handle)))
+        return handle
 
     def synchronize(self, device: torch.device) -> None:
         self.events.append("ready")
@@ -152,9 +162,11 @@ def test_memory_grows_as_steps_need_it_and_old_memory_is_kept(host):
             old += [weakref.ref(memory), weakref.ref(peers)]
         assert old[:2] == old[2:4]
         del tensors, memory, peers
+        old += [handle for rank, handle in host.handles if rank == group.rank()]
+        assert len(old) == 6 + 2
         assert None not in [reference() for reference in old]
 
-    assert on_ranks(grow, [(group,) for group in groups(2)]) == [None, None]
+    assert on_ranks(grow, [(group,) for group in groups(2, seconds=5)]) == [None, None]
 
 
 def test_memory_that_could_not_be_had_is_asked_for_again(host):
