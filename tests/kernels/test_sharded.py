@@ -309,16 +309,17 @@ def test_recovered_tokens_are_drawn_from_the_residual_of_all_ranks(method, ranks
 def test_block_verification_knows_other_ranks_logits_of_a_one_hot_token(ranks_of):
     """The mass of max(0, c p - q) is c less the other model's probability of the only token, which the last rank has.
 
-    c is .9 after the first draft. The mass is small: where it were taken for c, with these seeds that draft were accepted.
+    The other model's likeliest token is on the first rank. c is .9 after the first draft, and the mass half of that. Where
+    it were taken for c, with these seeds that draft were accepted.
     """
     target, draft = torch.full((2, 3, 1030), -INF), torch.full((2, 2, 1030), -INF)
     target[:, 0, :2], draft[:, 0, :2] = torch.tensor([0.45, 0.55]).log(), torch.tensor([0.5, 0.5]).log()
     target[0, 1, 1029] = draft[1, 1, 1029] = INF
     draft[0, 1, 1029] = target[1, 1, 1029] = 3.0
-    draft[0, 1, 3] = target[1, 1, 3] = 0.0
+    draft[0, 1, 3] = target[1, 1, 3] = 3.1
     target[:, 2, 0] = 0.0
     call = {"target_logits": target, "draft_token_ids": torch.tensor([[0, 3]]).expand(2, 2), "draft_logits": draft}
-    call |= {"seeds": torch.tensor([0, 2])}
+    call |= {"seeds": torch.tensor([1, 1])}
     output, _ = assert_ranks_agree(ranks_of([0, 1024, 1030]), partial(sampler_of, "block"), call)
     assert output.num_accepted.tolist() == [0, 0]
 
