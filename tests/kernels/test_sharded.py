@@ -204,10 +204,18 @@ def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, b
 def test_large_batches_draw_only_where_requests_stop(kind, ranks_of):
     logprobs, dtype, _ = KINDS[kind]
     ranks = ranks_of(*(LARGE if ON_GPU else TWO))
-    method, call = arguments(kind, case(64 if ON_GPU else 3, 2, ranks.vocab_size, dtype, seed=9).to(DEVICE))
+    batch = case(64 if ON_GPU else 4, 2, ranks.vocab_size, dtype, seed=10)
+    if kind == "probabilistic":
+        batch.target_logits[:2, 0], batch.draft_token_ids[:2, 0] = -INF, torch.tensor([0, 5])  # of which 0 is accepted
+        batch.target_logits[2, 0, 5], batch.draft_token_ids[2] = -INF, 5  # and this is not
+        batch.target_logits[2, 1] = -INF  # so this does not matter
+    method, call = arguments(kind, batch.to(DEVICE))
     with mock.patch.object(kernels, "verify", partial(kernels.verify, large=True)):
-        _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
+        output, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
     assert len(sizes) == 2
+    if kind == "probabilistic":
+        assert output.invalid[:3].tolist() == [True, True, False]
+        assert output.num_accepted[:3].clamp(max=1).tolist() == [1, 0, 0]
 
 
 @pytest.mark.usefixtures("shared")
@@ -280,7 +288,8 @@ def test_greedy_calls_take_one_exchange_of_few_bytes(method, logprobs, ranks_of)
 def test_nan_and_infinities_count_as_on_one_gpu(kind, ranks_of):
     batch = case(8, 1, 2064, torch.float32, greedy=0.2, seed=2)
     target, draft = batch.target_logits, batch.draft_logits
-    target[0, :, 1500], draft[1, :, 7] = NAN, NAN  # on one rank
+    target[0, 0, 1500], draft[1, :, 7] = NAN, NAN  # on one rank
+    target[0, 0, batch.draft_token_ids[0]], target[0, 1] = -INF, NAN  # which the request does not reach
     target[2, :, [2050, 700]] = INF  # on two
     draft[3, :, [2050, 701]] = INF
     target[4, :, :1024], draft[4, :, 1024:] = -INF, NAN  # nothing finite on some rank
@@ -293,6 +302,7 @@ def test_nan_and_infinities_count_as_on_one_gpu(kind, ranks_of):
     method, call = arguments(kind, batch.to(DEVICE))
     output, _ = assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, method), call)
     assert output.invalid.any()
+    assert kind != "probabilistic" or not output.invalid[0]
 
 
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
@@ -304,6 +314,20 @@ def test_recovered_tokens_are_drawn_from_the_residual_of_all_ranks(method, ranks
     call["draft_logits"][-size:] = call["target_logits"][-size:, :1]
     call |= {"temperature": 0.7, "seeds": torch.arange(len(call["seeds"]))}
     assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, method), call)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_given, ranks_of):
+    """It looks at one block before. A third of q is one token, and p is flat: their sums are relative to other maxima."""
+    batch = impossible_drafts(64 if ON_GPU else 6, 6000, 5.0)
+    call = vars(batch) | {"seeds": torch.arange(len(batch.seeds)), "target_logits": batch.target_logits / 5}
+    draft = call["draft_logits"] = batch.draft_logits / 5
+    draft[..., 4000] = 0.7 * ((draft / 0.7).logsumexp(2) - 0.7)
+    if is_given:
+        call["draft_logsumexp"] = (draft / 0.7).logsumexp(2)
+    ranks = ranks_of([0, 3072, 6000], [1, 0])
+    with mock.patch.dict(shard_plan.SEARCH, many=(1, 1, 256)):  # of plans for these ranks, which are none of other tests
+        assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
 
 
 def test_block_verification_knows_other_ranks_logits_of_a_one_hot_token(ranks_of):
