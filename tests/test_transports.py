@@ -33,6 +33,7 @@ class Host:
 
     def __init__(self) -> None:
         self.failing: set[int] = set()
+        self.message = "this GPU cannot write to the others\nand more"
         self.events: list[str] = []
         self.handles: list[tuple[int, weakref.ref]] = []
 
@@ -42,7 +43,7 @@ class Host:
     def rendezvous(self, memory: Tensor, group: ProcessGroup) -> Any:
         addresses = transports.all_gather(torch.tensor([memory.data_ptr()]), group)
         if group.rank() in self.failing:
-            raise RuntimeError("this GPU cannot write to the others\nand more")
+            raise RuntimeError(self.message)
         time.sleep(0.1 * (group.rank() + 1 == group.size()))
         handle = Handle(addresses.flatten().tolist())
         self.handles.append((group.rank(), weakref.ref(handle)))
@@ -82,6 +83,8 @@ def test_symmetric_memory_that_is_wanted_and_cannot_be_had_is_an_error_that_says
     for error, reason in zip(chosen("symmetric_memory"), reasons):
         with pytest.raises(ValueError, match=f"^transport: no symmetric memory: {reason}$"):
             raise error
+    host.message = ""
+    assert str(chosen("symmetric_memory")[1]) == "transport: no symmetric memory: RuntimeError"
     with mock.patch.object(transports, "why_not_symmetric", return_value="there is one rank"):
         (error,) = chosen("symmetric_memory", 1)
         assert isinstance(chosen("auto", 1)[0], Collective)
@@ -114,14 +117,10 @@ def test_symmetric_memory_takes_nvidia_gpus_of_one_host_and_nccl():
 
     assert transports.why_not_symmetric(groups(1)[0], CPU) == "it takes NVIDIA GPUs"
     here, elsewhere = lambda number: number.repeat(2), lambda number: torch.cat([number, number ^ 1])
+    with mock.patch.object(torch.version, "hip", None):
+        assert reason(2, object, here) == "the group's backend is not NCCL"  # in a build without NCCL, too
     with (
         mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(distributed, "is_nccl_available", return_value=False),
-    ):
-        assert reason(2, object, here) == "the group's backend is not NCCL"
-    with (
-        mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(distributed, "is_nccl_available", return_value=True),
         mock.patch.object(distributed, "ProcessGroupNCCL", Nccl, create=True),
     ):
         assert reason(1, Nccl, here) == "there is one rank"
