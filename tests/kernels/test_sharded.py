@@ -169,7 +169,8 @@ KINDS = {  # with log-probabilities and dtypes, which are independent of it
 def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
     logprobs, dtype, exchanges = KINDS[kind]
     ranks = ranks_of(*(bounds or (THREE if kind == "block" else TWO)))
-    batch = case(64 if ON_GPU else 2, 3 if ON_GPU else 2, ranks.vocab_size, dtype, seed=5)
+    requests = 64 if ON_GPU else 2 + kind.endswith("strict")
+    batch = case(requests, 3 if ON_GPU else 2, ranks.vocab_size, dtype, seed=5)
     method, call = arguments(kind, batch.to(DEVICE))
     if kind == "given logsumexp":
         call["draft_logsumexp"][:, 0] = NAN  # which is not trusted
@@ -177,7 +178,7 @@ def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
     _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
     assert len(sizes) == exchanges
     if kind == "strict" and not ON_GPU:
-        assert sizes == [2 * 256, 2 * 128]  # of 6 rows, from each rank: 8 and 12 bytes, then 8, in lines of 128
+        assert sizes == [2 * 256, 2 * 128]  # of 9 rows, from each rank: 8 and 12 bytes, then 8, in lines of 128
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +187,7 @@ def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
 def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, bounds):
     """In one step after the other, of different sizes; nothing is gathered."""
     logprobs, dtype, _ = KINDS[kind]
-    ranks = Ranks(*(bounds or (EMPTY if kind == "probabilistic" else TWO)))
+    ranks = Ranks(*(bounds or (EMPTY if kind in ("probabilistic", "strict") else TWO)))
     sizes = ((64, 3), (3, 1), (64, 2)) if ON_GPU else ((1, 2), (2, 1), (1, 1))[: 2 + (kind == "given logsumexp")]
     for seed, (requests, drafts) in enumerate(sizes):
         method, call = arguments(kind, case(requests, drafts, ranks.vocab_size, dtype, seed=seed).to(DEVICE))
