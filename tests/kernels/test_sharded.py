@@ -372,6 +372,7 @@ def test_packed_calls_give_the_bits_of_one_gpu(method, ranks_of):
 
 def test_tokens_are_sampled_and_drafted_alike(ranks_of):
     batch = case(3, 0, 2064, torch.bfloat16, seed=3)
+    batch.target_logits[2] = -INF
     call = {"logits": batch.target_logits[:, 0], "temperature": batch.temperature, "seeds": batch.seeds}
     draft, sizes = assert_ranks_agree(ranks_of(*TWO), lambda shard=None: sampler_of("strict", shard).draft, call)
     assert len(sizes) == 2
@@ -379,6 +380,7 @@ def test_tokens_are_sampled_and_drafted_alike(ranks_of):
     one_row |= {"temperature": batch.temperature, "seeds": batch.seeds, "logprobs": "raw"}
     output, _ = assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, "block"), one_row)
     assert torch.equal(output.token_ids[:, 0], draft.token_ids)
+    assert output.invalid.tolist() == [False, False, True]
     with mock.patch.object(backends, "choose", return_value=backends.kernels()):
         call = {name: value.to(DEVICE) for name, value in call.items()}
         for token_ids in ranks_of(*TWO).run(lambda shard: partial(sample, shard=shard), call):
