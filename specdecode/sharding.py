@@ -80,7 +80,7 @@ class VocabShard:
         self.start = check_count("start", start, most=self.vocab_size, least=0)
         if transport not in TRANSPORTS:
             raise ValueError(f"transport: expected one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-        self.transport = transport
+        self.transport = self._wanted = transport
         self._layouts: dict[torch.device, Layout] = {}
         self._transports: dict[torch.device, Transport] = {}
 
@@ -128,7 +128,7 @@ class VocabShard:
         """
         chosen = self._transports.get(device)
         if chosen is None:
-            chosen = self._transports[device] = transports.choose(self.transport, self.group, device)
+            chosen = self._transports[device] = transports.choose(self._wanted, self.group, device)
             self.transport = chosen.name
         return chosen
 

@@ -99,6 +99,9 @@ def test_a_shard_chooses_once_and_says_what(host):
     assert shard.transport == "auto"
     assert shard.transport_on(CPU) is shard.transport_on(CPU)
     assert shard.transport == "symmetric_memory"
+    with mock.patch.object(transports, "choose") as choose:
+        shard.transport_on(torch.device("meta"))
+    assert choose.call_args.args[0] == "auto"  # what was chosen for one device is not demanded of another
 
 
 def reason(size: int, backend: type, hosts: Callable[[Tensor], Tensor]) -> str | None:
