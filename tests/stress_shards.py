@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard
+from tests.benchmarks.shards import check_bits
 from tests.differential import case
 from tests.kernels.common import SCHEDULE, given
 from tests.packing import in_slots, packed_rows, with_counts
@@ -102,12 +103,6 @@ class Group:
         return self.shards[vocab, which]
 
 
-def assert_bits(got: Any, expected: Any, what: str) -> None:
-    for name, mine, other in zip(expected._fields, got, expected):
-        if other is not None and not torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)):
-            raise SystemExit(f"rank {distributed.get_rank()}: {name} is not that of one GPU: {what}")
-
-
 def be_late(chance: random.Random) -> None:
     """Sleep now and then; each rank has its own chance."""
     if chance.random() < 0.3:
@@ -136,14 +131,14 @@ class Step:
     def launched(self, chance: random.Random) -> None:
         output = self.sampler(**self.mine(self.call))
         be_late(chance)
-        assert_bits(output, self.whole(**self.call), self.what)
+        check_bits(self.what, output, self.whole(**self.call))
 
     def packed(self) -> None:
         batch = case(*self.shape, KINDS[self.kind][1], seed=self.seed).to(self.group.device)
         _, draft_logits, logsumexp = given(self.kind, batch)
         others = {"draft_logits": draft_logits, "draft_logsumexp": logsumexp, "logprobs": self.call["logprobs"]}
         call = packed_call(vars(batch) | others, batch, self.seed)
-        assert_bits(self.sampler.packed(**self.mine(call)), self.whole.packed(**call), f"packed {self.what}")
+        check_bits(f"packed {self.what}", self.sampler.packed(**self.mine(call)), self.whole.packed(**call))
 
     def replayed(self, chance: random.Random, replays: int) -> None:
         mine = self.mine(self.call)
@@ -160,7 +155,7 @@ class Step:
                     static[name].copy_(value)
             be_late(chance)
             graph.replay()
-            assert_bits(output, self.whole(**call), f"replay {self.what}")
+            check_bits(f"replay {self.what}", output, self.whole(**call))
 
 
 def main() -> None:

@@ -270,11 +270,13 @@ class Plan:
 
     def views(self, workspace: Tensor) -> dict[str, Tensor]:
         """Return the parts of a workspace."""
-        parts = zip(self.starts, self.parts.items())
-        return {
-            name: workspace[start : start + length * dtype.itemsize // 4].view(dtype)
-            for start, (name, (dtype, length)) in parts
-        }
+        return {name: self.view(workspace, name) for name in self.parts}
+
+    def view(self, workspace: Tensor, name: str) -> Tensor:
+        """Return one part of a workspace."""
+        dtype, length = self.parts[name]
+        start = self.starts[list(self.parts).index(name)]
+        return workspace[start : start + length * dtype.itemsize // 4].view(dtype)
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""

@@ -79,13 +79,12 @@ class ShardedPlan:
             if isinstance(launches[0].kernel, triton.JITFunction):
                 compile_all(launches, self.device)
         workspace = self.last.allocate()
-        if self.is_symmetric:
-            memory, more_numbers = transport.memory(self.words)
-            tensors, numbers = tensors | memory, numbers | more_numbers
+        memory, more_numbers = transport.memory(self.words)
+        tensors, numbers = tensors | memory, numbers | more_numbers
         for i, plan in enumerate(self.plans):
             plan.run(tensors, numbers, workspace)
             if i < len(self.sent):
-                received = transport.exchange(plan.views(workspace)[self.sent[i]] if self.sent[i] else None)
+                received = transport.exchange(plan.view(workspace, self.sent[i]) if self.sent[i] else None)
                 if received is not None:
                     tensors = tensors | {f"received_{i + 1}": received}
 

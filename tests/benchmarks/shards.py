@@ -118,11 +118,11 @@ def median_time(step: Callable, device: torch.device, rounds: int) -> float:
     return slowest.item()
 
 
-def check_bits(name: str, got: Any, expected: Any, rank: int) -> None:
+def check_bits(name: str, got: Any, expected: Any) -> None:
     """Raise unless two outputs are the same."""
     for field, mine, other in zip(expected._fields, got, expected):
         if other is not None and not torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)):
-            raise SystemExit(f"{name}: {field} of rank {rank} is not that of one GPU")
+            raise SystemExit(f"{name}: {field} of rank {distributed.get_rank()} is not that of one GPU")
 
 
 @functools.cache
@@ -190,11 +190,11 @@ def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> l
         got = step()
         different = int((expected.token_ids != got.token_ids).any(dim=1).sum())
         if "triton" in way:
-            check_bits(name, got, expected, case.rank)
+            check_bits(name, got, expected)
             graph, replayed = captured(step, 1)
             graph.replay()
             torch.cuda.synchronize()
-            check_bits(name, replayed, expected, case.rank)
+            check_bits(name, replayed, expected)
         exchanges, moved = traffic.of(step)
         milliseconds = median_time(step, case.device, case.options.rounds)
         result = {
