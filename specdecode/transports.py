@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 TRANSPORTS = ("auto", "all_gather", "symmetric_memory")
 
-HEADER = 16
-"""Words before the two halves of symmetric memory, see `kernels.channel`."""
+HINTS, HEADER = 16, 16 + 4096
+"""Where hints start in symmetric memory, and its two halves, see `kernels.channel`."""
 
 LEAST_WORDS = 1 << 20
 """Of a half, 8 MiB: enough for the statistics of 256 requests of 7 drafts and 151,936 tokens."""

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 
 from specdecode import transports
-from specdecode.kernels.values import Line
+from specdecode.kernels.values import Line, Rivals
 
 STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
 """The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
 a rank was waited for in vain. No kernel reads one of the first two and writes it."""
 
-HEADER = tl.constexpr(transports.HEADER)
-"""How many words come before the two halves."""
+HINTS, HEADER = tl.constexpr(transports.HINTS), tl.constexpr(transports.HEADER)
+"""Where hints are, one for each offer; and how many words come before the two halves."""
 
 ABSENT = tl.constexpr(-1)
 """A word that has not come."""
@@ -129,3 +129,32 @@ def hear(words, pointers, channel, wanted, exchange):
         words = awaited(words, pointers, wanted, exchange)
         tl.store(pointers, tl.full(words.shape, ABSENT, words.dtype), mask=wanted)
         return words
+
+
+@triton.jit
+def rivals_of(index, line, exchange):
+    """Return where hints are on the offer of an index; () where words are gathered."""
+    rivals = ()
+    if exchange.peers_ptr is not None:
+        theirs = ()
+        for rank in tl.static_range(exchange.RANKS):
+            theirs = theirs + (line.peers[rank] + HINTS + index,)
+        step = line.step.to(tl.int32)
+        rivals = Rivals(exchange.received_ptr + HINTS + index, theirs, index < HEADER - HINTS, step)
+    return rivals
+
+
+@triton.jit
+def hint(score, rivals):
+    """Let all ranks know a score that a block of this rank reaches, as the bits of a float32."""
+    if len(rivals) > 0:
+        word = words_of(score, rivals.step)
+        for rank in tl.static_range(len(rivals.theirs)):
+            tl.atomic_max(rivals.theirs[rank], word, rivals.exists & (score > 0), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def hinted(rivals, like):
+    """Return a score that a block of some rank reaches, 0 as long as none is known: perhaps another one for each of `like`."""
+    words = tl.load(rivals.mine + tl.zeros_like(like), mask=rivals.exists, other=0, volatile=True)
+    return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

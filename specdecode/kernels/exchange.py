@@ -11,7 +11,6 @@ import triton.language as tl
 from specdecode.kernels.block import listed_residual
 from specdecode.kernels.channel import (
     NEXT_STEP,
-    awaited,
     hear,
     high_of,
     listen,
@@ -24,7 +23,7 @@ from specdecode.kernels.channel import (
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
+from specdecode.kernels.packed import locate_program, locate_row
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.read import decide
 from specdecode.kernels.residual import load_both, residual_sums
@@ -70,12 +69,12 @@ def logit_here(row, token, sizes):
 
 
 @triton.jit
-def tell_statistics(start, index, statistics, line, exchange, sizes):
+def tell_statistics(start, index, statistics, wanted, line, exchange, sizes):
     """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
     block_max, sumexp = statistics
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     place, words = index * exchange.most_blocks + start, words_of(block_max, sumexp)
-    wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
+    wanted = tl.where(wanted, blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start, False)
     if exchange.MAXIMA:
         wanted &= blocks == 0
         words = words_of(tl.where(blocks == 0, tl.max(block_max, 0), 0.0), tl.zeros_like(sumexp))
@@ -83,10 +82,10 @@ def tell_statistics(start, index, statistics, line, exchange, sizes):
 
 
 @triton.jit
-def tell_row(row, index, statistics, draft_logit, temperature, line, workspace, exchange, sizes):
-    """Tell the statistics of a row, its first largest token here and the draft's logit; return that token."""
+def tell_row(row, index, statistics, summarised, draft_logit, temperature, line, workspace, exchange, sizes):
+    """Tell the statistics of a row that is summarised, its first largest token here and the draft's logit; return that token."""
     block_max, sumexp = repaired(row, statistics, temperature, sizes)
-    tell_statistics(0, index, (block_max, sumexp), line, exchange, sizes)
+    tell_statistics(0, index, (block_max, sumexp), summarised, line, exchange, sizes)
     if exchange.MAXIMA:  # for `sharded.decide_sample_here`
         pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
@@ -106,6 +105,15 @@ def tell_other(row, index, other, line, exchange, sizes):
 
 
 @triton.jit
+def is_summarised(request, offset, inputs, sizes):
+    """Return whether the draft row at an offset is read, if there is a draft, so that its statistics travel."""
+    summarised = offset < sizes.num_draft_tokens
+    if inputs.drafts.logsumexp_ptr is not None:
+        summarised &= is_trusted(load_logsumexp(inputs.drafts, request, offset, summarised)) == 0
+    return summarised
+
+
+@triton.jit
 def tell_kernel(inputs, workspace, exchange, sizes):
     """Tell what this rank has found in the rows at one offset of a request; sizes are those of its shard."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
@@ -119,12 +127,11 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     row = whole_target_row_at(request, offset, inputs)
     draft_logit = logit_here(row, token, sizes)
     if inputs.draft.ptr is not None:
+        summarised = is_summarised(request, offset, inputs, sizes)
         has_draft = (offset < num_drafts) & (temperature > 0)
         draft_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-        its_logit, is_draft_read = logit_here(draft_row, its_token, sizes), has_draft
-        if inputs.drafts.logsumexp_ptr is not None:
-            is_draft_read &= is_trusted(load_logsumexp(inputs.drafts, request, offset, has_draft)) == 0
+        its_logit = logit_here(draft_row, its_token, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
@@ -133,18 +140,20 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         raw = load_statistics(statistics_at(workspace.raw_statistics_ptr, index, sizes), is_read, sizes)
     if inputs.draft.ptr is not None:
         draft_ptr = statistics_at(workspace.statistics_ptr, draft_index, sizes)
-        of_draft = load_statistics(draft_ptr, is_draft_read, sizes)
+        of_draft = load_statistics(draft_ptr, has_draft & summarised, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
-    first = tell_row(row, index, statistics, draft_logit, temperature, line, workspace, exchange, sizes)
+    first = tell_row(row, index, statistics, True, draft_logit, temperature, line, workspace, exchange, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
-        tell_statistics(exchange.raw_start, index, raw, line, exchange, sizes)
+        tell_statistics(exchange.raw_start, index, raw, True, line, exchange, sizes)
     if inputs.draft.ptr is not None:
         other = tl.full([], -1, tl.int32)
         if offset < sizes.num_draft_tokens:
-            other = tell_row(draft_row, draft_index, of_draft, its_logit, temperature, line, workspace, exchange, sizes)
+            other = tell_row(
+                draft_row, draft_index, of_draft, summarised, its_logit, temperature, line, workspace, exchange, sizes
+            )
             tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), line, exchange, sizes)
         tell_other(row, index, other, line, exchange, sizes)
 
@@ -181,18 +190,21 @@ def listen_to_notes(number, index, is_row, step, exchange):
 
 
 @triton.jit
-def hear_statistics(listened, index, pointer, sources, exchange, sizes):
-    """Store the statistics of a row in the order of the vocabulary; return its maximum and who has the first such block."""
+def hear_statistics(listened, index, pointer, temperature, sources, exchange, sizes):
+    """Store the statistics of a row in the order of the vocabulary; return its maximum, and which rank is to be asked for
+    its first largest token: which has the first such block, if the row may be a point mass."""
     words, pointers, wanted = listened
     words = hear(words, pointers, exchange.first, wanted, exchange)
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     destination = statistics_at(pointer, index, sizes).to(tl.pointer_type(tl.int64), bitcast=True)
     tl.store(destination + blocks, words, mask=wanted)
     block_max = tl.where(wanted, low_of(words), -INFINITY)
-    row_max = tl.max(block_max, 0)
-    largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
-    holders, _ = sources
-    return row_max, tl.max(tl.where(blocks == largest, holders, 0), 0)
+    row_max, rank = tl.max(block_max, 0), tl.full([], 0, tl.int64)
+    if (temperature == 0) | (tl.abs(row_max) == INFINITY):
+        holders, _ = sources
+        largest = tl.argmax((block_max == row_max).to(tl.int32), 0)
+        rank = tl.max(tl.where(blocks == largest, holders, 0), 0)
+    return row_max, rank
 
 
 @triton.jit
@@ -233,7 +245,7 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
 
 
 @triton.jit
-def arrange(request, offset, sources, step, inputs, workspace, exchange, sizes):
+def arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it; return the draft."""
     token = tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
@@ -248,17 +260,18 @@ def arrange(request, offset, sources, step, inputs, workspace, exchange, sizes):
     if inputs.draft.ptr is not None:
         others = listen_to_notes(1, index, is_row, step, exchange)
         draft_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
-        of_draft = listen_to_statistics(0, draft_index, is_draft_row, sources, step, exchange, sizes)
+        summarised = is_summarised(request, offset, inputs, sizes)
+        of_draft = listen_to_statistics(0, draft_index, summarised, sources, step, exchange, sizes)
         draft_notes = listen_to_notes(0, draft_index, is_draft_row, step, exchange)
         draft_others = listen_to_notes(1, draft_index, is_draft_row, step, exchange)
-    row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, sources, exchange, sizes)
+    row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, temperature, sources, exchange, sizes)
     noted = hear_notes(notes, others, exchange)
     if workspace.raw_statistics_ptr is not None:
-        hear_statistics(raw, index, workspace.raw_statistics_ptr, sources, exchange, sizes)
+        hear_statistics(raw, index, workspace.raw_statistics_ptr, temperature, sources, exchange, sizes)
     other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
         draft_max, draft_rank = hear_statistics(
-            of_draft, draft_index, workspace.statistics_ptr, sources, exchange, sizes
+            of_draft, draft_index, workspace.statistics_ptr, temperature, sources, exchange, sizes
         )
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
@@ -270,35 +283,22 @@ def arrange(request, offset, sources, step, inputs, workspace, exchange, sizes):
 
 
 @triton.jit
-def wait_kernel(exchange, sizes):
-    """Wait until all ranks tell of all target rows: then no program of the next launch waits long, so there may be many."""
-    step, rows = load_step(exchange), sizes.batch * (sizes.num_draft_tokens + 1)
-    await_launch(exchange.OVERLAPS)
-    for first in range(tl.program_id(0) * exchange.LANES, rows, tl.num_programs(0) * exchange.LANES):
-        index = first + tl.arange(0, exchange.LANES)
-        wanted, place = index < rows, exchange.notes_start + index.to(tl.int64) * exchange.NOTES
-        for rank in range(exchange.RANKS):
-            words, pointers = listen(exchange.first, rank, place, wanted, step, exchange, tl.int64)
-            awaited(words, pointers, wanted, exchange)
-    admit_next_launch(exchange.OVERLAPS)
-
-
-@triton.jit
 def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
-    """Arrange what ranks told of the rows at one offset of a request, and decide about its draft if that is wanted."""
-    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
-    temperature, step, sources = (
-        load_temperature(inputs.requests, request),
-        load_step(exchange),
-        sources_of(exchange, sizes),
-    )
+    """Arrange what ranks told of rows, those at one offset of a request or at several; decide about drafts if that is wanted.
+
+    All ranks take the rows in the same order, so that the first row which is not arranged does not wait for another.
+    """
+    rows, step, sources = sizes.batch * (sizes.num_draft_tokens + 1), load_step(exchange), sources_of(exchange, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    token = arrange(request, offset, sources, step, inputs, workspace, exchange, sizes)
-    if tuning.DECIDE is not None:
-        tl.debug_barrier()  # what was arranged is read by other threads than wrote it
-        if offset < sizes.num_draft_tokens:
-            decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        request, offset = locate_row(tl.full([], 0, tl.int32) + row, sizes.num_draft_tokens + 1, inputs.packing, sizes)
+        temperature = load_temperature(inputs.requests, request)
+        token = arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes)
+        if tuning.DECIDE is not None:
+            tl.debug_barrier()  # what was arranged is read by other threads than wrote it
+            if offset < sizes.num_draft_tokens:
+                decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
 
 
 # ---- the sums of block verification
@@ -323,11 +323,11 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
 
 
 @triton.jit
-def arrange_sums_kernel(workspace, exchange, sizes, tuning):
+def arrange_sums_kernel(workspace, exchange, sizes):
     """Put the residual sums that ranks told in the order of the vocabulary, a listed draft's row at a time."""
     step, blocks = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS)
     ranks, theirs = sources_of(exchange, sizes)
-    await_launch(tuning.OVERLAPS)
+    await_launch(exchange.OVERLAPS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
@@ -336,4 +336,4 @@ def arrange_sums_kernel(workspace, exchange, sizes, tuning):
         sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
-    admit_next_launch(tuning.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)

@@ -199,7 +199,7 @@ def add_reading(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, 
     chunks = triton.cdiv(sizes.num_blocks, tiles * READ_BLOCKS)
     flat = max(sizes.batch, num_rows) > MOST_PROGRAMS
     logits = [rows for rows in (inputs.target, inputs.draft) if rows.ptr is not None]
-    is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS == MIN_BLOCKS
+    is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
     tuning = Reading(
         tiles=tiles,
         chunks=chunks,

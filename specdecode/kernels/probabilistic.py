@@ -129,7 +129,7 @@ def accepts(terms, place, uniform, drafts):
 
 
 @triton.jit
-def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
+def recover(place, exponentials, p, residual, rivals, inputs, workspace, sizes, tuning):
     """Draw the token at a place from p less what is subtracted, or from p if nothing is left.
 
     Return it; the score of its block, as the bits of a float32; and whether it is drawn from a residual.
@@ -150,11 +150,11 @@ def recover(place, exponentials, p, residual, inputs, workspace, sizes, tuning):
                     block, score = select_summed_block(place, exponentials, workspace, sizes)
                 else:
                     block, score = select_residual_block(
-                        place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
+                        place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning
                     )
             else:
                 block, score = select_residual_block(
-                    place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
+                    place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning
                 )
             has_residual = block >= 0
             if block < 0:
@@ -194,5 +194,5 @@ def decide(place, noise, inputs, workspace, sizes):
 def draw(place, noise, source, inputs, workspace, sizes, tuning):
     """Draw the token of a place whose draft is not accepted."""
     p, residual = source
-    token, _, _ = recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)
+    token, _, _ = recover(place, noise.exponentials, p, residual, (), inputs, workspace, sizes, tuning)
     return token

@@ -10,6 +10,7 @@ max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in 
 import triton
 import triton.language as tl
 
+from specdecode.kernels.channel import hint, hinted
 from specdecode.kernels.distribution import relative_sums
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
@@ -141,7 +142,7 @@ def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
 
 
 @triton.jit
-def select_residual_block(place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning):
+def select_residual_block(place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning):
     """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
@@ -164,8 +165,11 @@ def select_residual_block(place, exponentials, p, residual, row, draft_row, inpu
     if len(row) == SHARDED:
         least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
+    hint(score_of(best), rivals)
     while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
+        if len(rivals) > 0:
+            remaining = tl.where(most_of(remaining, sizes) > hinted(rivals, remaining), remaining, -1)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, row, draft_row, next_blocks, tuning.LANES)

@@ -17,6 +17,9 @@ from specdecode.kernels.state import FIELDS
 Parts = dict[str, tuple[torch.dtype, int] | None]
 
 
+FEW_BLOCKS = 32
+
+
 class Way(NamedTuple):
     """What a step over shards is asked for, besides its sizes."""
 
@@ -43,6 +46,11 @@ class Step(NamedTuple):
     decides: bool  # it is decided where requests stop before anything is drawn
     per_row: bool  # there is an offer for each row, not for each request
 
+    @property
+    def rows(self) -> int:
+        """How many target rows there are."""
+        return self.here.batch * (self.here.num_draft_tokens + 1)
+
 
 def step_of(
     way: Way,
@@ -62,7 +70,7 @@ def step_of(
     maxima = all_know or (way.rule.draw is None and way.logprobs is None and not way.samples)
     end = shards.start + local
     shard = Shard(shards.vocab_size, shards.start, end, shards.most_blocks, ALIGNED=end % 16 == 0)
-    here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, shard=shard)
+    here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, MAX_BLOCKS=at_least(FEW_BLOCKS, shards.most_blocks), shard=shard)
     sizes = arranged = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
     if maxima:
         arranged = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))

@@ -22,12 +22,11 @@ from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SEARCH, SETTLING, SUM
 from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
-WAITING_PROGRAMS, WAITING_WARPS, WAITING_REGISTERS = 264, 4, 64
-"""At most so many programs of a launch wait for other ranks, of so many warps, and registers of a thread: two programs on a
-multiprocessor, which leave three quarters of it to the launches of other groups."""
+WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
+"""At most so many programs of a launch wait for other ranks, each of one warp with so many registers: eight on a
+multiprocessor, which leave half of it to the launches of another group."""
 
-FEW_PROGRAMS = 132
-"""A launch of no more programs, one on a multiprocessor, may wait, and the next one be set up meanwhile."""
+FINISHING_PROGRAMS = 264
 
 UNBOUNDED_SEARCH = (8, 4, 256)
 """`plan.SEARCH` where the draft rows' sums are not known: then a rank cannot know that another's residual beats all of its
@@ -167,7 +166,7 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told, way: Way) -> Exchange
         notes_start=told.statistics + told.raw_statistics,
         most_blocks=1 if step.maxima else step.shards.most_blocks,
         RANKS=ranks,
-        LANES=max(32 * WAITING_WARPS, triton.next_power_of_2(ranks)),
+        LANES=max(32, triton.next_power_of_2(ranks)),
         MAXIMA=step.maxima,
         NOTES=1 + (step.inputs.draft.ptr is not None),
         OFFERS=1 if way.logprobs is None else 2,
@@ -183,20 +182,21 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     mine = {"statistics_ptr": part("statistics_here"), "raw_statistics_ptr": part("raw_statistics_here")}
     workspace = workspace._replace(**mine, notes_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None)
-    rows = step.here.batch * (step.here.num_draft_tokens + 1)
-    plan.last.add(exchange.tell_kernel, (rows,), (step.inputs, workspace, exchanged, step.here), num_warps=4)
+    bundles = step.inputs, workspace, exchanged, step.here
+    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
 def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, decide: Any) -> None:
-    """Add the launch that puts what was heard in order, and may decide; before it one that waits, if it is not small."""
-    rows = step.here.batch * (step.here.num_draft_tokens + 1)
-    options: dict[str, Any] = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS}
-    if plan.is_symmetric and rows > FEW_PROGRAMS:
-        programs = min(triton.cdiv(rows, exchanged.LANES), FEW_PROGRAMS)
-        plan.last.add(exchange.wait_kernel, (programs,), (exchanged, step.arranged), **options)
+    """Add the launch that puts what was heard in order, and may decide."""
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide, can_overlap(plan.device))
-    plan.last.add(exchange.arrange_kernel, (rows,), bundles, **options, follows=plan.is_symmetric)
+    add_waiting(plan, exchange.arrange_kernel, step.rows, bundles)
+
+
+def add_waiting(plan: ShardedPlan, kernel: Any, most_programs: int, bundles: tuple[Any, ...]) -> None:
+    """Add a launch whose programs wait for other ranks, of a program for each row or fewer."""
+    options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
+    plan.last.add(kernel, (min(most_programs, WAITING_PROGRAMS),), bundles, **options, follows=plan.is_symmetric)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
@@ -212,10 +212,7 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     bundles = step.inputs, workspace, exchanged, step.sizes, tuning
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
-    programs = min(requests * num_draft_tokens, WAITING_PROGRAMS)
-    options: dict[str, Any] = {"num_warps": WAITING_WARPS, "max_registers": WAITING_REGISTERS}
-    bundles = workspace, exchanged, step.sizes, Arranging(None, overlaps)
-    plan.last.add(exchange.arrange_sums_kernel, (programs,), bundles, **options, follows=plan.is_symmetric)
+    add_waiting(plan, exchange.arrange_sums_kernel, requests * num_draft_tokens, (workspace, exchanged, step.sizes))
     return exchanged
 
 
@@ -248,6 +245,6 @@ def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Excha
     """Add the exchange of offers, if all ranks do not offer the same, and the launch that takes the best."""
     if not step.all_know:
         exchanged = exchanged._replace(offers=plan.exchange(exchanged.offers))
-    follows, programs = step.all_know or plan.is_symmetric, min(step.sizes.batch, WAITING_PROGRAMS)
+    follows, programs = step.all_know or plan.is_symmetric, min(step.sizes.batch, FINISHING_PROGRAMS)
     bundles = step.inputs, outputs, exchanged, step.sizes
     plan.last.add(sharded.finish_kernel, (programs,), bundles, num_warps=1, follows=follows)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import settle
-from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, low_of, open_line, tell
+from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, low_of, open_line, rivals_of, tell
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
@@ -110,7 +110,7 @@ def only_here(p, sizes):
 
 
 @triton.jit
-def offer(place, noise, source, inputs, workspace, sizes, tuning):
+def offer(place, noise, source, rivals, inputs, workspace, sizes, tuning):
     """Return the token that this rank would emit at a place, and its offer: 0 if all of the row is another rank's.
 
     A residual that is found on any rank comes before p, from which the token is drawn if there is none. Then the score
@@ -118,7 +118,9 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
     """
     p, residual = source
     p = only_here(p, sizes)
-    token, score, has_residual = recover(place, noise.exponentials, p, residual, inputs, workspace, sizes, tuning)
+    token, score, has_residual = recover(
+        place, noise.exponentials, p, residual, rivals, inputs, workspace, sizes, tuning
+    )
     token = token.to(tl.int32)
     number = (score.to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
     number = tl.where(has_residual, number | RESIDUAL_BIT, number)
@@ -128,7 +130,7 @@ def offer(place, noise, source, inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def offer_row(place, noise, outputs, inputs, workspace, sizes, tuning):
+def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
     """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
     raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
@@ -144,7 +146,7 @@ def offer_row(place, noise, outputs, inputs, workspace, sizes, tuning):
                 logprob = logprob_asked(place, place.token, asked, inputs, workspace, sizes)
                 store_logprob(outputs, place, logprob, sizes)
     if (accepted == 0) | (not tuning.PER_ROW):
-        token, number = offer(place, noise, source, inputs, workspace, sizes, tuning)
+        token, number = offer(place, noise, source, rivals, inputs, workspace, sizes, tuning)
         if outputs.logprobs_ptr is not None:
             logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
     return accepted, p.row_max == -INFINITY, number, logprob
@@ -177,6 +179,9 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
     request, offset = locate_program(programs, inputs.packing, sizes)
+    index = request.index
+    if tuning.PER_ROW:
+        index = row_index(request, offset, False, sizes)
     temperature, key = load_temperature(inputs.requests, request), load_key(inputs.requests, request)
     num_drafts, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
     if inputs.drafts.ids_ptr is not None:
@@ -195,14 +200,16 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
         if inputs.drafts.ids_ptr is not None:
             token = load_draft_ids(inputs.drafts, request, offset, sizes)
         place = Place(request, offset, token, key, temperature)
-        accepted, row_is_empty, number, logprob = offer_row(place, noise, outputs, inputs, workspace, sizes, tuning)
+        rivals = rivals_of(index, line, exchange)
+        accepted, row_is_empty, number, logprob = offer_row(
+            place, noise, rivals, outputs, inputs, workspace, sizes, tuning
+        )
         is_empty |= row_is_empty
     verdict = tl.where(is_empty, IS_EMPTY, 0)
     if tuning.PER_ROW:
-        index = row_index(request, offset, False, sizes)
         tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, line, exchange)
     else:
-        tell_offer(request.index, verdict | (offset << COUNT), number, logprob, line, exchange)
+        tell_offer(index, verdict | (offset << COUNT), number, logprob, line, exchange)
 
 
 # ---- 4. the best offer

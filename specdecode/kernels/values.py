@@ -119,6 +119,15 @@ class Terms(NamedTuple):
     residual: Residual
 
 
+class Rivals(NamedTuple):
+    """Where ranks hint to each other which score one of their blocks reaches, see `channel`."""
+
+    mine: Any  # the word that this rank looks at
+    theirs: Any  # that of every rank, its own too
+    exists: Any  # whether there is such a word
+    step: Any  # its number
+
+
 class Line(NamedTuple):
     """By what ranks are told words."""
 

@@ -80,7 +80,7 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(place, inputs.requests, sizes).exponentials
     searched, _ = select_residual_block(
-        place, exponentials, p, residual, row, draft_row, inputs, workspace, sizes, tuning
+        place, exponentials, p, residual, (), row, draft_row, inputs, workspace, sizes, tuning
     )
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)

@@ -105,7 +105,7 @@ def shared() -> Iterator[None]:
 
     with (
         mock.patch.object(transports, "choose", choose),
-        mock.patch.object(shard_plan, "FEW_PROGRAMS", 132 if ON_GPU else 2),
+        mock.patch.object(shard_plan, "WAITING_PROGRAMS", 132 if ON_GPU else 2),
     ):
         yield
 
