@@ -11,6 +11,7 @@ import triton.language as tl
 from specdecode.kernels.block import listed_residual
 from specdecode.kernels.channel import (
     NEXT_STEP,
+    awaited,
     hear,
     high_of,
     listen,
@@ -23,7 +24,7 @@ from specdecode.kernels.channel import (
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program, locate_row
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.read import decide
 from specdecode.kernels.residual import load_both, residual_sums
@@ -69,12 +70,12 @@ def logit_here(row, token, sizes):
 
 
 @triton.jit
-def tell_statistics(start, index, statistics, wanted, line, exchange, sizes):
+def tell_statistics(start, index, statistics, line, exchange, sizes):
     """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
     block_max, sumexp = statistics
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     place, words = index * exchange.most_blocks + start, words_of(block_max, sumexp)
-    wanted = tl.where(wanted, blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start, False)
+    wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
     if exchange.MAXIMA:
         wanted &= blocks == 0
         words = words_of(tl.where(blocks == 0, tl.max(block_max, 0), 0.0), tl.zeros_like(sumexp))
@@ -82,18 +83,22 @@ def tell_statistics(start, index, statistics, wanted, line, exchange, sizes):
 
 
 @triton.jit
-def tell_row(row, index, statistics, summarised, draft_logit, temperature, line, workspace, exchange, sizes):
-    """Tell the statistics of a row that is summarised, its first largest token here and the draft's logit; return that token."""
+def tell_summary(row, index, statistics, temperature, line, workspace, exchange, sizes):
+    """Tell the statistics of a row; return its first largest token here, as `first_here`."""
     block_max, sumexp = repaired(row, statistics, temperature, sizes)
-    tell_statistics(0, index, (block_max, sumexp), summarised, line, exchange, sizes)
+    tell_statistics(0, index, (block_max, sumexp), line, exchange, sizes)
     if exchange.MAXIMA:  # for `sharded.decide_sample_here`
         pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
-    first = first_here(row, block_max, temperature, sizes)
+    return first_here(row, block_max, temperature, sizes)
+
+
+@triton.jit
+def tell_note(index, draft_logit, first, line, exchange):
+    """Tell the logit that this rank has of the draft at a row, and the row's first largest token here."""
     place = exchange.notes_start + index * exchange.NOTES
     tell(exchange.first, place, words_of(draft_logit, first), place >= 0, line, exchange)
-    return first
 
 
 @triton.jit
@@ -144,16 +149,17 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
-    first = tell_row(row, index, statistics, True, draft_logit, temperature, line, workspace, exchange, sizes)
+    first = tell_summary(row, index, statistics, temperature, line, workspace, exchange, sizes)
+    tell_note(index, draft_logit, first, line, exchange)
     if workspace.raw_statistics_ptr is not None:
         raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
-        tell_statistics(exchange.raw_start, index, raw, True, line, exchange, sizes)
+        tell_statistics(exchange.raw_start, index, raw, line, exchange, sizes)
     if inputs.draft.ptr is not None:
-        other = tl.full([], -1, tl.int32)
+        other = tl.full([], LAST_TOKEN, tl.int32)
         if offset < sizes.num_draft_tokens:
-            other = tell_row(
-                draft_row, draft_index, of_draft, summarised, its_logit, temperature, line, workspace, exchange, sizes
-            )
+            if summarised:
+                other = tell_summary(draft_row, draft_index, of_draft, temperature, line, workspace, exchange, sizes)
+            tell_note(draft_index, its_logit, other, line, exchange)
             tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), line, exchange, sizes)
         tell_other(row, index, other, line, exchange, sizes)
 
@@ -270,9 +276,11 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
         hear_statistics(raw, index, workspace.raw_statistics_ptr, temperature, sources, exchange, sizes)
     other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
-        draft_max, draft_rank = hear_statistics(
-            of_draft, draft_index, workspace.statistics_ptr, temperature, sources, exchange, sizes
-        )
+        draft_max, draft_rank = tl.full([], -INFINITY, tl.float32), tl.full([], 0, tl.int64)
+        if summarised:
+            draft_max, draft_rank = hear_statistics(
+                of_draft, draft_index, workspace.statistics_ptr, temperature, sources, exchange, sizes
+            )
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
             first = of_rank(noted[1], rank)
@@ -283,22 +291,32 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
 
 
 @triton.jit
-def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
-    """Arrange what ranks told of rows, those at one offset of a request or at several; decide about drafts if that is wanted.
+def wait_kernel(exchange, sizes):
+    """Wait until all ranks tell of all target rows: then no program of the next launch waits long, so there may be many."""
+    step, rows = load_step(exchange), sizes.batch * (sizes.num_draft_tokens + 1)
+    await_launch(exchange.OVERLAPS)
+    for first in range(tl.program_id(0) * exchange.LANES, rows, tl.num_programs(0) * exchange.LANES):
+        index = first + tl.arange(0, exchange.LANES)
+        wanted, place = index < rows, exchange.notes_start + index.to(tl.int64) * exchange.NOTES
+        for rank in range(exchange.RANKS):
+            words, pointers = listen(exchange.first, rank, place, wanted, step, exchange, tl.int64)
+            awaited(words, pointers, wanted, exchange)
+    admit_next_launch(exchange.OVERLAPS)
 
-    All ranks take the rows in the same order, so that the first row which is not arranged does not wait for another.
-    """
-    rows, step, sources = sizes.batch * (sizes.num_draft_tokens + 1), load_step(exchange), sources_of(exchange, sizes)
+
+@triton.jit
+def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
+    """Arrange what ranks told of the rows at one offset of a request, and decide about its draft if that is wanted."""
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
+    temperature, step = load_temperature(inputs.requests, request), load_step(exchange)
+    sources = sources_of(exchange, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        request, offset = locate_row(tl.full([], 0, tl.int32) + row, sizes.num_draft_tokens + 1, inputs.packing, sizes)
-        temperature = load_temperature(inputs.requests, request)
-        token = arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes)
-        if tuning.DECIDE is not None:
-            tl.debug_barrier()  # what was arranged is read by other threads than wrote it
-            if offset < sizes.num_draft_tokens:
-                decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
+    token = arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes)
+    if tuning.DECIDE is not None:
+        tl.debug_barrier()  # what was arranged is read by other threads than wrote it
+        if offset < sizes.num_draft_tokens:
+            decide(request, offset, token, temperature, inputs, workspace, sizes, tuning)
 
 
 # ---- the sums of block verification

@@ -33,12 +33,6 @@ def locate(index, packing, sizes):
 
 
 @triton.jit
-def locate_row(row, rows, packing, sizes):
-    """Return the request and the offset of a row, where each request has so many rows."""
-    return locate((row // rows).to(tl.int64), packing, sizes), row % rows
-
-
-@triton.jit
 def locate_program(programs, packing, sizes):
     """Return a program's request and its offset, in a grid that has so many programs for each request."""
-    return locate_row(tl.program_id(0), programs, packing, sizes)
+    return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs

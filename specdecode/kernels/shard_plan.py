@@ -18,7 +18,7 @@ from specdecode.kernels.arguments import Arranging, Channel, Exchange, Outputs, 
 from specdecode.kernels.block import decide_kernel, ratio_kernel
 from specdecode.kernels.bundles import Layout, outputs_of
 from specdecode.kernels.launch import Argument, Plan, can_overlap, compile_all
-from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SEARCH, SETTLING, SUM_PROGRAMS, AcceptRule, add_reading
+from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SETTLING, SUM_PROGRAMS, AcceptRule, add_reading
 from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
@@ -26,11 +26,10 @@ WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
 """At most so many programs of a launch wait for other ranks, each of one warp with so many registers: eight on a
 multiprocessor, which leave half of it to the launches of another group."""
 
-FINISHING_PROGRAMS = 264
+TELLING_WARPS = 1
 
-UNBOUNDED_SEARCH = (8, 4, 256)
-"""`plan.SEARCH` where the draft rows' sums are not known: then a rank cannot know that another's residual beats all of its
-own, and may have to look at most of its blocks."""
+SEARCH = (4, 1, 256)
+"""TOP, BLOCKS and LANES of `arguments.Searching`: fewer at first than on one GPU, since a rank has a part of the blocks."""
 
 
 class ShardedPlan:
@@ -183,18 +182,21 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     workspace = workspace._replace(**mine, notes_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None)
     bundles = step.inputs, workspace, exchanged, step.here
-    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=1)
+    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=TELLING_WARPS)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
 def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, decide: Any) -> None:
-    """Add the launch that puts what was heard in order, and may decide."""
+    """Add the launch that puts what was heard in order, and may decide; before it one that waits, if it is large."""
+    if plan.is_symmetric and step.rows > WAITING_PROGRAMS:
+        add_waiting(plan, exchange.wait_kernel, triton.cdiv(step.rows, exchanged.LANES), (exchanged, step.arranged))
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide, can_overlap(plan.device))
-    add_waiting(plan, exchange.arrange_kernel, step.rows, bundles)
+    options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
+    plan.last.add(exchange.arrange_kernel, (step.rows,), bundles, **options, follows=plan.is_symmetric)
 
 
 def add_waiting(plan: ShardedPlan, kernel: Any, most_programs: int, bundles: tuple[Any, ...]) -> None:
-    """Add a launch whose programs wait for other ranks, of a program for each row or fewer."""
+    """Add a launch whose programs wait for other ranks."""
     options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
     plan.last.add(kernel, (min(most_programs, WAITING_PROGRAMS),), bundles, **options, follows=plan.is_symmetric)
 
@@ -227,11 +229,8 @@ def add_offers(
 ) -> None:
     """Add the launch that offers tokens."""
     has_draft_rows = step.inputs.draft.ptr is not None
-    search = SEARCH["large" if step.decides else "many" if has_draft_rows else "few"]
-    if step.decides and step.inputs.drafts.logsumexp_ptr is not None:
-        search = UNBOUNDED_SEARCH
     summed = ALL.value if step.sums else OPEN_ONES.value
-    tuning = Searching(*search, decide, None, step.per_row, False, step.settles, summed, can_overlap(plan.device))
+    tuning = Searching(*SEARCH, decide, None, step.per_row, False, step.settles, summed, can_overlap(plan.device))
     plan.last.add(
         sharded.offer_kernel,
         (step.sizes.batch * (step.sizes.num_draft_tokens + 1 if step.per_row else 1),),
@@ -245,6 +244,6 @@ def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Excha
     """Add the exchange of offers, if all ranks do not offer the same, and the launch that takes the best."""
     if not step.all_know:
         exchanged = exchanged._replace(offers=plan.exchange(exchanged.offers))
-    follows, programs = step.all_know or plan.is_symmetric, min(step.sizes.batch, FINISHING_PROGRAMS)
+    follows, programs = step.all_know or plan.is_symmetric, min(step.sizes.batch, WAITING_PROGRAMS)
     bundles = step.inputs, outputs, exchanged, step.sizes
     plan.last.add(sharded.finish_kernel, (programs,), bundles, num_warps=1, follows=follows)

@@ -329,9 +329,7 @@ def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_g
     if is_given:
         call["draft_logsumexp"] = (draft / 0.7).logsumexp(2)
     ranks = ranks_of([0, 3072, 6000], [1, 0])
-    with mock.patch.dict(
-        shard_plan.SEARCH, many=(1, 1, 256)
-    ):  # of plans for these ranks, which are none of other tests
+    with mock.patch.object(shard_plan, "SEARCH", (1, 1, 256)):  # of plans for these ranks, which are none of other tests
         assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
 
 
