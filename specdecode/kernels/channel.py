@@ -8,6 +8,11 @@ heard a word sets it back to -1. Meanwhile other ranks may be one step ahead, so
 While kernels wait, those of another group may have to run first. So kernels that wait have few and small programs, which
 leave room on every multiprocessor. They wait for a bounded time. Then they say so in `FAILED`, and go on; the next call
 raises an error.
+
+*Hints* are words that nothing depends on. A rank that searches its blocks for the best score lets all others know a score
+that it has found; whoever sees that in time does not look at blocks which cannot reach it. A hint is only ever raised, by an
+atomic maximum, and the number of its step is in front of the score: so it need not be set back, and one of another step is
+known by that.
 """
 
 import triton
@@ -133,7 +138,7 @@ def hear(words, pointers, channel, wanted, exchange):
 
 @triton.jit
 def rivals_of(index, line, exchange):
-    """Return where hints are on the offer of an index; () where words are gathered."""
+    """Return where hints on an offer are, given its index; () where words are gathered."""
     rivals = ()
     if exchange.peers_ptr is not None:
         theirs = ()
@@ -146,7 +151,7 @@ def rivals_of(index, line, exchange):
 
 @triton.jit
 def hint(score, rivals):
-    """Let all ranks know a score that a block of this rank reaches, as the bits of a float32."""
+    """Let all ranks know a score that a block of this rank reaches, given as the bits of a float32; 0 is none."""
     if len(rivals) > 0:
         word = words_of(score, rivals.step)
         for rank in tl.static_range(len(rivals.theirs)):
@@ -155,6 +160,9 @@ def hint(score, rivals):
 
 @triton.jit
 def hinted(rivals, like):
-    """Return a score that a block of some rank reaches, 0 as long as none is known: perhaps another one for each of `like`."""
+    """Return a score that a block of some rank reaches, 0 as long as none is known.
+
+    For each of the numbers `like`: threads may see different ones, so no two may have to agree about them.
+    """
     words = tl.load(rivals.mine + tl.zeros_like(like), mask=rivals.exists, other=0, volatile=True)
     return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

@@ -197,8 +197,10 @@ def listen_to_notes(number, index, is_row, step, exchange):
 
 @triton.jit
 def hear_statistics(listened, index, pointer, temperature, sources, exchange, sizes):
-    """Store the statistics of a row in the order of the vocabulary; return its maximum, and which rank is to be asked for
-    its first largest token: which has the first such block, if the row may be a point mass."""
+    """Store the statistics of a row in the order of the vocabulary; return its maximum, and a rank.
+
+    It is the rank that has the first block with that maximum, if the row may be a point mass, so that it matters.
+    """
     words, pointers, wanted = listened
     words = hear(words, pointers, exchange.first, wanted, exchange)
     blocks = tl.arange(0, sizes.MAX_BLOCKS)

@@ -147,7 +147,7 @@ def select_residual_block(place, exponentials, p, residual, rivals, row, draft_r
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
     sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
-    blocks that are surely beaten by another rank's, any will do.
+    blocks that are surely beaten by another rank's, any will do: `rivals` say how far these have come, () on one GPU.
     """
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)

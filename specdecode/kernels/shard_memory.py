@@ -17,7 +17,7 @@ from specdecode.kernels.state import FIELDS
 Parts = dict[str, tuple[torch.dtype, int] | None]
 
 
-FEW_BLOCKS = 32
+FEW_BLOCKS = 32  # of a shard: so many there may always be
 
 
 class Way(NamedTuple):
@@ -70,7 +70,9 @@ def step_of(
     maxima = all_know or (way.rule.draw is None and way.logprobs is None and not way.samples)
     end = shards.start + local
     shard = Shard(shards.vocab_size, shards.start, end, shards.most_blocks, ALIGNED=end % 16 == 0)
-    here = sizes_of(requests, num_draft_tokens, local)._replace(num_blocks=shards.most_blocks, MAX_BLOCKS=at_least(FEW_BLOCKS, shards.most_blocks), shard=shard)
+    here = sizes_of(requests, num_draft_tokens, local)._replace(
+        num_blocks=shards.most_blocks, MAX_BLOCKS=at_least(FEW_BLOCKS, shards.most_blocks), shard=shard
+    )
     sizes = arranged = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
     if maxima:
         arranged = sizes._replace(num_blocks=len(shards.holders), MAX_BLOCKS=at_least(MIN_BLOCKS, shards.ranks))

@@ -22,14 +22,15 @@ from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SETTLING, SUM_PROGRAM
 from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
+# Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
+# half of a multiprocessor, and leave the other half to another group's launches. With half the registers arranging 256
+# requests of 3 drafts took 6 us longer, with four warps a program, 3 us.
 WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
-"""At most so many programs of a launch wait for other ranks, each of one warp with so many registers: eight on a
-multiprocessor, which leave half of it to the launches of another group."""
 
-TELLING_WARPS = 1
-
-SEARCH = (4, 1, 256)
-"""TOP, BLOCKS and LANES of `arguments.Searching`: fewer at first than on one GPU, since a rank has a part of the blocks."""
+# TOP, BLOCKS and LANES of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and where the
+# draft rows' sums are not known, and ranks cannot hint to each other. Then a rank that has none of the likely tokens may look
+# at most of its blocks.
+SEARCH, UNBOUNDED_SEARCH = (4, 1, 256), (8, 8, 256)
 
 
 class ShardedPlan:
@@ -182,23 +183,25 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     workspace = workspace._replace(**mine, notes_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None)
     bundles = step.inputs, workspace, exchanged, step.here
-    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=TELLING_WARPS)
+    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
 def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, decide: Any) -> None:
     """Add the launch that puts what was heard in order, and may decide; before it one that waits, if it is large."""
+    follows = plan.is_symmetric
     if plan.is_symmetric and step.rows > WAITING_PROGRAMS:
-        add_waiting(plan, exchange.wait_kernel, triton.cdiv(step.rows, exchanged.LANES), (exchanged, step.arranged))
+        programs = triton.cdiv(step.rows, exchanged.LANES)
+        add_waiting(plan, exchange.wait_kernel, programs, (exchanged, step.arranged), follows)
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide, can_overlap(plan.device))
     options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.last.add(exchange.arrange_kernel, (step.rows,), bundles, **options, follows=plan.is_symmetric)
+    plan.last.add(exchange.arrange_kernel, (step.rows,), bundles, **options, follows=follows)
 
 
-def add_waiting(plan: ShardedPlan, kernel: Any, most_programs: int, bundles: tuple[Any, ...]) -> None:
-    """Add a launch whose programs wait for other ranks."""
+def add_waiting(plan: ShardedPlan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
+    """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
     options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.last.add(kernel, (min(most_programs, WAITING_PROGRAMS),), bundles, **options, follows=plan.is_symmetric)
+    plan.last.add(kernel, (min(programs, WAITING_PROGRAMS),), bundles, **options, follows=follows)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
@@ -214,7 +217,8 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     bundles = step.inputs, workspace, exchanged, step.sizes, tuning
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
-    add_waiting(plan, exchange.arrange_sums_kernel, requests * num_draft_tokens, (workspace, exchanged, step.sizes))
+    bundles = workspace, exchanged, step.sizes
+    add_waiting(plan, exchange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
     return exchanged
 
 
@@ -229,8 +233,10 @@ def add_offers(
 ) -> None:
     """Add the launch that offers tokens."""
     has_draft_rows = step.inputs.draft.ptr is not None
+    is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
+    search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     summed = ALL.value if step.sums else OPEN_ONES.value
-    tuning = Searching(*SEARCH, decide, None, step.per_row, False, step.settles, summed, can_overlap(plan.device))
+    tuning = Searching(*search, decide, None, step.per_row, False, step.settles, summed, can_overlap(plan.device))
     plan.last.add(
         sharded.offer_kernel,
         (step.sizes.batch * (step.sizes.num_draft_tokens + 1 if step.per_row else 1),),
@@ -244,6 +250,5 @@ def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Excha
     """Add the exchange of offers, if all ranks do not offer the same, and the launch that takes the best."""
     if not step.all_know:
         exchanged = exchanged._replace(offers=plan.exchange(exchanged.offers))
-    follows, programs = step.all_know or plan.is_symmetric, min(step.sizes.batch, WAITING_PROGRAMS)
     bundles = step.inputs, outputs, exchanged, step.sizes
-    plan.last.add(sharded.finish_kernel, (programs,), bundles, num_warps=1, follows=follows)
+    add_waiting(plan, sharded.finish_kernel, step.sizes.batch, bundles, follows=step.all_know or plan.is_symmetric)

@@ -20,7 +20,18 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import settle
-from specdecode.kernels.channel import NEXT_STEP, STEP, hear, listen, low_of, open_line, rivals_of, tell
+from specdecode.kernels.channel import (
+    FAILED,
+    NEXT_STEP,
+    STEP,
+    hear,
+    listen,
+    low_of,
+    open_line,
+    rivals_of,
+    tell,
+    words_of,
+)
 from specdecode.kernels.distribution import combine, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
@@ -158,8 +169,8 @@ def tell_offer(index, verdict, number, logprob, line, exchange):
     tl.store(exchange.verdicts_ptr + index, verdict)
     tell(exchange.offers, index * exchange.OFFERS, number, index >= 0, line, exchange)
     if exchange.OFFERS == 2:
-        bits = logprob.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        tell(exchange.offers, index * exchange.OFFERS + 1, bits, index >= 0, line, exchange)
+        word = words_of(logprob, tl.full([], 0, tl.int32))
+        tell(exchange.offers, index * exchange.OFFERS + 1, word, index >= 0, line, exchange)
 
 
 @triton.jit
@@ -279,6 +290,8 @@ def finish(request, step, inputs, outputs, exchange, sizes):
     else:
         stop, is_empty, number, logprob = emitted_of_request(request, step, exchange)
     is_empty |= number == 0  # no rank has offered anything: one was waited for in vain
+    if exchange.peers_ptr is not None:
+        is_empty |= tl.load(exchange.received_ptr + FAILED) == 1
     token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
     if inputs.drafts.ids_ptr is not None:
         store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)

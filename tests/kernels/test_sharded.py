@@ -319,17 +319,52 @@ def test_recovered_tokens_are_drawn_from_the_residual_of_all_ranks(method, ranks
     assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, method), call)
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_given, ranks_of):
-    """It looks at one block before. A third of q is one token, and p is flat: their sums are relative to other maxima."""
+def long_searches() -> dict:
+    """A third of q is one token, and p is flat: their sums are relative to other maxima."""
     batch = impossible_drafts(64 if ON_GPU else 6, 6000, 5.0)
     call = vars(batch) | {"seeds": torch.arange(len(batch.seeds)), "target_logits": batch.target_logits / 5}
     draft = call["draft_logits"] = batch.draft_logits / 5
     draft[..., 4000] = 0.7 * ((draft / 0.7).logsumexp(2) - 0.7)
-    if is_given:
-        call["draft_logsumexp"] = (draft / 0.7).logsumexp(2)
+    return call | {"draft_logsumexp": (draft / 0.7).logsumexp(2)}
+
+
+@pytest.mark.parametrize("hinted", ["by ranks", "before", "falsely"])
+@pytest.mark.usefixtures("shared")
+def test_a_hint_ends_the_searches_of_its_step_alone(hinted):
+    """A search looks at two blocks before, of eight or seven, of which two have a residual."""
+    ranks, batch = Ranks([0, 8192, 16_000], [1, 0]), impossible_drafts(64 if ON_GPU else 6, 16_000, 5.0)
+    batch.draft_logits[..., torch.arange(16_000) // 1024 % 4 > 0] += 40
+    requests = len(batch.seeds)
+    call = vars(batch) | {"temperature": 5.0, "seeds": torch.arange(requests)}
+    call["draft_logsumexp"] = (batch.draft_logits / 5).logsumexp(2)
+    check = partial(assert_ranks_agree, ranks, partial(sampler_of, "probabilistic"), call)
+    with mock.patch.object(shard_plan, "SEARCH", (1, 1, 256)):
+        check()
+        memory = [shard.transport_on(torch.zeros(1, device=DEVICE).device).words for shard in ranks.shards]
+        hints = [words[transports.HINTS : transports.HEADER] for words in memory]
+        if hinted == "by ranks":
+            assert torch.equal(*hints)
+            told = (hints[0] > 0).nonzero().flatten().tolist()
+            assert 0 < len(told) <= requests and all(row % 2 == 0 for row in told)  # of rows whose draft is rejected
+        for words in [] if hinted == "by ranks" else hints:
+            words.fill_((int(hinted == "falsely") << 32) | 0x7F000000)  # the second step has the number 1
+        if hinted == "falsely":
+            with pytest.raises(AssertionError):
+                check()
+        else:
+            check()
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_given, ranks_of):
+    """It looks at one block before."""
+    call = long_searches()
+    if not is_given:
+        call["draft_logsumexp"] = None
     ranks = ranks_of([0, 3072, 6000], [1, 0])
-    with mock.patch.object(shard_plan, "SEARCH", (1, 1, 256)):  # of plans for these ranks, which are none of other tests
+    with mock.patch.object(
+        shard_plan, "SEARCH", (1, 1, 256)
+    ):  # of plans for these ranks, which are none of other tests
         assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
 
 
