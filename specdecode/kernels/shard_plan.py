@@ -27,9 +27,9 @@ from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, st
 # requests of 3 drafts took 6 us longer, with four warps a program, 3 us.
 WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
 
-# TOP, BLOCKS and LANES of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and where the
-# draft rows' sums are not known, and ranks cannot hint to each other. Then a rank that has none of the likely tokens may look
-# at most of its blocks.
+# TOP, BLOCKS and LANES of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and more
+# where the draft rows' sums are not known, and ranks cannot hint to each other. Then a rank that has none of the likely
+# tokens may look at most of its blocks.
 SEARCH, UNBOUNDED_SEARCH = (4, 1, 256), (8, 8, 256)
 
 

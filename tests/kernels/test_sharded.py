@@ -345,7 +345,8 @@ def test_a_hint_ends_the_searches_of_its_step_alone(hinted):
         if hinted == "by ranks":
             assert torch.equal(*hints)
             told = (hints[0] > 0).nonzero().flatten().tolist()
-            assert 0 < len(told) <= requests and all(row % 2 == 0 for row in told)  # of rows whose draft is rejected
+            assert 0 < len(told) <= requests
+            assert all(row % 2 == 0 for row in told)  # whose draft is rejected
         for words in [] if hinted == "by ranks" else hints:
             words.fill_((int(hinted == "falsely") << 32) | 0x7F000000)  # the second step has the number 1
         if hinted == "falsely":
