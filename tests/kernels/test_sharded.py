@@ -352,6 +352,7 @@ def test_a_hint_ends_the_searches_of_its_step_alone(hinted):
         if hinted == "falsely":
             with pytest.raises(AssertionError):
                 check()
+            assert all((words == words[0]).all() for words in hints)  # none has become a lower one
         else:
             check()
 
