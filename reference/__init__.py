@@ -11,11 +11,11 @@ was rejected, a *bonus* token where all K were accepted. It must not change the 
 must be distributed as if the target alone had drawn them. The more drafts it accepts, the fewer calls of the target a
 text needs.
 
-Read the modules in this order: [`philox`][reference.philox] (noise; on a first reading it is enough to know what
-`uniform` and `gumbel` return), [`selection`][reference.selection] (how a token is drawn),
-[`truncation`][reference.truncation] (top-k, top-p and min-p; it can wait, because without them it changes no row),
-[`greedy`][reference.greedy], [`strict`][reference.strict], [`probabilistic`][reference.probabilistic],
-[`block`][reference.block], [`synthetic`][reference.synthetic]. Each of the last five has a function `verify`. The tests
+Read the modules in this order: [`greedy`][reference.greedy], [`probabilistic`][reference.probabilistic],
+[`selection`][reference.selection] (how a token is drawn), [`strict`][reference.strict], [`block`][reference.block],
+[`truncation`][reference.truncation] (top-k, top-p and min-p; without them it changes no row),
+[`synthetic`][reference.synthetic], [`philox`][reference.philox] (the noise; until then it is enough to know what
+`uniform` and `gumbel` return). Each method has a function `verify`. The tests
 require that the package returns the same tokens as `verify` for the same logits, seed and position, except where two
 scores are so close that rounding decides. Beside them, [`logprobs`][reference.logprobs] has the log-probabilities of the
 tokens that `verify` returns.

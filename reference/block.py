@@ -1,8 +1,9 @@
 """Block verification: decide on the drafts together, not one by one.
 
-Token verification stops at the first draft that it rejects. It does not use how much more likely than necessary the
-drafts before that one were. Block verification does: it follows a *running ratio*. Let p and q be the distributions
-given the text and the drafts so far. Start with c_0 = 1, and after draft x_i let
+Token verification stops at the first draft that it rejects. It does not look at the drafts after that one, although
+they may be so much more likely under p than under q that the drafts up to them need not be rejected. Block verification
+looks at them: it follows a *running ratio*. Let p and q be the distributions given the text and the drafts so far. Start
+with c_0 = 1, and after draft x_i let
 
     c_i = min(1, c_{i-1} p(x_i) / q(x_i)).
 

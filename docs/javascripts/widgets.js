@@ -602,7 +602,9 @@
       const blocks = math.blockTokens(...distributions, MOST_DRAFTS);
       const blockGains = gains(blocks);
       const highest = Math.max(...blockGains);
-      const best = blockGains.findIndex((gain) => gain >= highest - 1e-9);
+      // Drafts that cost nothing are all worth it, even where floating point can no longer tell their gains apart.
+      const isFree = costRatio === 0 && alpha > 0;
+      const best = isFree ? MOST_DRAFTS : blockGains.findIndex((gain) => gain >= highest - 1e-9);
       block = { tokens: blocks, speedups: blockGains, best };
       const blockBest = best === MOST_DRAFTS ? `${MOST_DRAFTS} or more` : String(best);
       results.set({
