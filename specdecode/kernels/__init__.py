@@ -49,7 +49,7 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels import block, probabilistic, strict, truncation
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
-from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, plan_step
+from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.shard_memory import Way
 from specdecode.kernels.shard_plan import plan_sharded
@@ -108,7 +108,8 @@ def verify(
         schedule: for `"synthetic"`.
         large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
             None chooses by the number of rows.
-        many: whether to search as is best for many requests in a small batch; None chooses by their number.
+        many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
+            a large one); None chooses by their number.
     """
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
@@ -142,7 +143,9 @@ def verify(
             rows = min(rows, batch.target_logits.shape[0])
         large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
-    many = not large and (requests >= MANY_REQUESTS if many is None else many)
+    if many is None:
+        many = requests > SPREAD_REQUESTS if large else requests >= MANY_REQUESTS
+    many = many and (rule is IN_BLOCK or not large)
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output
 
@@ -274,7 +277,7 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
-    ways = [(False, False), (False, True), (True, False)]
+    ways = [(False, False), (False, True), (True, False), (True, True)]
     if batch.shard is not None:
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call

@@ -196,7 +196,6 @@ class Arranging(NamedTuple):
     """What is done with the statistics of all ranks."""
 
     DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
-    OVERLAPS: Constant
 
 
 class Placing(NamedTuple):
@@ -234,7 +233,7 @@ class Settling(NamedTuple):
     BLOCKS: Constant  # then, and where all are summed, so many at once
     LANES: Constant  # logits of each that are loaded at once
     ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: nothing is decided by bounds
-    SUMMED: Constant  # which residuals' block sums are wanted besides: OPEN_ONES, SPREAD or ALL of `probabilistic`
+    SUMMED: Constant  # which residuals' block sums are wanted besides: OPEN_ONES, SPREAD or ALL of `residual`
     OVERLAPS: Constant
 
 

@@ -38,7 +38,7 @@ from specdecode.kernels.residual import (
 )
 from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
-from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, load_empty, load_stop
 from specdecode.kernels.statistics import load_statistics, sum_in_order, target_statistics
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
@@ -327,6 +327,16 @@ def settle(request, num_drafts, inputs, workspace, sizes):
                 mass = sum_in_order(load_residual_sums(workspace, request, offset, sizes))
                 accepted = tl.where(mass >= least, offset, accepted)
     return accepted, tl.max(tl.where((counts <= accepted) & (row_max == -INFINITY), 1, 0), 0) == 1
+
+
+@triton.jit
+def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
+    """Return where a request stops, when its drafts are decided, and whether a row up to there has no finite logit."""
+    if tuning.SETTLES:
+        return settle(request, num_drafts, inputs, workspace, sizes)
+    else:
+        stop = load_stop(workspace.state_ptr, request, sizes)
+        return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
 
 
 @triton.jit

@@ -13,8 +13,17 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.greedy import argmax
-from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, SHARDED, base_2_scale, load_logits, part_of_blocks, scaled
-from specdecode.kernels.statistics import sum_blocks, sum_in_order
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    INFINITY,
+    SHARDED,
+    base_2_scale,
+    load_logits,
+    part_of_blocks,
+    scaled,
+    target_row_at,
+)
+from specdecode.kernels.statistics import load_statistics, sum_blocks, sum_in_order, target_statistics
 from specdecode.kernels.values import Distribution
 
 
@@ -34,6 +43,14 @@ def combine(statistics, row, temperature, sizes):
     if is_finite(p) == 0:
         p = combine_again(statistics, row, temperature, sizes)
     return p
+
+
+@triton.jit
+def target_distribution(place, inputs, workspace, sizes):
+    """Return the target row at a place, and its distribution."""
+    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
+    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+    return row, combine(statistics, row, place.temperature, sizes)
 
 
 @triton.jit

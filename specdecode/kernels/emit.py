@@ -12,7 +12,7 @@ writes 8 bytes of token.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import settle
+from specdecode.kernels.block import stop_of
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
 from specdecode.kernels.packed import locate
@@ -30,7 +30,6 @@ from specdecode.kernels.state import (
     is_surely_accepted,
     is_to_finish,
     load_draft_ids,
-    load_empty,
     load_stop,
     state_of_bits,
     store_logprob,
@@ -121,11 +120,7 @@ def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, t
     """Draw the token where a request stops, and write its output."""
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
-    if tuning.SETTLES:
-        stop, is_empty = settle(request, counted[0], inputs, workspace, sizes)
-    else:
-        stop = load_stop(workspace.state_ptr, request, sizes)
-        is_empty = load_empty(workspace.state_ptr, request, sizes) <= stop
+    stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
     place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
     noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at

@@ -8,7 +8,7 @@ verification a second exchange has the residual sums of blocks, 4 bytes each. Ho
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import listed_residual
+from specdecode.kernels.block import at, listed_residual
 from specdecode.kernels.channel import (
     NEXT_STEP,
     awaited,
@@ -228,12 +228,6 @@ def hear_notes(listened, others, exchange):
 
 
 @triton.jit
-def of_rank(values, rank):
-    """Return the value of a rank."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == rank, values, 0), 0)
-
-
-@triton.jit
 def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace, exchange):
     """Keep what is known of a row: its maximum and the token, its draft, and the first largest token of the other row.
 
@@ -242,14 +236,14 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
     draft_logits, firsts, other_logits = notes
     known_ptr = workspace.notes_ptr + index * KNOWN
     tl.store(known_ptr, row_max)
-    tl.store(known_ptr + 1, of_rank(firsts, rank).to(tl.float32, bitcast=True))
+    tl.store(known_ptr + 1, at(firsts, rank).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 2, token.to(tl.float32, bitcast=True))
     draft_logit = tl.max(draft_logits, 0)  # all ranks but one say -inf
     if exchange.MAXIMA:  # where the rest of the row is not known it is of no use
         draft_logit = -INFINITY
     tl.store(known_ptr + 3, draft_logit)
     tl.store(known_ptr + 4, other.to(tl.float32, bitcast=True))
-    tl.store(known_ptr + 5, of_rank(other_logits, other_rank))
+    tl.store(known_ptr + 5, at(other_logits, other_rank))
 
 
 @triton.jit
@@ -285,9 +279,9 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
             )
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
-            first = of_rank(noted[1], rank)
+            first = at(noted[1], rank)
             keep_known(draft_index, draft_max, draft_noted, draft_rank, token, first, rank, workspace, exchange)
-            other, other_rank = of_rank(draft_noted[1], draft_rank), draft_rank
+            other, other_rank = at(draft_noted[1], draft_rank), draft_rank
     keep_known(index, row_max, noted, rank, token, other, other_rank, workspace, exchange)
     return token
 
@@ -312,8 +306,8 @@ def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature, step = load_temperature(inputs.requests, request), load_step(exchange)
     sources = sources_of(exchange, sizes)
-    await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
+    await_launch(exchange.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)
     token = arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes)
     if tuning.DECIDE is not None:
         tl.debug_barrier()  # what was arranged is read by other threads than wrote it

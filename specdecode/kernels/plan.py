@@ -54,18 +54,17 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 TRUNCATION_REGISTERS = 128
 LIST_SIZE = LISTS.value * CANDIDATES.value
 
-# Programs of a launch in which each had best read as little as it can: one and a half times those that run at once; and
-# where each reads a target and a draft row and none exits early. In larger launches a program reads one more time for so
-# many requests, 2 to 8 times: fewer programs to start, but later decisions.
+# Up to SMALL_GRID programs, each reads READ_BLOCKS blocks once (one and a half times as many run at once); or up to
+# SMALL_GRID_BOTH, where each reads a target and a draft row and none exits early. Beyond that a program reads requests /
+# REQUESTS_PER_TILE times, at least 2 and at most 8: there are fewer programs to start, but decisions come later.
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 
 # Registers of a thread that reads aligned rows of 16-bit logits, of one and of two: as few as will do, for more programs at
 # once. And of one that emits where there are draft rows: left to itself, the compiler spilled some to have more programs.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-# In block verification: rounds by which bounds decide in a large batch, or leave a sum to be made; programs that share all
-# sums; and TOP, BLOCKS and LANES of `arguments.Settling`, for both.
-ROUNDS, SUM_PROGRAMS, SETTLING = 2, 1056, (1, 4, 512)
+# In block verification: programs that share all sums; and TOP, BLOCKS, LANES and ROUNDS of `arguments.Settling`.
+SUM_PROGRAMS, SETTLING = 1056, (1, 4, 512, 2)
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
 # requests one is likely to need a long search, for which the others wait.
@@ -73,7 +72,7 @@ SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
 MANY_REQUESTS = 12
 
 # In block verification with up to so many requests, each on a multiprocessor of its own, emission waits for the longest
-# search: residuals of rows that are spread out are summed. T = 1: 128 requests of 3 drafts 97 to 91 us, but 256 157 to 163.
+# search: residuals of rows that are spread out are summed. At T = 1, 3 drafts: 128 requests 97 -> 91 us, 256 157 -> 163 us.
 SPREAD_REQUESTS = 132
 
 PLANS = 1024  # that are kept, of calls whose sizes, strides or dtypes differ
@@ -98,7 +97,7 @@ def plan_step(
     Args:
         rule: how drafts are decided about.
         large: whether to find out early which rows do not matter.
-        many: whether to search as is best for many requests.
+        many: whether to search as is best for many requests; in a large batch of block verification, to sum few residuals.
         device: where the tensors are.
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
@@ -130,11 +129,12 @@ def plan_step(
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
-    summed = summed_residuals(requests, large) if settles and has_draft_rows else OPEN_ONES.value
+    summed = summed_residuals(large, many) if settles and has_draft_rows else OPEN_ONES.value
     if settles:
         add_settling(plan, *bundles, summed)
     per_row = has_drafts and not settles and (truncates or not large)
-    search = "large" if large and not per_row else "many" if (many or large) and has_draft_rows else "few"
+    searches = has_draft_rows and summed != ALL.value
+    search = "large" if large and not per_row else "many" if searches and (many or large) else "few"
     flags = per_row, per_row and decides, settles, summed, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
     add_emitting(plan, inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning, rule.num_warps)
@@ -165,11 +165,11 @@ def parts_of(
     }
 
 
-def summed_residuals(requests: int, large: bool) -> int:
+def summed_residuals(large: bool, many: bool) -> int:
     """Return which residuals block verification sums beside those that it must: see `arguments.Settling`."""
     if not large:
         return int(ALL)
-    return int(SPREAD if requests <= SPREAD_REQUESTS else OPEN_ONES)
+    return int(OPEN_ONES if many else SPREAD)
 
 
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
@@ -180,10 +180,11 @@ def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> None:
     """Add the launches of block verification between reading and emitting."""
-    tuning = Settling(*SETTLING, 0 if summed == ALL.value else ROUNDS, summed, can_overlap(plan.device))
+    tuning = Settling(*SETTLING, OPEN_ONES.value, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
     plan.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
-    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4 if summed == ALL.value else 8)
+    deciding = *bundles[:3], tuning._replace(SUMMED=summed)
+    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=4 if summed == ALL.value else 8)
     if inputs.draft.ptr is not None:
         shares = requests * num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
         plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)

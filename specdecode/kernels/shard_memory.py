@@ -49,7 +49,7 @@ class Step(NamedTuple):
     @property
     def rows(self) -> int:
         """How many target rows there are."""
-        return self.here.batch * (self.here.num_draft_tokens + 1)
+        return int(self.here.batch) * (int(self.here.num_draft_tokens) + 1)
 
 
 def step_of(

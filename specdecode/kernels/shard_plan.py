@@ -45,6 +45,8 @@ class ShardedPlan:
     def __init__(self, device: torch.device, parts: Parts, is_symmetric: bool) -> None:
         self.device, self.parts, self.is_symmetric = device, parts, is_symmetric
         self.plans = [Plan(device, parts, zeros=0)]
+        self.spare = Plan(device, parts, zeros=0)
+        """Launches that steps of other sizes make: compiled too, so that no rank waits for that in a later step."""
         self.sent: list[str] = []
         """The part of the workspace that is exchanged after each plan but the last."""
         self.words = 0
@@ -73,10 +75,10 @@ class ShardedPlan:
     def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float], transport: sharding.Transport) -> None:
         """Make the launches and exchanges: see `Plan.run`."""
         if not self.is_compiled:  # all launches at once, not those before each exchange when it is their turn
-            self.is_compiled = True
-            launches = [launch for plan in self.plans for launch in plan.launches]
+            launches = [launch for plan in (*self.plans, self.spare) for launch in plan.launches]
             if isinstance(launches[0].kernel, triton.JITFunction):
                 compile_all(launches, self.device)
+            self.is_compiled = True
         workspace = self.last.allocate()
         memory, more_numbers = transport.memory(self.words)
         tensors, numbers = tensors | memory, numbers | more_numbers
@@ -190,24 +192,25 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
 def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, decide: Any) -> None:
     """Add the launch that puts what was heard in order, and may decide; before it one that waits, if it is large."""
     follows = plan.is_symmetric
-    if plan.is_symmetric and step.rows > WAITING_PROGRAMS:
-        programs = triton.cdiv(step.rows, exchanged.LANES)
-        add_waiting(plan, exchange.wait_kernel, programs, (exchanged, step.arranged), follows)
-    bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide, can_overlap(plan.device))
+    if plan.is_symmetric:
+        launches = plan.last if step.rows > WAITING_PROGRAMS else plan.spare
+        programs, bundles = triton.cdiv(step.rows, exchanged.LANES), (exchanged, step.arranged)
+        add_waiting(launches, exchange.wait_kernel, programs, bundles, follows)
+    arranging = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
     options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.last.add(exchange.arrange_kernel, (step.rows,), bundles, **options, follows=follows)
+    plan.last.add(exchange.arrange_kernel, (step.rows,), arranging, **options, follows=follows)
 
 
-def add_waiting(plan: ShardedPlan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
+def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
     options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.last.add(kernel, (min(programs, WAITING_PROGRAMS),), bundles, **options, follows=follows)
+    plan.add(kernel, (min(programs, WAITING_PROGRAMS),), bundles, **options, follows=follows)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
     """Add the launches of block verification before its offers, and the exchange of residual sums if there are any."""
     overlaps, requests, num_draft_tokens = can_overlap(plan.device), step.sizes.batch, step.sizes.num_draft_tokens
-    tuning = Settling(*SETTLING, 0, ALL.value if step.sums else OPEN_ONES.value, overlaps)
+    tuning = Settling(*SETTLING, ALL.value if step.sums else OPEN_ONES.value, overlaps)
     bundles: tuple[Any, ...] = step.inputs, workspace, step.sizes, tuning
     plan.last.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
     plan.last.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4)
@@ -218,7 +221,7 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
-    add_waiting(plan, exchange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
+    add_waiting(plan.last, exchange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
     return exchanged
 
 
@@ -251,4 +254,4 @@ def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Excha
     if not step.all_know:
         exchanged = exchanged._replace(offers=plan.exchange(exchanged.offers))
     bundles = step.inputs, outputs, exchanged, step.sizes
-    add_waiting(plan, sharded.finish_kernel, step.sizes.batch, bundles, follows=step.all_know or plan.is_symmetric)
+    add_waiting(plan.last, sharded.finish_kernel, step.sizes.batch, bundles, follows=step.all_know or plan.is_symmetric)

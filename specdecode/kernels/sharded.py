@@ -19,7 +19,7 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import settle
+from specdecode.kernels.block import stop_of
 from specdecode.kernels.channel import (
     FAILED,
     NEXT_STEP,
@@ -32,7 +32,7 @@ from specdecode.kernels.channel import (
     tell,
     words_of,
 )
-from specdecode.kernels.distribution import combine, relative_sums
+from specdecode.kernels.distribution import relative_sums, target_distribution
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate, locate_program
@@ -51,13 +51,10 @@ from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
     count_drafts,
     load_draft_ids,
-    load_empty,
-    load_stop,
     store_logprob,
     store_output,
     store_token,
 )
-from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
@@ -75,13 +72,17 @@ RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 @triton.jit
 def decide_sample(place, noise, inputs, workspace, sizes):
     """Return what `strict.decide` does, but in place of the token what it is drawn from: p, less nothing."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-    p = combine(statistics, row, place.temperature, sizes)
+    _, p = target_distribution(place, inputs, workspace, sizes)
+    return undrawn(place, noise, p, normalizer_of(p), inputs)
+
+
+@triton.jit
+def undrawn(place, noise, p, normalizer, inputs):
+    """Return whether a schedule accepts the draft at a place, the normalizer, and what is drawn from: p, less nothing."""
     accepted = tl.full([], False, tl.int1)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    return accepted, normalizer_of(p), (p, Residual(p.row_max, 0.0, 0.0, tl.full([], NONE, tl.int32)))
+    return accepted, normalizer, (p, Residual(p.row_max, 0.0, 0.0, tl.full([], NONE, tl.int32)))
 
 
 @triton.jit
@@ -100,11 +101,7 @@ def decide_sample_here(place, noise, inputs, workspace, sizes):
     finite = tl.where(is_point, 0.0, row.row_max)
     block_sums = relative_sums(finite, (block_max, tl.where(is_point, 0.0, sumexp)), place.temperature)
     p = Distribution(row.row_max, 1.0, tl.where(is_point, row.first, -1), block_sums)
-    accepted = tl.full([], False, tl.int1)
-    if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    normalizer = Normalizer(row.row_max, 0.0, p.one_hot)
-    return accepted, normalizer, (p, Residual(row.row_max, 0.0, 0.0, tl.full([], NONE, tl.int32)))
+    return undrawn(place, noise, p, Normalizer(row.row_max, 0.0, p.one_hot), inputs)
 
 
 @triton.jit
@@ -171,16 +168,6 @@ def tell_offer(index, verdict, number, logprob, line, exchange):
     if exchange.OFFERS == 2:
         word = words_of(logprob, tl.full([], 0, tl.int32))
         tell(exchange.offers, index * exchange.OFFERS + 1, word, index >= 0, line, exchange)
-
-
-@triton.jit
-def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
-    """Return where a request stops, if that is known, and whether a row before it has no finite logit."""
-    if tuning.SETTLES:
-        return settle(request, num_drafts, inputs, workspace, sizes)
-    else:
-        stop = load_stop(workspace.state_ptr, request, sizes)
-        return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
 
 
 @triton.jit
@@ -293,17 +280,13 @@ def finish(request, step, inputs, outputs, exchange, sizes):
     if exchange.peers_ptr is not None:
         is_empty |= tl.load(exchange.received_ptr + FAILED) == 1
     token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
+    store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
     if inputs.drafts.ids_ptr is not None:
-        store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty, sizes)
-    else:
-        tl.store(outputs.token_ids_ptr + request.index, token)
-        if outputs.logprobs_ptr is not None:
-            tl.store(outputs.logprobs_ptr + request.index, logprob)
-        if outputs.num_accepted_ptr is not None:
-            tl.store(outputs.num_accepted_ptr + request.index, 0)
-            tl.store(outputs.num_drafts_ptr + request.index, 0)
-            tl.store(outputs.invalid_ptr + request.index, is_empty)
+    elif outputs.num_accepted_ptr is not None:
+        tl.store(outputs.num_accepted_ptr + request.index, 0)
+        tl.store(outputs.num_drafts_ptr + request.index, 0)
+        tl.store(outputs.invalid_ptr + request.index, is_empty)
 
 
 @triton.jit

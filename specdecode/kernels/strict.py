@@ -9,20 +9,17 @@ each block of 1,024, and 2 KB (bfloat16) of one block, if it has to.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine
+from specdecode.kernels.distribution import target_distribution
 from specdecode.kernels.logprobs import normalizer_of
-from specdecode.kernels.rows import BLOCK_SIZE, target_row_at
+from specdecode.kernels.rows import BLOCK_SIZE
 from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
-from specdecode.kernels.statistics import load_statistics, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 
 
 @triton.jit
 def decide_while_reading(place, noise, inputs, workspace, sizes):
     """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-    p = combine(statistics, row, place.temperature, sizes)
+    row, p = target_distribution(place, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
     elif p.one_hot >= 0:

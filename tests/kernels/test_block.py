@@ -106,9 +106,8 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
 def steps_of(batch: Case, *, large: bool, programs: int = 7, rounds: int = 100, blocks: int = 4) -> Steps:
     """The launches of a step, with so many programs that share sums, and (if large) rounds of bounds, of so many blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SETTLING", (1, blocks, 512))
+        patch.setattr(plan, "SETTLING", (1, blocks, 512, rounds))
         patch.setattr(plan, "SUM_PROGRAMS", programs)
-        patch.setattr(plan, "ROUNDS", rounds)
         forget_plans()
         steps = Steps("block", batch.to(DEVICE), large=large)
     forget_plans()

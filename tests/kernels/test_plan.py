@@ -3,6 +3,7 @@
 import itertools
 import threading
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,8 +13,9 @@ from specdecode import RejectionSampler, kernels
 from specdecode.kernels import block, launch, state
 from specdecode.kernels.arguments import Settling
 from specdecode.kernels.launch import Plan
+from specdecode.kernels.residual import ALL
 from tests.differential import case
-from tests.kernels.common import DEVICE, KINDS, WAYS, Steps, checked, needs_gpu, verify
+from tests.kernels.common import DEVICE, KINDS, WAYS, Steps, checked, given, needs_gpu, verify
 
 
 def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_said_to_be():
@@ -58,7 +60,7 @@ def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
             kernels.verify(method, arguments, schedule)
         chosen = run.call_args.args[0]
         settles = [bundle for launch in chosen.launches for bundle in launch.bundles if isinstance(bundle, Settling)]
-        found.append(settles[0].ROUNDS > 0 if kind == "block" else chosen.zeros > 0)
+        found.append(ALL.value != settles[1].SUMMED if kind == "block" else chosen.zeros > 0)
     assert found == [False, True]
 
 
@@ -89,10 +91,43 @@ def test_sizes_compile_nothing_anew():
     assert len(launch._variants) == known
 
 
+def variants(call):
+    """What is compiled for a call: each kernel with its signature."""
+    with mock.patch.object(Plan, "run", autospec=True) as run:
+        call()
+    launches = [each for made in run.call_args_list for each in made.args[0].launches]
+    return {
+        (each.kernel.__name__, *each.options.items(), *launch.Signature(each.kernel.arg_names, each.bundles).key())
+        for each in launches
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["strict", "probabilistic", "given logsumexp", "deterministic", "block", "block deterministic"]
+)
+def test_a_warmup_compiles_what_calls_of_all_sizes_take(kind):
+    method, draft_logits, logsumexp = given(kind, case(1, 3, 2048, torch.bfloat16))
+    sampler = RejectionSampler(method, backend="triton")
+
+    def arguments(requests, drafts):
+        sizes = {"target_logits": (drafts + 1, 2048), "draft_token_ids": (drafts,)}
+        if draft_logits is not None:
+            sizes |= {"draft_logits": (drafts, 2048)}
+        if logsumexp is not None:
+            sizes |= {"draft_logsumexp": (drafts,)}
+        dtypes = {"draft_token_ids": torch.int64, "draft_logsumexp": torch.float32}
+        made = {name: torch.zeros(1, *size, dtype=dtypes.get(name, torch.bfloat16)) for name, size in sizes.items()}
+        return {name: each.expand(requests, *each.shape[1:]) for name, each in made.items()} | {"seeds": 5}
+
+    known = variants(partial(sampler.warmup, **arguments(1, 3)))
+    for size in itertools.product((1, 13, 64, 132, 133, 2000), (0, 1, 2, 3)):
+        assert variants(partial(sampler, **arguments(*size))) <= known, size
+
+
 @needs_gpu
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
 def test_after_a_warmup_nothing_is_compiled(method):
-    batches = [case(requests, 3, 4112, torch.bfloat16).to("cuda") for requests in (1, 20, 90)]
+    batches = [case(requests, 3, 4112, torch.bfloat16).to("cuda") for requests in (1, 20, 90, 140)]
     sampler = RejectionSampler(method, backend="triton")
 
     def arguments(batch):
