@@ -129,6 +129,11 @@ def check_logits(
 ) -> tuple[int, ...]:
     """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
     check_type(name, logits, FLOATS)
+    if hasattr(logits, "to_local"):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), and where ranks have parts of the "
+            "vocabulary a VocabShard as shard"
+        )
     shape = logits.shape
     if len(shape) != len(dimensions):
         raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(shape)}")

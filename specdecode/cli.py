@@ -95,7 +95,3 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--seed", type=int, default=0, help="of the noise (default %(default)s)")
     command.add_argument("--device", default="cpu", help="where the models run, such as cuda (default %(default)s)")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -54,7 +54,8 @@ def verify(
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
     batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
     with torch.no_grad():
-        target_logits = target_logits if shard is None else _refuse_shard(target_logits)
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        target_logits = _accepted(target_logits, shard, sampling, draft_sampling)
         tensors = _verify(
             method,
             backend,
@@ -63,7 +64,7 @@ def verify(
             draft_token_ids,
             draft_logits,
             draft_logsumexp,
-            *_tensors_and_numbers(Sampling(temperature, top_k, top_p, min_p)),
+            *_tensors_and_numbers(sampling),
             *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
             *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
             positions,
@@ -94,7 +95,7 @@ def sample(
     """Draw one token per row in code that is being compiled; return what a backend's `sample` returns."""
     sampling = Sampling(temperature, top_k, top_p, min_p)
     with torch.no_grad():
-        logits = logits if shard is None else _refuse_shard(logits)
+        logits = _accepted(logits, shard, sampling)
         token_ids, logsumexp, cutoff = _sample(
             backend,
             int(domains[0]),
@@ -111,9 +112,7 @@ def _tensors_and_numbers(sampling: Sampling) -> tuple[list[Tensor | None], list[
     """Return the fields that are tensors, None in place of the others; and the numbers, neutral in place of None."""
     tensors = [field if isinstance(field, Tensor) else None for field in sampling]
     neutral = (1.0, 0.0, 1.0, 0.0)
-    numbers = [
-        other if field is None or isinstance(field, Tensor) else float(field) for field, other in zip(sampling, neutral)
-    ]
+    numbers = [float(field) if isinstance(field, (int, float)) else other for field, other in zip(sampling, neutral)]
     return tensors, numbers
 
 
@@ -128,14 +127,32 @@ def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
     return (value, 0) if isinstance(value, Tensor) else (None, value)
 
 
-@torch.library.custom_op("specdecode::refuse_shard", mutates_args=())
-def _refuse_shard(logits: Tensor) -> Tensor:
+NOT_COMPILED = "shard: calls with a shard cannot be compiled; put them in torch.compiler.disable"
+
+
+def _accepted(logits: Tensor, shard: VocabShard | None, *samplings: Sampling | None) -> Tensor:
+    """Return the logits, of a step that raises an error if another argument can be said to be wrong by its type alone."""
+    message = "" if shard is None else NOT_COMPILED
+    for sampling in samplings:
+        for name, field in zip(Sampling._fields, () if sampling is None else sampling):
+            if not (message or isinstance(field, Tensor) or _is_number(name, field)):
+                message = f"{name}: expected a number or a tensor in code that is compiled, got {type(field).__name__}"
+    refused: Tensor = _refuse(logits, message) if message else logits
+    return refused
+
+
+def _is_number(name: str, field: object) -> bool:
+    return type(field) is int or (type(field) is float and name != "top_k") or (field is None and name != "temperature")
+
+
+@torch.library.custom_op("specdecode::refuse", mutates_args=())
+def _refuse(logits: Tensor, message: str) -> Tensor:
     """Raise. An error in the compiled function itself would make the compiler try its parts, one after the other."""
-    raise ValueError("shard: calls with a shard cannot be compiled; put them in torch.compiler.disable")
+    raise (ValueError if message == NOT_COMPILED else TypeError)(message)
 
 
-@_refuse_shard.register_fake
-def _(logits: Tensor) -> Tensor:
+@_refuse.register_fake
+def _(logits: Tensor, message: str) -> Tensor:
     return torch.empty_like(logits)
 
 

@@ -119,8 +119,12 @@ class AcceptanceStats:
             expected, got = self.num_draft_tokens, other.num_draft_tokens
             raise ValueError(f"other: expected statistics for num_draft_tokens = {expected}, got {got}")
         total = AcceptanceStats(self.num_draft_tokens, device="cpu")
-        total._counts = torch.tensor(self._read()) + torch.tensor(other._read())
+        total._counts = torch.tensor(self._read(), device="cpu") + torch.tensor(other._read(), device="cpu")
         return total
+
+    def __radd__(self, other: int) -> "AcceptanceStats":
+        """Return the statistics themselves: `sum` begins with 0."""
+        return self if other == 0 else NotImplemented
 
     @property
     def acceptance_rate(self) -> float:

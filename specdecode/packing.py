@@ -128,14 +128,14 @@ def check_row_starts(row_starts: Tensor, num_rows: int, most: int) -> None:
 def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:
     """Raise on an id outside the vocabulary that a row judges: not after a -1, and not that of a request's last row."""
     counts = row_starts.diff()
-    requests = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    requests = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = int(row_starts[0])
-    rows = torch.arange(len(requests)) + first
+    rows = torch.arange(len(requests), device=counts.device) + first
     ids = draft_token_ids[rows]
     ends = (ids == -1).cumsum(0)
     before = torch.nn.functional.pad(ends, (1, 0))[(row_starts[requests] - first).long()]
     is_judged = (rows + 1 < row_starts[requests + 1]) & (ends == before)
-    valid = torch.ones(len(draft_token_ids), dtype=torch.bool)
+    valid = torch.ones(len(draft_token_ids), dtype=torch.bool, device=counts.device)
     valid[rows] = ~is_judged | ((ids >= 0) & (ids < vocab))
     check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
 
@@ -148,10 +148,10 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
     """
     has_rows = row_starts.diff() > 0
     if slots is None:
-        slots = torch.arange(len(has_rows))
+        slots = torch.arange(len(has_rows), device=has_rows.device)
     else:
         valid = ((slots >= 0) & (slots < num_slots)) | ~has_rows
         check_values("slots", slots, valid, f"numbers in [0, {num_slots}), the number of slots in {of}")
-    used = torch.zeros(num_slots, dtype=torch.bool)
+    used = torch.zeros(num_slots, dtype=torch.bool, device=has_rows.device)
     used[slots[has_rows].long()] = True
     return used, has_rows

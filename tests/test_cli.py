@@ -66,6 +66,13 @@ def test_the_demo_says_how_many_texts_it_writes(capsys):
     assert f"per text; {commands.TEXTS} texts per prompt (" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_package_can_be_run():
+    shown = subprocess.run(
+        [sys.executable, "-m", "specdecode", "--version"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == f"specdecode {specdecode.__version__}\n"
+
+
 def test_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

@@ -183,6 +183,10 @@ def test_errors_of_compiled_calls_name_the_argument(place):
         step(ids, seeds, "most")
     with pytest.raises(RuntimeError, match=r"logits: expected shape \[batch, vocab\]"):
         compiled(sample)(call["target_logits"], 1.0, seeds)
+    for name, value in (("top_k", 2.7), ("top_k", True), ("temperature", None), ("top_p", "0.5")):
+        expected = rf"^{name}: expected a number or a tensor in code that is compiled, got {type(value).__name__}"
+        with pytest.raises(TypeError, match=expected):
+            compiled(sampler)(call["target_logits"], ids, seeds=seeds, **{name: value})
 
 
 def test_outputs_of_compiled_calls_need_no_gradients(place):

@@ -316,6 +316,9 @@ def test_statistics_of_several_runs_add_up() -> None:
         stats.update(output)
         both.update(output)
     assert str(first + second) == str(both)
+    assert str(sum([first, second])) == str(both)
+    with torch.device("meta"):  # which is then the default
+        assert str(first + second) == str(both)
     with pytest.raises(ValueError, match=r"^other:"):
         first + AcceptanceStats(num_draft_tokens=2)
     with pytest.raises(TypeError):

@@ -199,6 +199,15 @@ def test_errors_name_the_argument(argument, value, error):
         sampler_of("block").packed(**call)
 
 
+def test_checks_do_not_depend_on_the_default_device():
+    call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 4, 8])}
+    expected = sampler_of("block").packed(**call)
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RejectionSampler, "_verify", lambda sampler, batch: batch)
+        checked = sampler_of("block").packed(**call)
+    assert checked.packing.row_starts.shape[0] == len(expected.num_accepted) + 1
+
+
 def test_without_slots_there_must_be_one_for_each_request():
     call = {**eight_rows("cpu"), "row_starts": torch.arange(7)}
     with pytest.raises(

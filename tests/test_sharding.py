@@ -533,3 +533,13 @@ def test_mistakes_are_seen(mistake, ranks_of):
             check_for_mistakes(ranks_of)
         finally:
             mock.patch.stopall()
+
+
+def test_distributed_tensors_are_refused_by_name():
+    class Distributed(Tensor):
+        def to_local(self):
+            return self
+
+    logits, ids = torch.zeros(1, 2, 4).as_subclass(Distributed), torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"^target_logits: expected a plain tensor, got a DTensor; pass its to_local\(\)"):
+        RejectionSampler("strict")(logits, ids, seeds=0)

@@ -366,6 +366,10 @@ class TestTruncation:
         sampler, target = RejectionSampler("synthetic", schedule=schedule), TARGETS["llama"]
         output = ragged(target, noisy(target, 0.5), method=sampler, num_draft_tokens=3, temperature=1.0, top_k=3)
         assert output.stats.acceptance_rate == 1
+        with pytest.raises(
+            ValueError, match=r"^num_draft_tokens: expected at most 3, as many as the method's schedule"
+        ):
+            ragged(target, target, method=sampler, num_draft_tokens=4)
 
     @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
     @pytest.mark.parametrize("draft_vocab", [199, 201])
@@ -1177,6 +1181,8 @@ class TestGenerationConfig:
         state = transformers.PrefixConstrainedLogitsProcessor(lambda *_: [1], 1)
         with pytest.raises(ValueError, match=r"^logits_processor: PrefixConstrainedLogitsProcessor is not supported"):
             ragged(TARGETS["llama"], None, logits_processor=[state])
+        with pytest.raises(TypeError, match=r"^logits_processor: expected scores to be returned, got NoneType"):
+            ragged(TARGETS["llama"], None, logits_processor=[lambda ids, scores: None])
         with pytest.raises(TypeError, match=r"^logits_processor: expected a list of functions"):
             ragged(TARGETS["llama"], None, logits_processor=Ban())
         with pytest.raises(TypeError, match=r"^generation_config: expected a GenerationConfig or None, got dict"):

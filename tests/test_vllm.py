@@ -251,6 +251,10 @@ def test_packed_gets_vllms_own_tensors_and_nothing_that_changes_nothing():
         assert got["draft_token_ids"][start : start + len(own)].tolist() == own
         assert got["positions"][request] == case["pos"][start] + 1
     assert got["positions"].dtype == torch.int64
+    starts = torch.cat([case["cu_num_logits"], case["cu_num_logits"][-1:]])  # of one more request, which has no rows
+    slots = torch.cat([case["idx_mapping"], case["idx_mapping"][:1]])
+    padded = packed_arguments("probabilistic", states, case | {"cu_num_logits": starts, "idx_mapping": slots})
+    assert torch.equal(padded["positions"][:-1], got["positions"])
 
 
 def test_forbidden_drafts_reach_the_sampler_as_none():

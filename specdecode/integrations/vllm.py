@@ -233,7 +233,8 @@ class DraftVerification:
             "num_draft_tokens": self.num_speculative_steps,
             "slots": idx_mapping,
             "seeds": states.seeds.gpu,
-            "positions": pos.index_select(0, cu_num_logits[:-1]) + 1,
+            # Requests that fill up the batch have no rows: what lies behind the last one is not looked at.
+            "positions": pos.index_select(0, cu_num_logits[:-1].clamp(max=len(pos) - 1)) + 1,
         }
         warm_up_once(self.warm, self.verifier, call, states)
         output = self.verifier.packed(**call, **for_drafts(sampling, draft_logits))

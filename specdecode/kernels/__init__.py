@@ -37,10 +37,11 @@ compares residual masses.
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.
 
-No program waits for another: what must come after everything else is done by the last program to finish, or by the next
-launch. So nothing can hang. All that is kept from one call to the next never changes: compiled code, plans, a schedule's
-rates. So calls on several streams, from several threads and in graphs share no memory that is written. Arithmetic is in
-float32 whatever the logits are.
+No program waits for another of the same GPU: what must come after everything else is done by the last program to finish, or
+by the next launch. Through symmetric memory programs wait for other ranks, for a bounded time (`channel.awaited`). So no
+kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's rates. Only a
+shard's symmetric memory is written by each of its steps, so these must follow each other. Other calls on several streams,
+from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 
 import torch
@@ -191,10 +192,8 @@ def why_not_sharded(shard: VocabShard | None, logits: Tensor, is_truncated: bool
 
 def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
     """Return why rows cannot be truncated as they are to be, or None."""
-    # One tensor for both is known to be the same without reading it.
-    of_drafts, temperature = batch.draft_temperature, batch.temperature
-    is_same = of_drafts is temperature or (isinstance(of_drafts, float) and of_drafts == temperature)
-    if rule is not BY_SAMPLE and of_drafts is not None and not is_same:
+    of_drafts = batch.draft_temperature
+    if rule is not BY_SAMPLE and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
         return (
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
             "'eager' or 'auto'"
@@ -202,6 +201,14 @@ def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
     if rule is not IN_BLOCK and batch.num_draft_tokens >= MOST_ROWS:
         return f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {batch.num_draft_tokens}"
     return None
+
+
+def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
+    """Return whether two arguments are known to have the same values without reading a tensor: they are in one place."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b)]
+        return layouts[0] == layouts[1]
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
 def run(

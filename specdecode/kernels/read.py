@@ -118,7 +118,8 @@ def summarise(chunk, request, offset, token, logsumexp, temperature, inputs, wor
 def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
     """Return whether a row beyond a request's first may matter, by what is known so far."""
     if inputs.packing.row_starts_ptr is not None:
-        matters = offset <= request.num_drafts  # not waiting for an id: few are no tokens
+        # No id is loaded: a row after an id that is no token is seldom, and read for nothing.
+        matters = offset <= request.num_drafts
     else:
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
     if DECIDES:

@@ -13,7 +13,7 @@ import triton.language as tl
 LAST_BLOCK = tl.constexpr(2**31 - 1)
 
 SLACK = tl.constexpr(2.0**-12)
-"""By how much sums that are rounded in different ways may differ, relatively, and more."""
+"""An upper bound of the relative difference of two sums that are rounded differently."""
 
 
 @triton.jit

@@ -30,7 +30,8 @@ request's stop bits. In block verification only one number is kept, at the start
 MOST_ROWS = 28
 COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Else these take the place of the first two fields. 6 bits count rows, then come the stop and the empty bits of 28 rows."""
+"""Stop bits: one int64 for each request, in place of its stop and its first empty row; behind all else if stops were posted.
+6 bits count rows; then come 28 stop bits, 28 empty bits and EARLY."""
 
 
 @triton.jit

@@ -46,7 +46,7 @@ from specdecode.kernels.values import Row
 from specdecode.kernels.widecut import store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)
-"""More than what is decided before truncation may be off by rounding."""
+"""An upper bound of the rounding error of what is decided before truncation."""
 
 
 @triton.jit

@@ -106,7 +106,7 @@ class Residual(NamedTuple):
     row_max: Any  # of p
     draft_max: Any  # of q
     log_sum_ratio: Any  # log(sumexp of q / sumexp of p), plus log c
-    subtracted: Any  # NONE, ROW (all of q), or the only token of q
+    subtracted: Any  # NONE, ROW (all of q), SUMMED_ROW (likewise, summed by blocks), or the only token of q
 
 
 class Terms(NamedTuple):
@@ -129,7 +129,7 @@ class Rivals(NamedTuple):
 
 
 class Line(NamedTuple):
-    """By what ranks are told words."""
+    """What it takes to write words to all ranks."""
 
     step: Any  # its number, which says which half of symmetric memory is used
     peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered

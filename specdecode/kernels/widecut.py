@@ -41,7 +41,7 @@ HALVINGS = tl.constexpr(8)
 """By which these logits are found."""
 
 ROUNDING = tl.constexpr(1e-5)
-"""More than a sum is wrong by, relatively."""
+"""An upper bound of a sum's relative error."""
 
 EVERY_TIE = tl.constexpr(2.0**31)
 

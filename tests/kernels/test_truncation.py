@@ -340,3 +340,19 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
         else:
             with pytest.raises(ValueError, match="'triton' "):
                 backends.to_verify(backend, "probabilistic", checked)
+
+
+def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch):
+    """No value is read: other memory is another temperature."""
+    monkeypatch.setattr("specdecode.backends.choose", lambda *_: kernels)
+    buffer, batch = torch.full((4,), 0.8), case(2, 1, 20, torch.float32)
+    for temperature, of_drafts, backend in (
+        (0.8, 0.8, kernels),
+        (buffer[:2], buffer[:2], kernels),
+        (buffer[:2], buffer[2:], eager),
+        (buffer[:2], buffer[::2], eager),
+        (buffer[:2], 0.8, eager),
+    ):
+        tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, temperature, 5, None
+        checked = VerificationBatch.check(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
+        assert backends.to_verify("auto", "probabilistic", checked) is backend, (temperature, of_drafts)

@@ -23,6 +23,11 @@ def check_options(
 ) -> None:
     """Check what depends on no model."""
     check_count("num_draft_tokens", num_draft_tokens)
+    rates = num_draft_tokens if sampler.schedule is None else len(sampler.schedule.joint_rates)
+    if num_draft_tokens > rates:
+        raise ValueError(
+            f"num_draft_tokens: expected at most {rates}, as many as the method's schedule has rates, got {num_draft_tokens}"
+        )
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
     if not accept_stop_tokens and sampler.method != "synthetic":
@@ -118,7 +123,8 @@ def find_stop_ids(config: GenerationConfig, eos_token_id: int | Sequence[int] | 
     if eos_token_id is None:
         own = config.eos_token_id
         return [] if own is None else [own] if isinstance(own, int) else list(own)
-    stop_ids: Any = [eos_token_id] if isinstance(eos_token_id, Integral) else eos_token_id
+    is_id = isinstance(eos_token_id, Integral) and not isinstance(eos_token_id, bool)
+    stop_ids: Any = [eos_token_id] if is_id else eos_token_id
     if not isinstance(stop_ids, Sequence) or any(not isinstance(token, Integral) for token in stop_ids):
         raise TypeError(f"eos_token_id: expected an int, a sequence of ints or None, got {shown(eos_token_id)}")
     unknown = [token for token in stop_ids if not 0 <= token < vocab_size]

@@ -205,6 +205,8 @@ class Processors:
             prefixes = tokens[rows[:, None], starts[:, None] + torch.arange(length, device=device)]
             processors: Any = self.lists[prompt_length]
             scores = processors(prefixes, processed[rows, offsets])
+            if not isinstance(scores, Tensor):
+                raise TypeError(f"logits_processor: expected scores to be returned, got {type(scores).__name__}")
             if scores.shape != (len(places), logits.shape[2]):
                 got = list(scores.shape)
                 raise ValueError(
