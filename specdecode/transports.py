@@ -75,7 +75,7 @@ class SymmetricMemory:
         self.half = 0
         self.kept: list[object] = []
         self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.patience = timeout_of(group, device).total_seconds() * TRIES_PER_SECOND
+        self.most_tries = timeout_of(group, device).total_seconds() * TRIES_PER_SECOND
 
     def exchange(self, words: Tensor | None) -> Tensor | None:
         """Return nothing: kernels have exchanged the words."""
@@ -97,7 +97,7 @@ class SymmetricMemory:
             self.grow(words)
             all_gather(self.words[:1], self.group).cpu()  # no rank writes before the memory of all is ready
         tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
-        return tensors, {"half": self.half, "patience": int(self.patience)}
+        return tensors, {"half": self.half, "most_tries": int(self.most_tries)}
 
     def grow(self, words: int) -> None:
         """Get memory for steps of so many words; no rank may write to it before all have theirs."""

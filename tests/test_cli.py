@@ -113,7 +113,7 @@ def test_an_interrupted_import_ends_in_one_line(module, command):
 
 
 def test_an_interrupted_generation_ends_in_one_line():
-    command = [sys.executable, "-m", "specdecode.cli", "generate", "--prompt", "class", "--max-new-tokens", "1000"]
+    command = [sys.executable, "-m", "specdecode", "generate", "--prompt", "class", "--max-new-tokens", "1000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline()  # it has begun
         process.send_signal(signal.SIGINT)

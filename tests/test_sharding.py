@@ -541,5 +541,7 @@ def test_distributed_tensors_are_refused_by_name():
             return self
 
     logits, ids = torch.zeros(1, 2, 4).as_subclass(Distributed), torch.zeros(1, 1, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"^target_logits: expected a plain tensor, got a DTensor; pass its to_local\(\)"):
+    with pytest.raises(
+        TypeError, match=r"^target_logits: expected a plain tensor, got a DTensor; pass its to_local\(\)"
+    ):
         RejectionSampler("strict")(logits, ids, seeds=0)

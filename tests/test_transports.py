@@ -144,7 +144,7 @@ def test_kernels_wait_as_long_as_the_groups_collectives():
     assert transports.timeout_of(group, CPU) == timedelta(seconds=7)
     unknown = SimpleNamespace(_get_backend=lambda device: object())
     assert transports.timeout_of(unknown, CPU) == distributed.constants.default_pg_timeout
-    assert SymmetricMemory(group, CPU).patience == 7 * TRIES_PER_SECOND
+    assert SymmetricMemory(group, CPU).most_tries == 7 * TRIES_PER_SECOND
 
 
 def test_memory_grows_as_steps_need_it_and_old_memory_is_kept(host):

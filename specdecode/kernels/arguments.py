@@ -120,13 +120,13 @@ class Workspace(NamedTuple):
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `candidates`, or None
-    candidates_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
+    numbers_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    notes_ptr: (
+    known_ptr: (
         Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `values.ShardedRow`; None: no shards
     )
 
@@ -167,21 +167,21 @@ class Exchange(NamedTuple):
     """What ranks tell each other of a step, in up to three exchanges."""
 
     first: Channel  # statistics, raw statistics, notes: int64 words
-    sums: Channel  # [batch * num_draft_tokens, most_blocks] int32 words, the bits of residual sums; see `block`
+    sums: Channel  # [batch * num_draft_tokens, blocks_told] int32 words, the bits of residual sums; see `block`
     offers: Channel  # [rows or requests, OFFERS] int64 words
     verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
-    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, most_blocks]
+    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, blocks_told]
     peers_ptr: (
         Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered between launches
     )
     received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
     failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank is waited for in vain
     half: Int64  # words of a half
-    patience: Int64  # how many times a word is looked for
+    most_tries: Int64  # how many times a word is looked for
     rank: Int32
     raw_start: Int64  # of `first`, in words, as the next one
     notes_start: Int64
-    most_blocks: Int32  # of a rank, in `first` and `sums`
+    blocks_told: Int32  # by a rank of a row, in `first` and `sums`
     RANKS: Constant
     LANES: Constant  # ranks or more, and threads or more, so that each word is loaded by one thread alone
     MAXIMA: Constant  # statistics are the maximum of a shard alone, as of one block

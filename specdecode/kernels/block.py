@@ -60,7 +60,7 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 @triton.jit
 def numbers_at(workspace, request, offset, sizes):
     """Return where the numbers of an offset are kept."""
-    return workspace.candidates_ptr + (request.index * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
+    return workspace.numbers_ptr + (request.index * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
 
 
 @triton.jit

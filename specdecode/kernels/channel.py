@@ -114,12 +114,12 @@ def listen(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
 def awaited(words, pointers, wanted, exchange):
     """Return the words at some pointers when all have come, given what has come of them."""
     tries = tl.full([], 0, tl.int64)
-    while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.patience):
+    while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.most_tries):
         words = tl.load(pointers, mask=wanted, other=0, volatile=True)
         tries += 1
         if tl.load(exchange.received_ptr + FAILED, volatile=True) == 1:
-            tries = exchange.patience
-        if tries == exchange.patience:
+            tries = exchange.most_tries
+        if tries == exchange.most_tries:
             tl.store(exchange.received_ptr + FAILED, 1)
             tl.store(exchange.failed_ptr, 1)
     return tl.where(words == ABSENT, 0, words)

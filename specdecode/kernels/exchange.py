@@ -74,7 +74,7 @@ def tell_statistics(start, index, statistics, line, exchange, sizes):
     """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
     block_max, sumexp = statistics
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    place, words = index * exchange.most_blocks + start, words_of(block_max, sumexp)
+    place, words = index * exchange.blocks_told + start, words_of(block_max, sumexp)
     wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
     if exchange.MAXIMA:
         wanted &= blocks == 0
@@ -172,7 +172,7 @@ def sources_of(exchange, sizes):
     """Return which rank has each block, [MAX_BLOCKS], and which of its blocks that is."""
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     sources = tl.load(exchange.sources_ptr + blocks, mask=blocks < sizes.num_blocks, other=0)
-    return (sources // exchange.most_blocks).to(tl.int64), sources % exchange.most_blocks
+    return (sources // exchange.blocks_told).to(tl.int64), sources % exchange.blocks_told
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
     """Return what has come of a row's statistics, in the order of the vocabulary, and of what to `hear`."""
     holders, theirs = sources
     wanted = is_row & (tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks)
-    place = start + index * exchange.most_blocks + theirs
+    place = start + index * exchange.blocks_told + theirs
     words, pointers = listen(exchange.first, holders, place, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
 
@@ -234,7 +234,7 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
     Given what each rank noted of it, and which has its maximum, and that of the other row.
     """
     draft_logits, firsts, other_logits = notes
-    known_ptr = workspace.notes_ptr + index * KNOWN
+    known_ptr = workspace.known_ptr + index * KNOWN
     tl.store(known_ptr, row_max)
     tl.store(known_ptr + 1, at(firsts, rank).to(tl.float32, bitcast=True))
     tl.store(known_ptr + 2, token.to(tl.float32, bitcast=True))
@@ -323,7 +323,7 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     """Tell the sums of `BLOCKS` of this rank's blocks of a listed residual, or of several in turn."""
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    line, chunks = open_line(exchange), tl.cdiv(exchange.most_blocks, tuning.BLOCKS)
+    line, chunks = open_line(exchange), tl.cdiv(exchange.blocks_told, tuning.BLOCKS)
     first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share // chunks)
@@ -332,7 +332,7 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
         target, draft = load_both(inputs, row, draft_row, first + blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
-        place = entry.to(tl.int64) * exchange.most_blocks + blocks
+        place = entry.to(tl.int64) * exchange.blocks_told + blocks
         tell(exchange.sums, place, sums, wanted, line, exchange)
 
 
@@ -345,7 +345,7 @@ def arrange_sums_kernel(workspace, exchange, sizes):
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
         entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
-        place = entry * exchange.most_blocks + theirs
+        place = entry * exchange.blocks_told + theirs
         words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks

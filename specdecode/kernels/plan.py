@@ -157,7 +157,7 @@ def parts_of(
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
-        "candidates": (torch.float32, num_rows * NUMBERS.value) if settles else None,
+        "numbers": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int32, num_drafts) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if logprobs == "raw" else None,

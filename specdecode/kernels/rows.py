@@ -98,7 +98,7 @@ def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
 def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     """Return a row of which logits beyond its cutoff are read as -inf, or with what is known of it beyond this rank."""
     if workspace.cutoffs_ptr is None:
-        return with_notes(row, workspace, request, offset, OF_DRAFT, sizes)
+        return with_known(row, workspace, request, offset, OF_DRAFT, sizes)
     else:
         pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
         token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
@@ -106,19 +106,19 @@ def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
 
 
 @triton.jit
-def with_notes(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
+def with_known(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
     """Return a row with what is known of it beyond this rank, if rows are sharded."""
-    if workspace.notes_ptr is None:
+    if workspace.known_ptr is None:
         return row
     else:
         start, end = sizes.shard.start, tl.minimum(row.vocab_size, sizes.shard.end)
         if sizes.shard.ALIGNED:
             end = tl.multiple_of(end, 16)
         ptr = row.ptr - start.to(tl.int64) * row.stride_token
-        notes_ptr = workspace.notes_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
-        row_max, first = tl.load(notes_ptr), tl.load(notes_ptr + 1).to(tl.int32, bitcast=True)
-        draft, draft_logit = tl.load(notes_ptr + 2).to(tl.int32, bitcast=True), tl.load(notes_ptr + 3)
-        other, other_logit = tl.load(notes_ptr + 4).to(tl.int32, bitcast=True), tl.load(notes_ptr + 5)
+        known_ptr = workspace.known_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
+        row_max, first = tl.load(known_ptr), tl.load(known_ptr + 1).to(tl.int32, bitcast=True)
+        draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
+        other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
         return ShardedRow(ptr, row.stride_token, end, start, row_max, first, draft, draft_logit, other, other_logit)
 
 

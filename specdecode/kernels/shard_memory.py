@@ -136,7 +136,7 @@ def parts_of(step: Step, told: Told, way: Way) -> Parts:
         "raw_statistics": (torch.float32, num_rows * 2 * blocks) if is_raw else None,
         "known": (torch.float32, rows * KNOWN.value),
         "verdicts": (torch.int32, num_rows),
-        "candidates": (torch.float32, num_rows * NUMBERS.value) if step.settles else None,
+        "numbers": (torch.float32, num_rows * NUMBERS.value) if step.settles else None,
         "listed": (torch.int32, num_drafts) if step.sums else None,
         "residual_sums": (torch.float32, num_drafts * blocks) if step.sums else None,
     }

@@ -135,13 +135,13 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         statistics_ptr=part("statistics"),
         cutoffs_ptr=None,
         kept_ptr=None,
-        candidates_ptr=part("candidates"),
+        numbers_ptr=part("numbers"),
         listed_ptr=part("listed"),
         residual_sums_ptr=part("residual_sums"),
         raw_statistics_ptr=part("raw_statistics"),
         places_ptr=None,
         logprobs_ptr=logprobs,
-        notes_ptr=part("known"),
+        known_ptr=part("known"),
     )
 
 
@@ -162,11 +162,11 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told, way: Way) -> Exchange
         received_ptr=of_memory("memory", torch.int64),
         failed_ptr=of_memory("failed", torch.int32),
         half=Argument("half") if way.is_symmetric else 0,
-        patience=Argument("patience") if way.is_symmetric else 0,
+        most_tries=Argument("most_tries") if way.is_symmetric else 0,
         rank=step.shards.rank,
         raw_start=told.statistics,
         notes_start=told.statistics + told.raw_statistics,
-        most_blocks=1 if step.maxima else step.shards.most_blocks,
+        blocks_told=1 if step.maxima else step.shards.most_blocks,
         RANKS=ranks,
         LANES=max(32, triton.next_power_of_2(ranks)),
         MAXIMA=step.maxima,
@@ -182,7 +182,7 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     """Add the launches before the first exchange, and that exchange."""
     part = plan.last.part
     mine = {"statistics_ptr": part("statistics_here"), "raw_statistics_ptr": part("raw_statistics_here")}
-    workspace = workspace._replace(**mine, notes_ptr=None)
+    workspace = workspace._replace(**mine, known_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None)
     bundles = step.inputs, workspace, exchanged, step.here
     plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=1)
@@ -216,7 +216,7 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     plan.last.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4)
     if not step.sums:
         return exchanged
-    shares = requests * num_draft_tokens * triton.cdiv(exchanged.most_blocks, tuning.BLOCKS)
+    shares = requests * num_draft_tokens * triton.cdiv(exchanged.blocks_told, tuning.BLOCKS)
     bundles = step.inputs, workspace, exchanged, step.sizes, tuning
     plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))

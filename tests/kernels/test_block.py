@@ -50,7 +50,7 @@ def numbers_of(steps: Steps, field: Any) -> np.ndarray:
     """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
     sizes = steps.bundle("sizes")
     shape = sizes.batch, sizes.num_draft_tokens + 1, block.NUMBERS.value
-    return steps.parts["candidates"].view(shape)[..., field.value].cpu().double().numpy()
+    return steps.parts["numbers"].view(shape)[..., field.value].cpu().double().numpy()
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:

@@ -67,7 +67,7 @@ class Shared(transports.SymmetricMemory):
 
     def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.patience = 100
+        self.most_tries = 100
         self.seen: set[str] = set()
 
     def memory(self, words: int) -> tuple[dict, dict]:
