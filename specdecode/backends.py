@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import os
 import warnings
 from types import ModuleType
@@ -42,6 +43,7 @@ def eager_instead(backend: Backend, why_not: str) -> ModuleType:
     """Return the eager backend in place of kernels that cannot, or raise the reason if the choice is `"triton"`."""
     if backend == "triton":
         raise ValueError(why_not)
+    log_once(f"the eager backend takes a call of 'auto': {why_not}")
     return eager
 
 
@@ -87,6 +89,12 @@ def obstacle(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU has a compute capability below 8.0"
     return None
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Log the first time that this message is given."""
+    logging.getLogger("specdecode").info(message)
 
 
 @functools.cache

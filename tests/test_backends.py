@@ -17,7 +17,7 @@ class OnGpu:
 @pytest.fixture(autouse=True)
 def asked_anew():
     """What was found for other tests is not remembered, nor what is found here."""
-    remembered = backends.obstacle, backends.warn_once
+    remembered = backends.obstacle, backends.warn_once, backends.log_once
     for function in remembered:
         function.cache_clear()
     yield
@@ -45,6 +45,15 @@ def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert backends.choose("auto", OnGpu()) is backends.eager  # said once
+
+
+def test_auto_logs_once_why_a_call_is_not_for_the_kernels(caplog):
+    with caplog.at_level("INFO", "specdecode"):
+        for _ in range(2):
+            assert backends.eager_instead("auto", "backend: a reason") is backends.eager
+        backends.eager_instead("auto", "shard: another")
+    reasons = "backend: a reason", "shard: another"
+    assert caplog.messages == [f"the eager backend takes a call of 'auto': {reason}" for reason in reasons]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
