@@ -107,6 +107,11 @@ def check_type(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> No
     """Raise unless `tensor` is a plain tensor of one of the dtypes."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
+        raise TypeError(
+            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), and where ranks have parts of the "
+            "vocabulary a VocabShard as shard"
+        )
     if tensor.layout is not strided or tensor.is_nested or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
         raise TypeError(f"{name}: expected a dense tensor that holds data, got a {kind} one")
@@ -129,11 +134,6 @@ def check_logits(
 ) -> tuple[int, ...]:
     """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
     check_type(name, logits, FLOATS)
-    if hasattr(logits, "to_local"):
-        raise TypeError(
-            f"{name}: expected a plain tensor, got a DTensor; pass its to_local(), and where ranks have parts of the "
-            "vocabulary a VocabShard as shard"
-        )
     shape = logits.shape
     if len(shape) != len(dimensions):
         raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(shape)}")

@@ -162,7 +162,7 @@ def hint(score, rivals):
 def hinted(rivals, like):
     """Return a score that a block of some rank reaches, 0 as long as none is known.
 
-    For each of the numbers `like`: threads may see different ones, so no two may have to agree about them.
+    For each of the numbers `like`, of which each thread must have its own: two that load a word may see different ones.
     """
     words = tl.load(rivals.mine + tl.zeros_like(like), mask=rivals.exists, other=0, volatile=True)
     return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

@@ -194,17 +194,17 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     follows = plan.is_symmetric
     if plan.is_symmetric:
         launches = plan.last if step.rows > WAITING_PROGRAMS else plan.spare
-        programs, bundles = triton.cdiv(step.rows, exchanged.LANES), (exchanged, step.arranged)
-        add_waiting(launches, exchange.wait_kernel, programs, bundles, follows)
-    arranging = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
-    options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.last.add(exchange.arrange_kernel, (step.rows,), arranging, **options, follows=follows)
+        programs = triton.cdiv(step.rows, exchanged.LANES)
+        add_waiting(launches, exchange.wait_kernel, programs, (exchanged, step.arranged), follows)
+    bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
+    kernel, grid = exchange.arrange_kernel, (step.rows,)
+    plan.last.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
 def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
-    options: dict[str, Any] = {"num_warps": 1, "max_registers": WAITING_REGISTERS}
-    plan.add(kernel, (min(programs, WAITING_PROGRAMS),), bundles, **options, follows=follows)
+    grid = (min(programs, WAITING_PROGRAMS),)
+    plan.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:

@@ -280,13 +280,17 @@ def finish(request, step, inputs, outputs, exchange, sizes):
     if exchange.peers_ptr is not None:
         is_empty |= tl.load(exchange.received_ptr + FAILED) == 1
     token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
-    store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
     if inputs.drafts.ids_ptr is not None:
+        store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty, sizes)
-    elif outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request.index, 0)
-        tl.store(outputs.num_drafts_ptr + request.index, 0)
-        tl.store(outputs.invalid_ptr + request.index, is_empty)
+    else:
+        tl.store(outputs.token_ids_ptr + request.index, token)
+        if outputs.logprobs_ptr is not None:
+            tl.store(outputs.logprobs_ptr + request.index, logprob)
+        if outputs.num_accepted_ptr is not None:
+            tl.store(outputs.num_accepted_ptr + request.index, 0)
+            tl.store(outputs.num_drafts_ptr + request.index, 0)
+            tl.store(outputs.invalid_ptr + request.index, is_empty)
 
 
 @triton.jit
