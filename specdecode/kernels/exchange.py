@@ -53,11 +53,14 @@ def repaired(row, statistics, temperature, sizes):
 
 
 @triton.jit
-def first_here(row, block_max, temperature, sizes):
-    """Return the first largest token that this rank has of a row, if the row may be a point mass; else LAST_TOKEN."""
+def first_here(row, block_max, temperature, is_read, sizes):
+    """Return the first largest token that this rank has of a row, if that is read and may be a point mass; else LAST_TOKEN.
+
+    In a packed call there is no row behind the last one of the last request.
+    """
     row_max = tl.max(block_max, 0)
     token = tl.full([], LAST_TOKEN, tl.int32)
-    if ((temperature == 0) | (tl.abs(row_max) == INFINITY)) & (sizes.vocab_size > 0):
+    if ((temperature == 0) | (tl.abs(row_max) == INFINITY)) & is_read & (sizes.vocab_size > 0):
         token = (argmax(row, block_max, row_max) + sizes.shard.start).to(tl.int32)
     return token
 
@@ -83,7 +86,7 @@ def tell_statistics(start, index, statistics, line, exchange, sizes):
 
 
 @triton.jit
-def tell_summary(row, index, statistics, temperature, line, workspace, exchange, sizes):
+def tell_summary(row, index, statistics, temperature, is_read, line, workspace, exchange, sizes):
     """Tell the statistics of a row; return its first largest token here, as `first_here`."""
     block_max, sumexp = repaired(row, statistics, temperature, sizes)
     tell_statistics(0, index, (block_max, sumexp), line, exchange, sizes)
@@ -91,7 +94,7 @@ def tell_summary(row, index, statistics, temperature, line, workspace, exchange,
         pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
-    return first_here(row, block_max, temperature, sizes)
+    return first_here(row, block_max, temperature, is_read, sizes)
 
 
 @triton.jit
@@ -149,7 +152,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
             tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
-    first = tell_summary(row, index, statistics, temperature, line, workspace, exchange, sizes)
+    first = tell_summary(row, index, statistics, temperature, is_read, line, workspace, exchange, sizes)
     tell_note(index, draft_logit, first, line, exchange)
     if workspace.raw_statistics_ptr is not None:
         raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
@@ -158,7 +161,9 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         other = tl.full([], LAST_TOKEN, tl.int32)
         if offset < sizes.num_draft_tokens:
             if summarised:
-                other = tell_summary(draft_row, draft_index, of_draft, temperature, line, workspace, exchange, sizes)
+                other = tell_summary(
+                    draft_row, draft_index, of_draft, temperature, has_draft, line, workspace, exchange, sizes
+                )
             tell_note(draft_index, its_logit, other, line, exchange)
             tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), line, exchange, sizes)
         tell_other(row, index, other, line, exchange, sizes)
@@ -282,6 +287,8 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
             first = at(noted[1], rank)
             keep_known(draft_index, draft_max, draft_noted, draft_rank, token, first, rank, workspace, exchange)
             other, other_rank = at(draft_noted[1], draft_rank), draft_rank
+    # Nothing is waited for any more. Before, a large launch that does not fit would keep all launches of other groups back.
+    admit_next_launch(exchange.OVERLAPS)
     keep_known(index, row_max, noted, rank, token, other, other_rank, workspace, exchange)
     return token
 
@@ -307,7 +314,6 @@ def arrange_kernel(inputs, workspace, exchange, sizes, tuning):
     temperature, step = load_temperature(inputs.requests, request), load_step(exchange)
     sources = sources_of(exchange, sizes)
     await_launch(exchange.OVERLAPS)
-    admit_next_launch(exchange.OVERLAPS)
     token = arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes)
     if tuning.DECIDE is not None:
         tl.debug_barrier()  # what was arranged is read by other threads than wrote it

@@ -19,7 +19,7 @@ residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All t
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import stop_of
+from specdecode.kernels.block import at, stop_of
 from specdecode.kernels.channel import (
     FAILED,
     NEXT_STEP,
@@ -252,10 +252,10 @@ def emitted_of_rows(request, drafts, num_drafts, step, exchange, sizes):
 @triton.jit
 def emitted_of_request(request, step, exchange):
     """Return that, given one offer for the request."""
-    index, one = request.index + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1)
-    best, logprobs = best_offers(index, one, step, exchange)
+    lanes = tl.arange(0, exchange.LANES)  # as many as threads, of which one listens
+    best, logprobs = best_offers(request.index + lanes, lanes == 0, step, exchange)
     verdict = tl.load(exchange.verdicts_ptr + request.index)
-    return verdict >> COUNT, (verdict & IS_EMPTY) > 0, tl.sum(best, 0), tl.sum(logprobs, 0)
+    return verdict >> COUNT, (verdict & IS_EMPTY) > 0, at(best, 0), at(logprobs, 0)
 
 
 @triton.jit

@@ -1,21 +1,19 @@
 """Packed calls of the kernels: rows in place, state in slots; nothing is read outside a tensor, whatever the places are."""
 
 import itertools
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from specdecode import kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import Case, case, like_a_device
+from tests.kernels.addresses import apart, reads_and_writes_inside
 from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
 from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, in_slots, is_sound, packed_rows, with_counts
 
@@ -53,9 +51,12 @@ def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: in
     usual = call(kind, padded, {**numbers, "positions": batch.positions}, (), **way)
     rows = packed_rows(batch, counts, torch.int32)
     where = rows.pop("row_starts"), rows.pop("num_draft_tokens"), slots
+    rows = {name: apart(value[: where[0][-1]]) for name, value in rows.items()}  # nothing follows the last request's rows
     by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_request.items()}
+    by_slot = {name: value if value is None else apart(value) for name, value in by_slot.items()}
     numbers = {name: in_slots(value, slots, num_slots) for name, value in numbers.items()}
-    packed = call(kind, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
+    with nullcontext() if ON_GPU else reads_and_writes_inside():
+        packed = call(kind, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
     return packed, usual
 
 
@@ -94,48 +95,6 @@ def test_rows_without_drafts_may_be_packed_too():
     assert_same(packed, usual)
 
 
-def place_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first and last byte."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    last = (span + 1) * tensor.element_size() if tensor.numel() else 0
-    return tensor.data_ptr(), tensor.data_ptr() + last - 1
-
-
-@contextmanager
-def reads_and_writes_inside():
-    """Require of the interpreter that every address that is loaded or stored lies in a tensor of the call."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    places: list[tuple[int, int]] = []
-    interpret, builder = Plan.interpret, type(interpreter_builder)
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def check(pointers: Any, mask: Any) -> None:
-        addresses = pointers.data[mask.data].astype(np.int64)
-        inside = np.zeros_like(addresses, dtype=bool)
-        for first, last in places:
-            inside |= (first <= addresses) & (addresses <= last)
-        assert inside.all(), "outside every tensor"
-
-    def noted(plan: Plan, values: dict) -> None:
-        places[:] = [place_of(value) for value in values.values() if isinstance(value, Tensor)]
-        interpret(plan, values)
-
-    def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        check(pointers, mask)
-        return load(self, pointers, mask, *others)
-
-    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        check(pointers, mask)
-        return store(self, pointers, value, mask, *others)
-
-    with (
-        mock.patch.object(Plan, "interpret", noted),
-        mock.patch.multiple(builder, create_masked_load=checked_load, create_masked_store=checked_store),
-    ):
-        yield places
-
-
 def eight_rows(truncated: bool) -> tuple[dict, dict]:
     """Tensors and numbers of a packed call of eight rows and five slots."""
     batch = case(8, 3, 40, torch.bfloat16, greedy=0, seed=4).to(DEVICE)
@@ -159,9 +118,9 @@ def test_places_that_cannot_be_are_never_read(kind, truncated, way):
     tensors, numbers = eight_rows(truncated)
     for starts, slots in zip(HOSTILE_STARTS, HOSTILE_SLOTS):
         where = torch.tensor(starts), 3, torch.tensor(slots)
-        with like_a_device(), reads_and_writes_inside() as places:
+        with like_a_device(), reads_and_writes_inside() as launched:
             output = call(kind, tensors, numbers, where, **way)
-        assert places
+        assert launched
         for request in range(7):
             if not is_sound(starts, slots, request):
                 assert [field[request].tolist() for field in output[:4]] == [[0, -1, -1, -1], 0, 0, True]

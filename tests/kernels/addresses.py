@@ -1,0 +1,76 @@
+"""Require of the interpreter that kernels load and store inside the tensors that they are given. On a GPU a sanitizer does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from specdecode import transports
+from specdecode.kernels.launch import Plan
+
+MARGIN = 1 << 14
+"""Elements on either side of a tensor that is `apart`."""
+
+
+def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """The addresses of the first and the last byte of each tensor, and of what symmetric memory other ranks have."""
+    for tensor in values.values():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            yield tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size() - 1
+    if values.get("peers") is not None:
+        for address in values["peers"].tolist():
+            yield address, address + (transports.HEADER + 2 * values["half"]) * 8 - 1
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that has no other near by: what is read beyond its ends is then in none."""
+    memory = tensor.new_zeros(tensor.numel() + 2 * MARGIN)[MARGIN : MARGIN + tensor.numel()]
+    return memory.view(tensor.shape).copy_(tensor)
+
+
+@contextmanager
+def inside(values: dict[str, Any]) -> Iterator[None]:
+    """Require that every address that is loaded or stored meanwhile lies in one of the tensors."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    places, builder = np.array(sorted(places_of(values))), type(interpreter_builder)
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def check(pointers: Any, mask: Any) -> None:
+        addresses = pointers.data[mask.data].astype(np.int64)
+        if addresses.size:
+            first = addresses.min(), addresses.max()
+            # Nearly always all are in one tensor.
+            if not any(low <= first[0] and first[1] <= high for low, high in places):
+                at = np.searchsorted(places[:, 0], addresses, side="right") - 1
+                assert (at >= 0).all() and (addresses <= places[at, 1]).all(), "outside every tensor"
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    with mock.patch.multiple(builder, create_masked_load=checked_load, create_masked_store=checked_store):
+        yield
+
+
+@contextmanager
+def reads_and_writes_inside() -> Iterator[list[dict[str, Any]]]:
+    """Require that of all launches meanwhile; yield what each plan was given."""
+    given: list[dict[str, Any]] = []
+    interpret = Plan.interpret
+
+    def checked(plan: Plan, values: dict[str, Any]) -> None:
+        given.append(values)
+        with inside(values):
+            interpret(plan, values)
+
+    with mock.patch.object(Plan, "interpret", checked):
+        yield given
