@@ -1,4 +1,4 @@
-"""Require of the interpreter that kernels load and store inside the tensors that they are given. On a GPU a sanitizer does."""
+"""Require of the interpreter that kernels load and store inside their tensors. On a GPU a sanitizer does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,11 +43,11 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
     def check(pointers: Any, mask: Any) -> None:
         addresses = pointers.data[mask.data].astype(np.int64)
         if addresses.size:
-            first = addresses.min(), addresses.max()
+            first, last = addresses.min(), addresses.max()
             # Nearly always all are in one tensor.
-            if not any(low <= first[0] and first[1] <= high for low, high in places):
+            if not any(low <= first and last <= high for low, high in places):
                 at = np.searchsorted(places[:, 0], addresses, side="right") - 1
-                assert (at >= 0).all() and (addresses <= places[at, 1]).all(), "outside every tensor"
+                assert ((at >= 0) & (addresses <= places[at, 1])).all(), "outside every tensor"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         check(pointers, mask)
