@@ -45,8 +45,9 @@ class AcceptanceSchedule:
         decay: factor from one conditional rate to the next; None if and only if `base_rate` is None.
 
     Raises:
-        TypeError: a rate is not a real number, or one of base_rate and decay is given without the other.
-        ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none.
+        TypeError: a rate is not a real number.
+        ValueError: a rate is NaN or outside [0, 1], the rates increase, or there are none; or base_rate and decay are
+            given and do not make them.
 
     Example:
         >>> from specdecode import AcceptanceSchedule
@@ -65,12 +66,17 @@ class AcceptanceSchedule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "joint_rates", _checked_rates(self.joint_rates))
-        if self.base_rate is not None or self.decay is not None:
-            for name, number in (("base_rate", self.base_rate), ("decay", self.decay)):
-                if isinstance(number, bool) or not isinstance(number, Real):
-                    raise TypeError(
-                        f"{name}: expected a float, as both base_rate and decay or neither, got {shown(number)}"
-                    )
+        if self.base_rate is None and self.decay is None:
+            return
+        for name, number in (("base_rate", self.base_rate), ("decay", self.decay)):
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(
+                    f"{name}: expected a float, as both base_rate and decay or neither, got {shown(number)}"
+                )
+        made = _joint_rates(cast(float, self.base_rate), cast(float, self.decay), len(self.joint_rates))
+        if not all(math.isclose(*each, rel_tol=1e-9, abs_tol=1e-12) for each in zip(made, self.joint_rates)):
+            got = f"{shown(self.base_rate)} and {shown(self.decay)}"
+            raise ValueError(f"base_rate: expected, with decay, to make the joint_rates, got {got}")
 
     @classmethod
     def from_mean_rate(

@@ -90,13 +90,19 @@ def bisect(rising: Callable[[float], float], goal: float, low: float, halvings: 
     return high
 
 
+class Unchecked(AcceptanceSchedule):
+    """A schedule whose numbers need not belong together, as a mistake may have made them."""
+
+    def __post_init__(self) -> None: ...
+
+
 def maker(
     joint: Callable[[float, float, int], list[float]] = right_joint,
     mean: Callable[[list[float], float, float], float] = right_mean,
     decays: Callable[[float], Iterator[float]] = lambda min_decay: iter((min_decay,)),
     solves_decay: bool = True,
     halvings: int = 200,
-    schedule: type[AcceptanceSchedule] = AcceptanceSchedule,
+    schedule: type[Unchecked] = Unchecked,
 ) -> Maker:
     """Return a solver from its parts, right where no part is given."""
 
@@ -116,13 +122,13 @@ def maker(
     return make
 
 
-class MeanOfConditionalRates(AcceptanceSchedule):
+class MeanOfConditionalRates(Unchecked):
     @property
     def mean_rate(self) -> float:
         return sum(self.conditional_rates) / self.num_draft_tokens
 
 
-class LengthWithoutBonus(AcceptanceSchedule):
+class LengthWithoutBonus(Unchecked):
     @property
     def acceptance_length(self) -> float:
         return sum(self.joint_rates)
@@ -397,6 +403,7 @@ from_rates = AcceptanceSchedule.from_rates
         (lambda: AcceptanceSchedule((0.4, 0.5)), ValueError, r"joint_rates\[1\]: expected at most 0\.4, .* got 0\.5"),
         (lambda: AcceptanceSchedule((0.9, 0.5), "foo", 1.0), TypeError, "base_rate: expected a float, .* got 'foo'"),
         (lambda: AcceptanceSchedule((0.9, 0.5), 0.9), TypeError, "decay: expected a float, .* got None"),
+        (lambda: AcceptanceSchedule((0.9, 0.5), 0.9, 1.0), ValueError, r"base_rate: expected, .* got 0\.9 and 1\.0"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(call: Callable[[], object], error: type[Exception], message: str) -> None:
