@@ -51,9 +51,8 @@ def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: in
     usual = call(kind, padded, {**numbers, "positions": batch.positions}, (), **way)
     rows = packed_rows(batch, counts, torch.int32)
     where = rows.pop("row_starts"), rows.pop("num_draft_tokens"), slots
-    rows = {
-        name: apart(value[: where[0][-1]]) for name, value in rows.items()
-    }  # nothing follows the last request's rows
+    end = where[0][-1]  # nothing follows the rows of the last request
+    rows = {name: apart(value[:end]) for name, value in rows.items()}
     by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_request.items()}
     by_slot = {name: value if value is None else apart(value) for name, value in by_slot.items()}
     numbers = {name: in_slots(value, slots, num_slots) for name, value in numbers.items()}
