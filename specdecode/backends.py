@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode import eager
-from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.batch import VerificationBatch
 
 Backend = Literal["auto", "triton", "eager"]
 
@@ -25,22 +25,8 @@ def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> Module
     """
     module = choose(backend, batch.target_logits)
     why_not = None if module is eager else module.why_not_verified(method, batch)
-    return module if why_not is None else eager_instead(backend, why_not)
-
-
-def to_sample(backend: Backend, batch: RowBatch) -> ModuleType:
-    """Return the backend's module that samples from rows; where the kernels cannot, `"auto"` is eager.
-
-    Raises:
-        ValueError: the choice is `"triton"`, which cannot run here or cannot sample from them.
-    """
-    module = choose(backend, batch.logits)
-    why_not = None if module is eager else module.why_not_sampled(batch)
-    return module if why_not is None else eager_instead(backend, why_not)
-
-
-def eager_instead(backend: Backend, why_not: str) -> ModuleType:
-    """Return the eager backend in place of kernels that cannot, or raise the reason if the choice is `"triton"`."""
+    if why_not is None:
+        return module
     if backend == "triton":
         raise ValueError(why_not)
     log_once(f"the eager backend takes a call of 'auto': {why_not}")

@@ -242,7 +242,7 @@ def _sample(
     temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
     seed = first_seed if seeds is None else seeds
     batch = RowBatch.check(logits, cast("Any", temperature), seed, positions, *cast("Any", truncation))
-    chosen = backends.to_sample(cast("Backend", backend), batch)
+    chosen = backends.choose(cast("Backend", backend), batch.logits)
     token_ids, logsumexp, *cutoff = chosen.sample(batch, (block_domain, token_domain))
     is_truncated = cutoff and cutoff[0] is not None
     return token_ids, logsumexp, cutoff[0] if is_truncated else torch.zeros_like(token_ids)

@@ -80,5 +80,5 @@ def sample(
         token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
         return token_ids
     batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard)
-    token_ids, *_ = backends.to_sample("auto", batch).sample(batch, SELECT)
+    token_ids, *_ = backends.choose("auto", batch.logits).sample(batch, SELECT)
     return token_ids

@@ -458,4 +458,4 @@ class RejectionSampler:
         if torch.compiler.is_compiling():
             return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
         batch = RowBatch.check(*arguments, self.shard)
-        return DraftOutput(*backends.to_sample(self.backend, batch).sample(batch, domains))
+        return DraftOutput(*backends.choose(self.backend, batch.logits).sample(batch, domains))

@@ -150,6 +150,16 @@ class VocabShard:
             results[i] = part.contiguous().view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
         return results
 
+    def whole_rows(self, logits: Tensor) -> Tensor:
+        """Gather rows: return them with the logits of the whole vocabulary, given this rank's, [..., local]."""
+        layout = self.agree(logits)
+        if logits.shape[:-1].numel() == 0:  # every rank knows
+            return logits.new_zeros(*logits.shape[:-1], self.vocab_size)
+        lengths = [length for _, length in layout.shards]
+        mine = torch.nn.functional.pad(logits, (0, max(lengths) - layout.local))
+        gathered = transports.all_gather(mine, self.group)
+        return torch.cat([gathered[rank, ..., : lengths[rank]] for rank in layout.by_start], dim=-1)
+
     def check_seeds(self, seeds: Tensor | int | None, batch: int, device: torch.device, logits: Tensor) -> Tensor | int:
         """Return checked seeds; None draws them from the generator of the group's first rank, in one more exchange."""
         checked = check_seeds(seeds, batch, device)
@@ -210,8 +220,10 @@ class Layout:
 
     def __init__(self, shards: list[tuple[int, int]], rank: int, vocab_size: int, device: torch.device) -> None:
         by_start = sorted(range(len(shards)), key=lambda i: shards[i])
+        self.shards, self.by_start = shards, by_start
+        """(start, length) of each rank; the ranks in the order of the vocabulary."""
         self.order = None if by_start == sorted(by_start) else torch.tensor(by_start, device=device)
-        """Ranks in the order of the vocabulary; None if they are."""
+        """`by_start` on the device; None if it is the order of ranks."""
         self.place = by_start.index(rank)
         """This rank's place in it."""
         self.start, self.local = shards[rank]

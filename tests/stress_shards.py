@@ -3,9 +3,10 @@
     torchrun --nproc-per-node=2 -m tests.stress_shards --seconds 120
 
 All ranks make the same calls: of all methods, dtypes and sizes, padded and packed, with NaN and infinities, with shards of
-any whole blocks, in any order of the ranks. Words travel by all-gather and through symmetric memory. Calls are launched, or
-captured in a CUDA graph that is replayed several times with new inputs. Two groups of the same ranks work at once, on two
-streams. A rank sleeps now and then, on the host or on the device, before a step. A bit that differs ends the program.
+any whole blocks, in any order of the ranks. Words travel by all-gather and through symmetric memory; some calls are
+truncated, for which rows are gathered. Calls are launched, or captured in a CUDA graph that is replayed several times with
+new inputs. Two groups of the same ranks work at once, on two streams. A rank sleeps now and then, on the host or on the
+device, before a step. A bit that differs ends the program.
 """
 
 import argparse
@@ -70,6 +71,8 @@ def call_of(kind: str, seed: int, shape: tuple[int, int, int], device: torch.dev
     hurt(chance, vars(batch))
     method, draft_logits, logsumexp = given(kind, batch.to(device))
     call = vars(batch.to(device)) | {"draft_logits": draft_logits, "draft_logsumexp": logsumexp, "logprobs": logprobs}
+    if seed % 4 == 0 and logsumexp is None:
+        call |= {"top_p": 0.9, "top_k": 40}
     return method, call
 
 
@@ -82,7 +85,8 @@ def packed_call(call: dict[str, Any], batch: Any, seed: int) -> dict[str, Any]:
     names = [name for name in ("draft_logits", "draft_logsumexp", "temperature", "seeds") if call[name] is not None]
     by_slot = {name: in_slots(call[name], slots.to(call[name].device), requests + 2) for name in names}
     rows = packed_rows(with_counts(batch, counts), counts)
-    others = {"slots": slots.to(call["seeds"].device), "positions": call["positions"], "logprobs": call["logprobs"]}
+    others = {name: call[name] for name in ("positions", "logprobs", "top_p", "top_k") if name in call}
+    others["slots"] = slots.to(call["seeds"].device)
     return rows | by_slot | others
 
 
@@ -136,8 +140,8 @@ class Step:
     def packed(self) -> None:
         batch = case(*self.shape, KINDS[self.kind][1], seed=self.seed).to(self.group.device)
         _, draft_logits, logsumexp = given(self.kind, batch)
-        others = {"draft_logits": draft_logits, "draft_logsumexp": logsumexp, "logprobs": self.call["logprobs"]}
-        call = packed_call(vars(batch) | others, batch, self.seed)
+        others = {"draft_logits": draft_logits, "draft_logsumexp": logsumexp}
+        call = packed_call(self.call | vars(batch) | others, batch, self.seed)
         check_bits(f"packed {self.what}", self.sampler.packed(**self.mine(call)), self.whole.packed(**call))
 
     def replayed(self, chance: random.Random, replays: int) -> None:
@@ -149,7 +153,7 @@ class Step:
         with torch.cuda.graph(graph, stream=self.group.stream):
             output = self.sampler(**static)
         for replay in range(replays):
-            _, call = call_of(self.kind, self.seed + 1000 + replay, self.shape, self.group.device)
+            _, call = call_of(self.kind, self.seed + 1000 + 4 * replay, self.shape, self.group.device)
             for name, value in self.mine(call).items():
                 if isinstance(value, Tensor):
                     static[name].copy_(value)

@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,13 +48,17 @@ def test_auto_says_why_it_does_not_take_the_kernels(monkeypatch):
         assert backends.choose("auto", OnGpu()) is backends.eager  # said once
 
 
-def test_auto_logs_once_why_a_call_is_not_for_the_kernels(caplog):
+def test_auto_logs_once_why_a_call_is_not_for_the_kernels(caplog, monkeypatch):
+    reasons = "backend: a reason", "backend: a reason", "draft_sampling: another"
     with caplog.at_level("INFO", "specdecode"):
-        for _ in range(2):
-            assert backends.eager_instead("auto", "backend: a reason") is backends.eager
-        backends.eager_instead("auto", "shard: another")
-    reasons = "backend: a reason", "shard: another"
-    assert caplog.messages == [f"the eager backend takes a call of 'auto': {reason}" for reason in reasons]
+        for reason in reasons:
+            cannot = SimpleNamespace(why_not_verified=lambda method, batch, reason=reason: reason)
+            monkeypatch.setattr(backends, "choose", lambda backend, logits, cannot=cannot: cannot)
+            batch = SimpleNamespace(target_logits=None)
+            assert backends.to_verify("auto", "strict", batch) is backends.eager
+            with pytest.raises(ValueError, match=reason):
+                backends.to_verify("triton", "strict", batch)
+    assert caplog.messages == [f"the eager backend takes a call of 'auto': {reason}" for reason in reasons[1:]]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -44,10 +44,13 @@ shard's symmetric memory is written by each of its steps, so these must follow e
 from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
 from specdecode.kernels import block, probabilistic, strict, truncation
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
 from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
@@ -76,7 +79,7 @@ METHODS = {
 
 
 def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row of a batch, of which `why_not_sampled` says nothing.
+    """Draw one token per row of a batch.
 
     Returns:
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
@@ -88,6 +91,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
     if batch.truncation is not None:
         outputs["cutoff"] = torch.empty_like(token_ids)
+    if batch.shard is not None and takes_whole_rows(batch.shard, batch.logits, batch.is_truncated):
+        batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
     if requests > 0:
         run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
     return token_ids, logsumexp, outputs.get("cutoff")
@@ -112,6 +117,8 @@ def verify(
         many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
             a large one); None chooses by their number.
     """
+    if batch.shard is not None and takes_whole_rows(batch.shard, batch.target_logits, batch.is_truncated):
+        return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
     outputs = room_for_output(batch, requests)
@@ -151,6 +158,36 @@ def verify(
     return output
 
 
+def takes_whole_rows(shard: VocabShard, logits: Tensor, is_truncated: bool) -> bool:
+    """Return whether rows have to be gathered, because kernels cannot do what is asked with a part of them.
+
+    The first call on a device asks the other ranks.
+    """
+    return bool(shard.agree(logits).divided) or is_truncated
+
+
+def verify_whole_rows(
+    method: str,
+    batch: VerificationBatch,
+    shard: VocabShard,
+    schedule: AcceptanceSchedule | None,
+    large: bool | None,
+    many: bool | None,
+) -> SamplerOutput:
+    """Gather the rows of a batch, of a packed one those that its requests have, and verify these on every rank."""
+    has_rows = None
+    if batch.packing is not None:  # its slots may hold many draft rows that nobody asks for
+        batch, has_rows = unpack(batch, batch.packing)
+    models: list[Any] = [batch.target_logits, batch.draft_logits]
+    if METHODS[method][batch.draft_logits is None] is BY_SAMPLE:  # which ignores the draft's
+        models[1] = None
+    local = [rows.gather() if isinstance(rows, IndexedRows) else rows for rows in models]
+    target, draft = [None if rows is None else shard.whole_rows(rows) for rows in local]
+    whole = batch._replace(target_logits=cast("Tensor", target), draft_logits=draft, shard=None)
+    output = verify(method, whole, schedule, large=large, many=many)
+    return output if has_rows is None else mark_invalid(output, has_rows)
+
+
 def room_for_output(batch: VerificationBatch, requests: int) -> dict[str, Tensor]:
     """Return the tensors that a verification fills, in the order of `SamplerOutput`."""
     num_tokens, device = batch.num_draft_tokens + 1, batch.target_logits.device
@@ -167,32 +204,9 @@ def room_for_output(batch: VerificationBatch, requests: int) -> dict[str, Tensor
 
 def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
-    why_not = why_not_sharded(batch.shard, batch.target_logits, batch.is_truncated)
-    if why_not is not None or batch.num_draft_tokens == 0:
-        return why_not
-    rule = METHODS[method][batch.draft_logits is None]
-    return why_not_truncated(rule, batch) if batch.is_truncated else None
-
-
-def why_not_sampled(batch: RowBatch) -> str | None:
-    """Return why the kernels cannot sample from rows, which then the eager backend alone can; or None."""
-    return why_not_sharded(batch.shard, batch.logits, batch.is_truncated)
-
-
-def why_not_sharded(shard: VocabShard | None, logits: Tensor, is_truncated: bool) -> str | None:
-    """Return why the kernels cannot take a shard, or None. The first call on a device asks the other ranks."""
-    if shard is None:
+    if batch.num_draft_tokens == 0 or not batch.is_truncated:
         return None
-    if is_truncated:
-        return "shard: 'triton' does not truncate rows that are sharded; use 'eager' or 'auto'"
-    if shard.agree(logits).divided:
-        return "shard: 'triton' takes shards that start at multiples of 1,024 tokens; use 'eager' or 'auto'"
-    return None
-
-
-def why_not_truncated(rule: AcceptRule, batch: VerificationBatch) -> str | None:
-    """Return why rows cannot be truncated as they are to be, or None."""
-    of_drafts = batch.draft_temperature
+    rule, of_drafts = METHODS[method][batch.draft_logits is None], batch.draft_temperature
     if rule is not BY_SAMPLE and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
         return (
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
@@ -285,7 +299,7 @@ def add_limits(
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     ways = [(False, False), (False, True), (True, False), (True, True)]
-    if batch.shard is not None:
+    if batch.shard is not None and not takes_whole_rows(batch.shard, batch.target_logits, batch.is_truncated):
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:

@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--backends", nargs="+", default=None, help="eager, triton")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-p", type=float, default=None, help="truncated shards are verified by the eager backend")
+    parser.add_argument("--top-p", type=float, default=None, help="the kernels gather rows to truncate them")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -243,16 +243,16 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    options.backends = options.backends or (["triton"] if on_gpu and options.top_p is None else ["eager"])
+    options.backends = options.backends or ["triton" if on_gpu else "eager"]
 
     record: dict[str, Any] = environment(device) | {"ranks": size, "results": []}
-    traffic = Traffic()
+    traffic, exchanges = Traffic(), on_gpu and options.top_p is None
     for shape in options.shapes:
         batch, drafts = map(int, shape.split("x"))
         case = Case(batch, drafts, options, device)
         for name in options.methods:
             record["results"] += measure(
-                case, name, traffic, ["all_gather", "symmetric_memory"] if on_gpu else ["all_gather"]
+                case, name, traffic, list(transports.TRANSPORTS[1:]) if exchanges else ["all_gather"]
             )
             if options.json and rank == 0:
                 options.json.write_text(json.dumps(record, indent=1))

@@ -426,22 +426,48 @@ def test_tokens_are_sampled_and_drafted_alike(ranks_of):
             assert torch.equal(token_ids, draft.token_ids)
 
 
-def test_what_the_kernels_do_not_take_is_refused_by_name_and_left_to_eager(ranks_of):
-    divided, whole = ranks_of([0, 1030, 2064]).shards[0], ranks_of(*UNEVEN).shards[0]
-    for shard, parts in ((divided, [(0, 1030), (1030, 1034)]), (whole, [(0, 1024), (1024, 2076)])):
-        layout = sharding.Layout(parts, 0, sum(length for _, length in parts), torch.device(DEVICE))
-        shard._layouts.setdefault(torch.zeros(1, device=DEVICE).device, layout)
-    ids = torch.zeros(1, 0, dtype=torch.int64, device=DEVICE)
-    for shard, options, message in (
-        (divided, {}, "shard: 'triton' takes shards that start at multiples of 1,024"),
-        (whole, {"top_p": 0.9}, "shard: 'triton' does not truncate rows that are sharded"),
-    ):
-        length = shard._layouts[torch.zeros(1, device=DEVICE).device].local
-        sampler, logits = sampler_of("strict", shard), torch.zeros(1, 1, length, device=DEVICE)
-        with pytest.raises(ValueError, match=f"^{message}"):
-            sampler(logits, ids, seeds=0, **options)
-        with pytest.raises(ValueError, match=f"^{message}"):
-            sampler.draft(logits[:, 0], seeds=0, **options)
+DIVIDED = ([0, 1030, 1030, 2065], [2, 0, 1])  # shards that start within a block, one of them empty
+
+
+@pytest.mark.parametrize(
+    ("kind", "bounds", "options"),
+    [
+        ("probabilistic", TWO, {"top_p": 0.9, "top_k": 50}),
+        ("strict", DIVIDED, {"min_p": 0.05, "logprobs": "raw"}),
+        ("given logsumexp", DIVIDED, {}),
+        ("block", DIVIDED, {}),
+    ],
+)
+def test_rows_that_are_truncated_or_divided_within_a_block_are_gathered(kind, bounds, options, ranks_of):
+    ranks = ranks_of(*bounds)
+    batch = case(64 if ON_GPU else 2, 2, ranks.vocab_size, torch.bfloat16, seed=8)
+    method, call = arguments(kind, batch.to(DEVICE))
+    _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | options)
+    longest = max(end - start for start, end in ranks.parts)
+    rows = [2, 3] if kind != "strict" else [3]  # of a request; strict asks for no draft rows
+    assert sorted(sizes) == [len(ranks.parts) * len(batch.seeds) * each * longest * 2 for each in rows]
+
+
+def test_of_packed_rows_those_are_gathered_that_requests_have(ranks_of):
+    ranks, counts, slots = ranks_of(*TWO), [2, 0, 1], torch.tensor([9, 0, 4])
+    batch = case(3, 2, 2064, torch.bfloat16, seed=9)
+    options = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")}
+    by_slot = {name: in_slots(value, slots, 20) for name, value in options.items()}
+    call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "top_p": 0.9}
+    call["row_starts"][-1] += 99
+    with like_a_device():
+        output, sizes = assert_ranks_agree(ranks, partial(packed_of, "probabilistic"), call)
+    assert output.invalid.tolist() == [False, False, True]
+    assert sum(sizes) == 2 * (3 * 3 + 3 * 2) * 1040 * 2
+
+
+def test_rows_to_sample_from_are_gathered(ranks_of):
+    batch = case(3, 0, 2065, torch.bfloat16, seed=3)
+    call = {"logits": batch.target_logits[:, 0], "temperature": batch.temperature, "seeds": batch.seeds, "top_k": 5}
+    assert_ranks_agree(ranks_of(*DIVIDED), lambda shard=None: sampler_of("probabilistic", shard).draft, call)
+    nothing = {name: value[:0] if isinstance(value, Tensor) else value for name, value in call.items()}
+    _, sizes = assert_ranks_agree(ranks_of(*DIVIDED), lambda shard=None: sampler_of("strict", shard).draft, nothing)
+    assert sizes == []
 
 
 @needs_gpu
