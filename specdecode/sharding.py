@@ -29,8 +29,9 @@ class VocabShard:
     vocabulary, the same on every rank.
 
     The ranks' shards must tile the vocabulary, in any order of the ranks. Shards may have different lengths, and be empty.
-    Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the block of 1,024
-    tokens that two shards divide is summed in two parts, and a decision closer than this rounding may differ.
+    Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the Triton backend
+    gathers the rows, as it does to truncate them; the eager backend sums the block of 1,024 tokens that two shards divide in
+    two parts, and a decision closer than this rounding may differ.
 
     In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
     captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.
@@ -156,8 +157,10 @@ class VocabShard:
         if logits.shape[:-1].numel() == 0:  # every rank knows
             return logits.new_zeros(*logits.shape[:-1], self.vocab_size)
         lengths = [length for _, length in layout.shards]
-        mine = torch.nn.functional.pad(logits, (0, max(lengths) - layout.local))
-        gathered = transports.all_gather(mine, self.group)
+        missing = max(lengths) - layout.local
+        if missing > 0:  # padding copies rows even where nothing is missing
+            logits = torch.nn.functional.pad(logits, (0, missing))
+        gathered = transports.all_gather(logits, self.group)
         return torch.cat([gathered[rank, ..., : lengths[rank]] for rank in layout.by_start], dim=-1)
 
     def check_seeds(self, seeds: Tensor | int | None, batch: int, device: torch.device, logits: Tensor) -> Tensor | int:

@@ -571,20 +571,24 @@ SHARD_WAYS = {
     "gather, verify": "gathered, then verified",
     "shards, triton, all_gather": "shards, all-gather",
     "shards, triton, symmetric_memory": "shards, symmetric memory",
+    "shards, eager, all_gather": "shards, eager backend",
 }
 
 
 def shards_table(record: str, method: str) -> str:
     """Compare gathering and verifying with verifying the shards."""
+    shapes = shards_of(record, method)
+    measured = [way for way in SHARD_WAYS if any(way in ways for ways in shapes.values())]
     rows = [
         [
             f"{batch:,}, {drafts}",
-            *[shown(ways[way]["us"]) + of_commit(record) for way in SHARD_WAYS],
+            *[shown(ways[way]["us"]) + of_commit(record) if way in ways else "" for way in measured],
             f"{ways['shards, triton, all_gather']['bytes'] / ways['gather, verify']['bytes']:.2%}",
         ]
-        for (batch, drafts), ways in shards_of(record, method).items()
+        for (batch, drafts), ways in shapes.items()
     ]
-    return html_table(["Requests, drafts", *SHARD_WAYS.values(), "bytes, of those gathered"], rows)
+    names = [SHARD_WAYS[way] for way in measured]
+    return html_table(["Requests, drafts", *names, "bytes, of those gathered"], rows)
 
 
 def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> str:
