@@ -24,8 +24,8 @@ from specdecode.kernels.rows import (
     scaled,
 )
 
-STEPS = tl.constexpr(8)
-"""By which a level is found, each halving what is left."""
+LEVELS, TRIALS = tl.constexpr(8), tl.constexpr(3)
+"""That are tried at once; how often, each time between two of the last."""
 
 DEPTH = tl.constexpr(16.0)
 """Where a mass is wanted, the lowest level is where a token is so many natural logarithms less likely than the first."""
@@ -49,10 +49,10 @@ ANY_NUMBER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def reached(level, block_max, weights):
-    """Return how many blocks reach a level, and what their largest tokens weigh."""
-    reach = block_max >= level
-    return tl.reduce((reach.to(tl.int32), tl.where(reach, weights, 0.0)), 0, add_both)
+def reached(levels, block_max, weights):
+    """Return how many blocks reach each level, and what their largest tokens weigh."""
+    reach = block_max[:, None] >= levels[None, :]
+    return tl.reduce((reach.to(tl.int32), tl.where(reach, weights[:, None], 0.0)), 0, add_both)
 
 
 @triton.jit
@@ -60,28 +60,38 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
     """Return the highest level that `count` blocks or a `mass` reach, if at most `most` blocks reach it.
 
     Else the lowest that at most so many reach; and how many reach it, and their mass. If more blocks than that have a token
-    as likely as the first, it is infinite. The floor comes first: with few blocks above it, no token need be left out.
+    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for.
     """
-    chosen, chosen_blocks, chosen_mass = INFINITY, tl.full([], 0, tl.int32), 0.0
-    has_enough = tl.full([], False, tl.int1)
     depth = DEPTH * temperature
     if count < ANY_NUMBER:  # however unlikely these tokens are
-        lowest = tl.min(tl.where(block_max > -INFINITY, block_max, row_max), 0)
-        depth = tl.minimum(row_max - lowest, LARGEST)
-    high, low, level = 0.0, 1.0, floor  # the square roots of how deep levels lie that are not enough, and that are
-    step = 0
-    while step <= STEPS:
-        blocks, found = reached(level, block_max, weights)
-        is_enough, is_beyond = (blocks >= count) | (found >= mass), blocks > most
-        if (is_beyond == 0) & (is_enough | (has_enough == 0)):
-            chosen, chosen_blocks, chosen_mass, has_enough = level, blocks, found, is_enough
-        middle = (low + high) / 2
-        if step > 0:
-            low, high = tl.where(is_enough | is_beyond, middle, low), tl.where(is_enough | is_beyond, high, middle)
-            middle = (low + high) / 2
-        level = tl.maximum(row_max - depth * middle * middle, floor)
-        step = tl.where((step == 0) & (is_enough == 0) & (is_beyond == 0), STEPS, step) + 1  # the floor will do
-    return chosen, chosen_blocks, chosen_mass
+        depth = row_max - tl.min(tl.where(block_max > -INFINITY, block_max, row_max), 0)
+    depth = tl.minimum(depth, LARGEST)
+    index, last = tl.arange(0, LEVELS), LEVELS - 1
+    start, width = 0.0, 1 / (LEVELS - 2.0)  # of the square roots of how deep levels lie
+    level, num_blocks, found = INFINITY, tl.full([], 0, tl.int32), 0.0
+    trials = 0
+    while trials < TRIALS:  # at first with the floor; then between the last level that is not enough and the next
+        part = start + index * width
+        levels = tl.maximum(row_max - depth * part * part, floor)
+        levels = tl.where((index == last) & (trials == 0), floor, levels)
+        blocks, masses = reached(levels, block_max, weights)
+        chosen, short = choose(blocks, masses, count, mass, most)
+        is_it = index == chosen
+        num_blocks, found = tl.reduce((tl.where(is_it, blocks, 0), tl.where(is_it, masses, 0.0)), 0, add_both)
+        level = tl.where(chosen < 0, INFINITY, tl.max(tl.where(is_it, levels, -INFINITY), 0))
+        start += (tl.maximum(tl.minimum(short, tl.where(trials == 0, last - 1, last)), 1) - 1) * width
+        width = width / last
+        trials += tl.where((trials == 0) & (short >= last) & (chosen == last), TRIALS, 1)  # the floor will do
+    return level, num_blocks, found
+
+
+@triton.jit
+def choose(blocks, masses, count, mass, most):
+    """Return which of some levels, the highest first, is chosen, -1 if none; and how many are not enough."""
+    is_few = (blocks <= most).to(tl.int32)
+    is_short = ((blocks < count) & (masses < mass)).to(tl.int32) & is_few
+    short, few = tl.reduce((is_short, is_few), 0, add_both)
+    return tl.minimum(short, few - 1), short
 
 
 @triton.jit
@@ -91,20 +101,21 @@ def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
     Beyond the first `CANDIDATES` they are only counted.
     """
     GROUPS: tl.constexpr = AT_ONCE * BLOCK_SIZE // GROUP
-    reach = (block_max >= level).to(tl.int32)
-    blocks, places = tl.arange(0, sizes.MAX_BLOCKS), tl.cumsum(reach, 0) - reach
-    places = tl.where(reach == 1, places, -1)
+    reach = block_max >= level
+    places, blocks_ptr = tl.cumsum(reach.to(tl.int32), 0) - 1, list_ptr + CANDIDATES  # where keys will be
+    tl.store(blocks_ptr + places, tl.arange(0, sizes.MAX_BLOCKS), mask=reach & (places < num_blocks))
+    tl.debug_barrier()  # what is listed is read by other threads than wrote it
     found = tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, AT_ONCE):
-        is_it = places[:, None] == first + tl.arange(0, AT_ONCE)[None, :]
-        tile = tl.min(tl.where(is_it, blocks[:, None], sizes.num_blocks), 0) * BLOCK_SIZE
+        slots = first + tl.arange(0, AT_ONCE)
+        tile = tl.load(blocks_ptr + slots, mask=slots < num_blocks, other=sizes.num_blocks) * BLOCK_SIZE
         logits = load_logits(row, tile[:, None] + tl.arange(0, BLOCK_SIZE)[None, :], True)
         is_listed = (tl.max(tl.reshape(logits, [GROUPS, GROUP]), 1) >= level).to(tl.int32)
         group_ids = tl.reshape(tile[:, None] + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP, [GROUPS])
         slots = found + tl.cumsum(is_listed, 0) - is_listed
         tl.store(list_ptr + slots, group_ids, mask=(is_listed == 1) & (slots < CANDIDATES))
         found += tl.sum(is_listed, 0)
-    tl.debug_barrier()  # the list is read by other threads than wrote it
+    tl.debug_barrier()
     return found
 
 

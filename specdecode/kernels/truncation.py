@@ -43,7 +43,7 @@ from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
 from specdecode.kernels.statistics import draft_statistics, load_statistics, statistics_at, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Row
-from specdecode.kernels.widecut import store_kept, wide_cutoff
+from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
@@ -171,29 +171,36 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     # A little below the least logit that min-p keeps.
     floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
-    resolved, attempt = tl.full([], False, tl.int1), 0
+    counts_first = top_k <= 2 * FEW_BLOCKS
+    resolved, attempt = tl.full([], False, tl.int1), tl.where((top_k > CANDIDATES) & has_k & (top_p >= 1), 2, 0)
     logit, token = row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < 2):
-        is_by_count = has_k & ((attempt == 1) | (has_p == 0))
+        is_by_count = has_k & (counts_first == (attempt == 0))
         count = tl.where(is_by_count, top_k, ANY_NUMBER)
         mass = tl.where(has_p & (has_k == 0), top_p * total, INFINITY)
-        most = tl.where((attempt == 1) | (has_p == 0), MORE_BLOCKS, FEW_BLOCKS)
+        most = tl.where(is_by_count | ((attempt == 1) & (has_k == 0)), MORE_BLOCKS, FEW_BLOCKS)
         level, blocks, found_mass = choose_level(block_max, weights, row_max, floor, temperature, count, mass, most)
-        num_groups = list_groups(level, blocks, row, block_max, list_ptr, sizes)
-        found = list_candidates(level, num_groups, row, list_ptr)
-        found = tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
-        unseen = 0.0
-        if has_k & (min_p == 0) & (found < top_k):
-            missing = blocks + top_k - found
-            _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing)
-            unseen = tl.maximum(mass - found_mass, 0.0)
-        last, resolved, is_few = cut_candidates(
-            list_ptr, found, level, level <= floor, unseen, row_max, total, temperature, limits, sizes
-        )
-        if resolved:
-            logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
-            store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
-        attempt += tl.where(is_few, 1, 2)
+        attempt += 1
+        # All tokens from the level on are in blocks that reach it.
+        within_reach = tl.sum(tl.where(block_max >= level, p.block_sums, 0.0), 0)
+        if has_k | (min_p > 0) | (level <= floor) | (within_reach >= top_p * total * (1 - ROUNDING)):
+            num_groups = list_groups(level, blocks, row, block_max, list_ptr, sizes)
+            found = list_candidates(level, num_groups, row, list_ptr)
+            found = tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
+            unseen = 0.0
+            if has_k & (min_p == 0) & (found < top_k):
+                missing = blocks + top_k - found
+                _, _, mass = choose_level(
+                    block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing
+                )
+                unseen = tl.maximum(mass - found_mass, 0.0)
+            last, resolved, is_few = cut_candidates(
+                list_ptr, found, level, level <= floor, unseen, row_max, total, temperature, limits, sizes
+            )
+            if resolved:
+                logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+                store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
+            attempt += tl.where(is_few, 0, 1)
     if resolved == 0:
         logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
         logit, token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)
