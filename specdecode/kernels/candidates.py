@@ -24,8 +24,8 @@ from specdecode.kernels.rows import (
     scaled,
 )
 
-LEVELS, TRIALS = tl.constexpr(8), tl.constexpr(3)
-"""That are tried at once; how often, each time between two of the last."""
+PARTS = tl.constexpr(162)
+"""Of the square root of the depth: the levels that may be chosen. It takes three rounds of 8 at once, or five of 4."""
 
 DEPTH = tl.constexpr(16.0)
 """Where a mass is wanted, the lowest level is where a token is so many natural logarithms less likely than the first."""
@@ -56,32 +56,33 @@ def reached(levels, block_max, weights):
 
 
 @triton.jit
-def choose_level(block_max, weights, row_max, floor, temperature, count, mass, most):
+def choose_level(block_max, weights, row_max, floor, temperature, count, mass, most, LEVELS: tl.constexpr):
     """Return the highest level that `count` blocks or a `mass` reach, if at most `most` blocks reach it.
 
     Else the lowest that at most so many reach; and how many reach it, and their mass. If more blocks than that have a token
-    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for.
+    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for. `LEVELS` are
+    tried at once, which changes nothing.
     """
     depth = DEPTH * temperature
     if count < ANY_NUMBER:  # however unlikely these tokens are
         depth = row_max - tl.min(tl.where(block_max > -INFINITY, block_max, row_max), 0)
     depth = tl.minimum(depth, LARGEST)
     index, last = tl.arange(0, LEVELS), LEVELS - 1
-    start, width = 0.0, 1 / (LEVELS - 2.0)  # of the square roots of how deep levels lie
     level, num_blocks, found = INFINITY, tl.full([], 0, tl.int32), 0.0
-    trials = 0
-    while trials < TRIALS:  # at first with the floor; then between the last level that is not enough and the next
-        part = start + index * width
+    start, stride = 0, PARTS // (LEVELS - 2)
+    while stride > 0:  # then between the last level that is not enough and the next
+        part = (start + index * stride) * (1 / PARTS)  # the square roots of how deep levels lie
         levels = tl.maximum(row_max - depth * part * part, floor)
-        levels = tl.where((index == last) & (trials == 0), floor, levels)
+        is_first = stride == PARTS // (LEVELS - 2)
+        levels = tl.where((index == last) & is_first, floor, levels)
         blocks, masses = reached(levels, block_max, weights)
         chosen, short = choose(blocks, masses, count, mass, most)
         is_it = index == chosen
         num_blocks, found = tl.reduce((tl.where(is_it, blocks, 0), tl.where(is_it, masses, 0.0)), 0, add_both)
         level = tl.where(chosen < 0, INFINITY, tl.max(tl.where(is_it, levels, -INFINITY), 0))
-        start += (tl.maximum(tl.minimum(short, tl.where(trials == 0, last - 1, last)), 1) - 1) * width
-        width = width / last
-        trials += tl.where((trials == 0) & (short >= last) & (chosen == last), TRIALS, 1)  # the floor will do
+        start += (tl.maximum(tl.minimum(short, tl.where(is_first, last - 1, last)), 1) - 1) * stride
+        is_last = (stride == 1) | (is_first & (short >= last) & (chosen == last))  # the floor will do
+        stride = tl.where(is_last, 0, (stride + last - 1) // last)
     return level, num_blocks, found
 
 

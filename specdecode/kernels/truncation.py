@@ -91,7 +91,7 @@ def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
         weights = weights_of_maxima(block_max, row_max, temperature)
         weights = tl.where(weights >= min_p, weights, 0.0)
         floor = tl.full([], -LARGEST, tl.float32)
-        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k)
+        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k, 4)
         least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
@@ -179,7 +179,9 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
         count = tl.where(is_by_count, top_k, ANY_NUMBER)
         mass = tl.where(has_p & (has_k == 0), top_p * total, INFINITY)
         most = tl.where(is_by_count | ((attempt == 1) & (has_k == 0)), MORE_BLOCKS, FEW_BLOCKS)
-        level, blocks, found_mass = choose_level(block_max, weights, row_max, floor, temperature, count, mass, most)
+        level, blocks, found_mass = choose_level(
+            block_max, weights, row_max, floor, temperature, count, mass, most, WARPS
+        )
         attempt += 1
         # All tokens from the level on are in blocks that reach it.
         within_reach = tl.sum(tl.where(block_max >= level, p.block_sums, 0.0), 0)
@@ -191,7 +193,7 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             if has_k & (min_p == 0) & (found < top_k):
                 missing = blocks + top_k - found
                 _, _, mass = choose_level(
-                    block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing
+                    block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing, WARPS
                 )
                 unseen = tl.maximum(mass - found_mass, 0.0)
             last, resolved, is_few = cut_candidates(

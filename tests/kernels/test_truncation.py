@@ -17,6 +17,7 @@ from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.bundles import sizes_of
+from specdecode.kernels.candidates import choose_level
 from specdecode.kernels.values import Row
 from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
@@ -180,6 +181,54 @@ class Passed(NamedTuple):
     logits_ptr: Pointer  # [vocab], or None
     amounts_ptr: Pointer  # [3] float32, or one for each block
     BLOCKS: Constant
+
+
+class Levels(NamedTuple):
+    maxima_ptr: Pointer  # [256] float32
+    bounds_ptr: Pointer  # [2] float32: the floor, and the mass wanted
+    counts_ptr: Pointer  # [2] int32: how many blocks are wanted, and how many are taken at most
+    chosen_ptr: Pointer  # [3] float32: a level, how many blocks reach it, and their mass
+    LEVELS: Constant
+
+
+@triton.jit
+def levels_kernel(passed):
+    block_max = tl.load(passed.maxima_ptr + tl.arange(0, 256))
+    floor, mass = tl.load(passed.bounds_ptr), tl.load(passed.bounds_ptr + 1)
+    count, most = tl.load(passed.counts_ptr), tl.load(passed.counts_ptr + 1)
+    weights = tl.exp(block_max - 9.0)
+    chosen = choose_level(block_max, weights, 9.0, floor, 1.0, count, mass, most, passed.LEVELS)
+    for index in tl.static_range(3):
+        tl.store(passed.chosen_ptr + index, chosen[index].to(tl.float32))
+
+
+@pytest.mark.parametrize("blocks", [5, 250])
+def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_tried_at_once(blocks):
+    generator = torch.Generator().manual_seed(blocks)
+    maxima = torch.full((256,), -torch.inf)
+    maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=generator)
+    maxima[blocks // 2] = 9.0
+    for floor, count, mass, most in (
+        (-3e38, 2**31 - 1, 0.9 * float((maxima - 9).exp().sum()), 64),
+        (-3e38, 20, torch.inf, 64),
+        (-3e38, 2**31 - 1, torch.inf, 16),  # what is wanted is nothing: the lowest level of few blocks
+        (4.0, 2**31 - 1, torch.inf, 16),
+        (8.9, 20, torch.inf, 64),
+        (-3e38, 20, torch.inf, 0),
+    ):
+        depth = 16.0 if count == 2**31 - 1 else 9 - float(maxima[:blocks].min())
+        grid = torch.clamp(9 - depth * (torch.arange(163) / 162) ** 2, min=floor).tolist() + [floor]
+        reached = [(level, maxima[maxima >= level]) for level in grid]
+        few = [(level, reach) for level, reach in reached if len(reach) <= most]
+        enough = [(level, reach) for level, reach in few if len(reach) >= count or (reach - 9).exp().sum() >= mass]
+        level, reach = (enough or few[-1:] or [(torch.inf, maxima[:0])])[0]
+        for levels in (4, 8):
+            chosen = torch.zeros(3, device=DEVICE)
+            bounds, counts = torch.tensor([floor, mass]), torch.tensor([count, most], dtype=torch.int32)
+            passed = Levels(*[each.to(DEVICE) for each in (maxima, bounds, counts)], chosen, levels)
+            run_kernel(levels_kernel, 1, passed)
+            assert chosen[1] == len(reach), (floor, count, mass, most, levels)
+            np.testing.assert_allclose(chosen.tolist(), [level, len(reach), float((reach - 9).exp().sum())], rtol=1e-5)
 
 
 @triton.jit
