@@ -60,8 +60,9 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
     """Return the highest level that `count` blocks or a `mass` reach, if at most `most` blocks reach it.
 
     Else the lowest that at most so many reach; and how many reach it, and their mass. If more blocks than that have a token
-    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for. `LEVELS` are
-    tried at once, which changes nothing.
+    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for.
+
+    `LEVELS` are tried at once; the level does not depend on it.
     """
     depth = DEPTH * temperature
     if count < ANY_NUMBER:  # however unlikely these tokens are

@@ -171,8 +171,10 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     # A little below the least logit that min-p keeps.
     floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
-    counts_first = top_k <= 2 * FEW_BLOCKS
-    resolved, attempt = tl.full([], False, tl.int1), tl.where((top_k > CANDIDATES) & has_k & (top_p >= 1), 2, 0)
+    counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
+    resolved, attempt = tl.full([], False, tl.int1), tl.where(has_k | has_p, 0, 1)
+    if has_k & (has_p == 0) & (min_p == 0) & (top_k > CANDIDATES):
+        attempt += 2
     logit, token = row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < 2):
         is_by_count = has_k & (counts_first == (attempt == 0))

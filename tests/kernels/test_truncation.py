@@ -1,5 +1,7 @@
 """Kernels truncate rows: what is kept, and that all that follows computes with that alone."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,8 +27,16 @@ from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.kernels.addresses import reads_and_writes_inside
 from tests.kernels.common import DEVICE, assert_same, in_reverse, needs_interpreter, run_kernel, small
 from tests.test_truncation import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
+
+
+@pytest.fixture(autouse=True)
+def addresses() -> Iterator[None]:
+    """In the interpreter, kernels load and store inside their tensors. (On a GPU a sanitizer is asked.)"""
+    with nullcontext() if ON_GPU else reads_and_writes_inside():
+        yield
 
 
 def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **how: Any) -> Any:
@@ -217,7 +227,7 @@ def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_
         (-3e38, 20, torch.inf, 0),
     ):
         depth = 16.0 if count == 2**31 - 1 else 9 - float(maxima[:blocks].min())
-        grid = torch.clamp(9 - depth * (torch.arange(163) / 162) ** 2, min=floor).tolist() + [floor]
+        grid = [*torch.clamp(9 - depth * (torch.arange(163) / 162) ** 2, min=floor).tolist(), floor]
         reached = [(level, maxima[maxima >= level]) for level in grid]
         few = [(level, reach) for level, reach in reached if len(reach) <= most]
         enough = [(level, reach) for level, reach in few if len(reach) >= count or (reach - 9).exp().sum() >= mass]
