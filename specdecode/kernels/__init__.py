@@ -21,7 +21,8 @@ compares residual masses.
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `channel`, `exchange` | with shards of the vocabulary: how words travel; what ranks tell each other |
+| `channel` | with shards of the vocabulary: how words travel |
+| `tell`, `arrange` | what a rank tells of its part of the rows; what all told, put in order |
 | `sharded` | the token that each rank offers, and which is taken |
 | `shard_memory`, `shard_plan` | what such a step has to do, and its memory; its launches and exchanges |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |

@@ -39,7 +39,7 @@ from specdecode.kernels.residual import (
 from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, load_empty, load_stop
-from specdecode.kernels.statistics import load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.statistics import at, load_statistics, sum_in_order, target_statistics
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
@@ -98,12 +98,6 @@ def store_terms(numbers_ptr, terms, shared):
     tl.store(numbers_ptr + SUBTRACTED, subtracted.to(tl.float32, bitcast=True))
     tl.store(numbers_ptr + LOG_SUM, tl.log(terms.p.sumexp))
     tl.store(numbers_ptr + SHARED, shared)
-
-
-@triton.jit
-def at(values, index):
-    """Return the value at an index."""
-    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
 
 
 @triton.jit

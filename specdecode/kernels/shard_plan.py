@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from specdecode import sharding
-from specdecode.kernels import exchange, sharded
+from specdecode.kernels import arrange, sharded, tell
 from specdecode.kernels.arguments import Arranging, Channel, Exchange, Outputs, Searching, Settling, Workspace
 from specdecode.kernels.block import decide_kernel, ratio_kernel
 from specdecode.kernels.bundles import Layout, outputs_of
@@ -185,7 +185,7 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     workspace = workspace._replace(**mine, known_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None)
     bundles = step.inputs, workspace, exchanged, step.here
-    plan.last.add(exchange.tell_kernel, (step.rows,), bundles, num_warps=1)
+    plan.last.add(tell.tell_kernel, (step.rows,), bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
@@ -195,9 +195,9 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     if plan.is_symmetric:
         launches = plan.last if step.rows > WAITING_PROGRAMS else plan.spare
         programs = triton.cdiv(step.rows, exchanged.LANES)
-        add_waiting(launches, exchange.wait_kernel, programs, (exchanged, step.arranged), follows)
+        add_waiting(launches, arrange.wait_kernel, programs, (exchanged, step.arranged), follows)
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
-    kernel, grid = exchange.arrange_kernel, (step.rows,)
+    kernel, grid = arrange.arrange_kernel, (step.rows,)
     plan.last.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
@@ -218,10 +218,10 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
         return exchanged
     shares = requests * num_draft_tokens * triton.cdiv(exchanged.blocks_told, tuning.BLOCKS)
     bundles = step.inputs, workspace, exchanged, step.sizes, tuning
-    plan.last.add(exchange.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
+    plan.last.add(tell.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
-    add_waiting(plan.last, exchange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
+    add_waiting(plan.last, arrange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
     return exchanged
 
 

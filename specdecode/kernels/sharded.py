@@ -13,13 +13,13 @@ there. What is left is to draw a token, which takes logits of a block that one r
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
 In block verification `ratio_kernel` and `decide_kernel` follow 2; `sum_shard_kernel` sums this rank's blocks of the listed
-residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. All that is exchanged but offers is in `exchange`.
+residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. What precedes offers is in `tell` and `arrange`.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import at, stop_of
+from specdecode.kernels.block import stop_of
 from specdecode.kernels.channel import (
     FAILED,
     NEXT_STEP,
@@ -55,6 +55,7 @@ from specdecode.kernels.state import (
     store_output,
     store_token,
 )
+from specdecode.kernels.statistics import at
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 

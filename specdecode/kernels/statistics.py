@@ -130,3 +130,9 @@ def load_statistics(pointer, wanted, sizes):
     inside = tl.where(wanted, blocks < sizes.num_blocks, False)
     block_max = tl.load(pointer + blocks * 2, mask=inside, other=-INFINITY)
     return block_max, tl.load(pointer + blocks * 2 + 1, mask=inside, other=0.0)
+
+
+@triton.jit
+def at(values, index):
+    """Return the value at an index."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)
