@@ -30,6 +30,9 @@ PARTS = tl.constexpr(162)
 DEPTH = tl.constexpr(16.0)
 """Where a mass is wanted, the lowest level is where a token is so many natural logarithms less likely than the first."""
 
+FAR = tl.constexpr(1000.0)
+"""Where a count is wanted, blocks whose maxima are so far below the row's do not set the depth: they are masked."""
+
 CANDIDATES = tl.constexpr(128)
 """So many at most: all pairs of them are compared."""
 
@@ -64,15 +67,14 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
 
     `LEVELS` are tried at once; the level does not depend on it.
     """
-    depth = DEPTH * temperature
+    depth = tl.minimum(temperature * DEPTH, LARGEST)
     if count < ANY_NUMBER:  # however unlikely these tokens are
-        depth = row_max - tl.min(tl.where(block_max > -INFINITY, block_max, row_max), 0)
-    depth = tl.minimum(depth, LARGEST)
+        depth = row_max - tl.min(tl.where(block_max > row_max - FAR, block_max, row_max), 0)
     index, last = tl.arange(0, LEVELS), LEVELS - 1
     level, num_blocks, found = INFINITY, tl.full([], 0, tl.int32), 0.0
     start, stride = 0, PARTS // (LEVELS - 2)
     while stride > 0:  # then between the last level that is not enough and the next
-        part = (start + index * stride) * (1 / PARTS)  # the square roots of how deep levels lie
+        part = tl.minimum(start + index * stride, PARTS) * (1 / PARTS)  # the square roots of how deep levels lie
         levels = tl.maximum(row_max - depth * part * part, floor)
         is_first = stride == PARTS // (LEVELS - 2)
         levels = tl.where((index == last) & is_first, floor, levels)
@@ -97,12 +99,20 @@ def choose(blocks, masses, count, mass, most):
 
 
 @triton.jit
+def blocks_with(count, num_blocks):
+    """Return how many blocks probably have the `count` likeliest tokens and a quarter more, if these may be anywhere."""
+    of_all = 1 - tl.exp(-1.25 * count.to(tl.float32) / num_blocks)
+    return tl.minimum(count, (of_all * num_blocks).to(tl.int32) + 1)
+
+
+@triton.jit
 def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
     """List the groups of tokens that reach a level: the first token of each; return how many there are.
 
     Beyond the first `CANDIDATES` they are only counted.
     """
     GROUPS: tl.constexpr = AT_ONCE * BLOCK_SIZE // GROUP
+    tl.debug_barrier()  # what another attempt has listed may still be read
     reach = block_max >= level
     places, blocks_ptr = tl.cumsum(reach.to(tl.int32), 0) - 1, list_ptr + CANDIDATES  # where keys will be
     tl.store(blocks_ptr + places, tl.arange(0, sizes.MAX_BLOCKS), mask=reach & (places < num_blocks))

@@ -14,9 +14,11 @@ import triton.language as tl
 from specdecode.kernels.candidates import (
     ANY_NUMBER,
     CANDIDATES,
+    DEPTH,
     FEW_BLOCKS,
     LISTS,
     MORE_BLOCKS,
+    blocks_with,
     choose_level,
     cut_candidates,
     list_candidates,
@@ -47,6 +49,9 @@ from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
+
+ATTEMPTS = tl.constexpr(4)
+"""To find a cutoff among few tokens, at most: two, and more once there were too many."""
 
 
 @triton.jit
@@ -171,20 +176,23 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     # A little below the least logit that min-p keeps.
     floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
+    num_blocks = tl.sum((block_max >= floor).to(tl.int32), 0)
     counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
-    resolved, attempt = tl.full([], False, tl.int1), tl.where(has_k | has_p, 0, 1)
-    if has_k & (has_p == 0) & (min_p == 0) & (top_k > CANDIDATES):
-        attempt += 2
+    too_high, too_low = row_max, floor  # levels from which on there are too few candidates, and too many
+    overflows, resolved = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
+    is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (num_blocks > MORE_BLOCKS)
+    attempt = tl.where(is_hopeless, ATTEMPTS, tl.where(has_k | has_p, 0, 1))
     logit, token = row_max, tl.full([], LAST_TOKEN, tl.int32)
-    while (resolved == 0) & (attempt < 2):
-        is_by_count = has_k & (counts_first == (attempt == 0))
-        count = tl.where(is_by_count, top_k, ANY_NUMBER)
-        mass = tl.where(has_p & (has_k == 0), top_p * total, INFINITY)
-        most = tl.where(is_by_count | ((attempt == 1) & (has_k == 0)), MORE_BLOCKS, FEW_BLOCKS)
+    while (resolved == 0) & (attempt < ATTEMPTS):
+        is_by_count = has_k & (counts_first | (attempt > 0)) & (overflows == 0)
+        count = tl.where(is_by_count, tl.where(attempt == 0, blocks_with(top_k, num_blocks), top_k), ANY_NUMBER)
+        mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * total, INFINITY)
+        most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
+        lowest = tl.where(overflows, too_high / 2 + too_low / 2, floor)
         level, blocks, found_mass = choose_level(
-            block_max, weights, row_max, floor, temperature, count, mass, most, WARPS
+            block_max, weights, row_max, lowest, temperature, count, mass, most, WARPS
         )
-        attempt += 1
+        found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
         # All tokens from the level on are in blocks that reach it.
         within_reach = tl.sum(tl.where(block_max >= level, p.block_sums, 0.0), 0)
         if has_k | (min_p > 0) | (level <= floor) | (within_reach >= top_p * total * (1 - ROUNDING)):
@@ -204,7 +212,12 @@ def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes
             if resolved:
                 logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
                 store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
-            attempt += tl.where(is_few, 0, 1)
+        if found > CANDIDATES:
+            overflows, too_low = tl.full([], True, tl.int1), tl.maximum(level, row_max - temperature * DEPTH)
+        elif overflows:
+            too_high = level
+        goes_on = tl.where(overflows, has_p | (top_k <= CANDIDATES), (attempt == 0) & is_few)
+        attempt = tl.where(goes_on, attempt + 1, ATTEMPTS)
     if resolved == 0:
         logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
         logit, token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)

@@ -434,6 +434,7 @@ DIVIDED = ([0, 1030, 1030, 2065], [2, 0, 1])  # shards that start within a block
     [
         ("probabilistic", TWO, {"top_p": 0.9, "top_k": 50}),
         ("strict", DIVIDED, {"min_p": 0.05, "logprobs": "raw"}),
+        ("synthetic", TWO, {"min_p": 0.05}),
         ("given logsumexp", DIVIDED, {}),
         ("block", DIVIDED, {}),
     ],
@@ -441,7 +442,9 @@ DIVIDED = ([0, 1030, 1030, 2065], [2, 0, 1])  # shards that start within a block
 def test_rows_that_are_truncated_or_divided_within_a_block_are_gathered(kind, bounds, options, ranks_of):
     ranks = ranks_of(*bounds)
     batch = case(64 if ON_GPU else 2, 2, ranks.vocab_size, torch.bfloat16, seed=8)
-    method, call = arguments(kind, batch.to(DEVICE))
+    batch = batch.to(DEVICE)
+    method, call = arguments(kind, batch)
+    call["draft_logits"] = batch.draft_logits if kind == "strict" else call["draft_logits"]
     _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | options)
     longest = max(end - start for start, end in ranks.parts)
     rows = [2, 3] if kind != "strict" else [3]  # of a request; strict asks for no draft rows
@@ -454,20 +457,41 @@ def test_of_packed_rows_those_are_gathered_that_requests_have(ranks_of):
     options = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")}
     by_slot = {name: in_slots(value, slots, 20) for name, value in options.items()}
     call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "top_p": 0.9}
+    call |= {"logprobs": "processed"}
     call["row_starts"][-1] += 99
+    call["target_logits"][0] = batch.target_logits[0, 0]  # sound, and of nobody
     with like_a_device():
         output, sizes = assert_ranks_agree(ranks, partial(packed_of, "probabilistic"), call)
     assert output.invalid.tolist() == [False, False, True]
     assert sum(sizes) == 2 * (3 * 3 + 3 * 2) * 1040 * 2
 
 
-def test_rows_to_sample_from_are_gathered(ranks_of):
-    batch = case(3, 0, 2065, torch.bfloat16, seed=3)
-    call = {"logits": batch.target_logits[:, 0], "temperature": batch.temperature, "seeds": batch.seeds, "top_k": 5}
-    assert_ranks_agree(ranks_of(*DIVIDED), lambda shard=None: sampler_of("probabilistic", shard).draft, call)
+@pytest.mark.parametrize(("bounds", "options"), [(TWO, {"top_k": 5}), (DIVIDED, {})])
+def test_rows_to_sample_from_are_gathered(bounds, options, ranks_of):
+    ranks = ranks_of(*bounds)
+    batch = case(3, 0, ranks.vocab_size, torch.bfloat16, seed=3)
+    call = {"logits": batch.target_logits[:, 0], "temperature": batch.temperature, "seeds": batch.seeds} | options
+    longest = max(end - start for start, end in ranks.parts)
+    _, sizes = assert_ranks_agree(ranks, lambda shard=None: sampler_of("probabilistic", shard).draft, call)
+    assert sizes == [len(ranks.parts) * 3 * longest * 2]
     nothing = {name: value[:0] if isinstance(value, Tensor) else value for name, value in call.items()}
-    _, sizes = assert_ranks_agree(ranks_of(*DIVIDED), lambda shard=None: sampler_of("strict", shard).draft, nothing)
+    _, sizes = assert_ranks_agree(ranks, lambda shard=None: sampler_of("strict", shard).draft, nothing)
     assert sizes == []
+
+
+@pytest.mark.parametrize(("bounds", "options"), [(TWO, {"top_p": 0.9}), (DIVIDED, {}), (TWO, {})])
+def test_a_warmup_takes_the_ways_of_calls_whose_rows_are_gathered(bounds, options, ranks_of):
+    """All four of one GPU, where shards have two."""
+    ranks, taken = ranks_of(*bounds), set()
+
+    def note(rule: Any, outputs: dict, tensors: dict, batch: Any, domains: Any, *way: bool) -> None:
+        taken.update([(batch.shard is None, *way)] if way else [])
+
+    call = vars(case(1, 1, ranks.vocab_size, torch.bfloat16).to(DEVICE)) | options
+    with mock.patch.object(kernels, "run", note):
+        ranks.run(lambda shard: sampler_of("block", shard).warmup, call)
+    gathered = {(True, large, many) for large in (False, True) for many in (False, True)}
+    assert taken == (gathered if bounds is DIVIDED or options else {(False, False, False), (False, True, False)})
 
 
 @needs_gpu

@@ -17,6 +17,7 @@ from reference.truncation import Sampling, cutoff, truncate
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.kernels import truncation
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.bundles import sizes_of
 from specdecode.kernels.candidates import choose_level
@@ -156,6 +157,7 @@ WIDE_ROWS = {
     "suggests too little": lambda generator: torch.where(
         torch.arange(8192) % 2048 > 1900, 5, 0.1 * torch.randn(8192, generator=generator)
     ),
+    "apart": lambda generator: torch.where(torch.arange(1500) % 9 == 0, 5.0, -9.0),
     "a few finite": lambda generator: torch.where(torch.rand(1500, generator=generator) < 0.004, 5.0, -torch.inf),
 }
 WIDE_LIMITS = [
@@ -185,6 +187,55 @@ def test_rows_that_keep_more_than_candidates_are_cut_where_a_sort_cuts_them(row,
         np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(kept), rtol=1e-5, atol=1e-5)
 
 
+MANY = torch.arange(60)
+FEW_LIKELY = {  # among 70 blocks: where likely tokens are, and their logits
+    "side by side": (5000 + MANY, 8 - 0.05 * MANY),
+    "each in its own block": (1031 * MANY, 8 - 0.05 * MANY),
+    "one of many": (5000 + torch.arange(300), torch.cat([torch.tensor([8.0]), 3 - 0.001 * torch.arange(299)])),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "attempts"),
+    [
+        ("side by side", {"top_k": 20}, 1),
+        ("side by side", {"top_k": 200, "top_p": 0.5}, 1),
+        ("each in its own block", {"top_k": 50}, 2),  # the first supposes that likely tokens may be anywhere
+        ("each in its own block", {"top_k": 50, "top_p": 0.95}, 2),  # the first looks for a mass, in few blocks
+        ("each in its own block", {"top_k": 50, "top_p": 0.45}, 2),
+        ("each in its own block", {"top_k": 50, "top_p": 0.2}, 1),
+        ("each in its own block", {"top_k": 20, "top_p": 0.95}, 1),
+        ("each in its own block", {"top_p": 0.95}, 1),
+        ("each in its own block", {"min_p": 0.2}, 1),
+        ("each in its own block", {"top_k": 200, "min_p": 0.2}, 1),
+        ("one of many", {"top_p": 0.3}, 1),
+        ("one of many", {"min_p": 0.1}, 1),
+    ],
+)
+def test_rows_that_keep_few_tokens_are_cut_among_candidates(row, options, attempts, monkeypatch):
+    """However far apart these are; in the interpreter: in so many attempts at most, without a search of the whole row."""
+    logits = -9 + 0.1 * torch.randn(70 * 1024, generator=torch.Generator().manual_seed(0))
+    places, likely = FEW_LIKELY[row]
+    logits[places] = likely
+    called = []
+    for name in [] if ON_GPU else ["list_groups", "wide_cutoff"]:
+        function = getattr(truncation, name)
+
+        def counted(*arguments, name=name, function=function):
+            called.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(truncation, name, counted)
+    _, logsumexp, cutoffs = drawn(logits[None].to(DEVICE), 1.0, options)
+    sampling = Sampling(1.0, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
+    result, margin = truncate(logits.double().numpy(), sampling)
+    assert margin > FLOAT32_BAND
+    assert cutoffs.tolist() == [cutoff(logits.double().numpy(), sampling)]
+    np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(result[np.isfinite(result)]), rtol=1e-5)
+    assert "wide_cutoff" not in called
+    assert len(called) <= attempts
+
+
 class Passed(NamedTuple):
     """What a pass over a row is given, and finds."""
 
@@ -212,12 +263,13 @@ def levels_kernel(passed):
         tl.store(passed.chosen_ptr + index, chosen[index].to(tl.float32))
 
 
-@pytest.mark.parametrize("blocks", [5, 250])
-def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_tried_at_once(blocks):
+@pytest.mark.parametrize(("blocks", "far"), [(5, 0), (250, 0), (5, 100)])
+def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_tried_at_once(blocks, far):
     generator = torch.Generator().manual_seed(blocks)
     maxima = torch.full((256,), -torch.inf)
     maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=generator)
     maxima[blocks // 2] = 9.0
+    maxima[blocks : blocks + far] = -30.0  # beyond the depth where a mass is wanted
     for floor, count, mass, most in (
         (-3e38, 2**31 - 1, 0.9 * float((maxima - 9).exp().sum()), 64),
         (-3e38, 20, torch.inf, 64),
@@ -226,7 +278,7 @@ def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_
         (8.9, 20, torch.inf, 64),
         (-3e38, 20, torch.inf, 0),
     ):
-        depth = 16.0 if count == 2**31 - 1 else 9 - float(maxima[:blocks].min())
+        depth = 16.0 if count == 2**31 - 1 else 9 - float(maxima[: blocks + far].min())
         grid = [*torch.clamp(9 - depth * (torch.arange(163) / 162) ** 2, min=floor).tolist(), floor]
         reached = [(level, maxima[maxima >= level]) for level in grid]
         few = [(level, reach) for level, reach in reached if len(reach) <= most]
@@ -355,6 +407,12 @@ def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():
     for options in ({"top_k": 3, "top_p": 0.75}, {"min_p": 0.3, "top_p": 0.75}):
         assert drawn(rows, 1.0, options)[2].tolist() == [3]
     assert drawn(rows, 1.0, {"top_p": 0.75})[2].tolist() == [2]
+
+
+@pytest.mark.parametrize("largest", [3000.0, -3000.0])
+def test_min_p_keeps_what_is_a_little_above_its_threshold_however_large_logits_are(largest):
+    rows = torch.tensor([[-0.7, -0.69, 0.0, -9.0]], device=DEVICE) + largest  # log(0.5) is -0.693
+    assert drawn(rows, 1.0, {"min_p": 0.5})[2].tolist() == [1]
 
 
 def test_values_that_make_no_sense_are_harmless():
