@@ -45,8 +45,6 @@ shard's symmetric memory is written by each of its steps, so these must follow e
 from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 
-from typing import Any, cast
-
 import torch
 from torch import Tensor
 
@@ -179,14 +177,19 @@ def verify_whole_rows(
     has_rows = None
     if batch.packing is not None:  # its slots may hold many draft rows that nobody asks for
         batch, has_rows = unpack(batch, batch.packing)
-    models: list[Any] = [batch.target_logits, batch.draft_logits]
-    if METHODS[method][batch.draft_logits is None] is BY_SAMPLE:  # which ignores the draft's
-        models[1] = None
-    local = [rows.gather() if isinstance(rows, IndexedRows) else rows for rows in models]
-    target, draft = [None if rows is None else shard.whole_rows(rows) for rows in local]
-    whole = batch._replace(target_logits=cast("Tensor", target), draft_logits=draft, shard=None)
+    draft_logits = batch.draft_logits
+    if METHODS[method][draft_logits is None] is BY_SAMPLE:  # which ignores the draft's
+        draft_logits = None
+    if draft_logits is not None:
+        draft_logits = whole_rows(draft_logits, shard)
+    whole = batch._replace(target_logits=whole_rows(batch.target_logits, shard), draft_logits=draft_logits, shard=None)
     output = verify(method, whole, schedule, large=large, many=many)
     return output if has_rows is None else mark_invalid(output, has_rows)
+
+
+def whole_rows(rows: Tensor | IndexedRows, shard: VocabShard) -> Tensor:
+    """Return rows of all ranks' logits, given this rank's, which may have to be copied out of a tensor first."""
+    return shard.whole_rows(rows.gather() if isinstance(rows, IndexedRows) else rows)
 
 
 def room_for_output(batch: VerificationBatch, requests: int) -> dict[str, Tensor]:

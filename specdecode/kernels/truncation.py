@@ -1,8 +1,8 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
 
 Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
-program has one row. It looks for the cutoff among few `candidates`, twice at most, and if it is not there, by `widecut` in
-the whole row.
+program has one row. It looks for the cutoff among few `candidates`, several times at most, and if it is not there, by
+`widecut` in the whole row.
 
 The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
@@ -96,6 +96,7 @@ def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
         weights = weights_of_maxima(block_max, row_max, temperature)
         weights = tl.where(weights >= min_p, weights, 0.0)
         floor = tl.full([], -LARGEST, tl.float32)
+        # Four levels at once: a program that reads has few registers left.
         _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k, 4)
         least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))

@@ -246,14 +246,14 @@ def main() -> None:
     options.backends = options.backends or ["triton" if on_gpu else "eager"]
 
     record: dict[str, Any] = environment(device) | {"ranks": size, "results": []}
-    traffic, exchanges = Traffic(), on_gpu and options.top_p is None
+    traffic, ways = Traffic(), ["all_gather"]
+    if on_gpu and options.top_p is None:
+        ways.append("symmetric_memory")
     for shape in options.shapes:
         batch, drafts = map(int, shape.split("x"))
         case = Case(batch, drafts, options, device)
         for name in options.methods:
-            record["results"] += measure(
-                case, name, traffic, list(transports.TRANSPORTS[1:]) if exchanges else ["all_gather"]
-            )
+            record["results"] += measure(case, name, traffic, ways)
             if options.json and rank == 0:
                 options.json.write_text(json.dumps(record, indent=1))
         del case
