@@ -236,6 +236,8 @@ class Layout:
         holders = [rank for rank in by_start if shards[rank][1]]
         self.holders = torch.tensor(holders, dtype=torch.int32, device=device)
         """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
+        self.ranks_in_order = torch.tensor(by_start, dtype=torch.int32, device=device)
+        """int32: all ranks in that order."""
 
         frames = [self._frame(*shards[i]) for i in by_start]
         self.most_blocks = max(map(len, frames))

@@ -53,6 +53,10 @@ class Collective:
         """Return what kernels are told of symmetric memory: nothing."""
         return {}, {}
 
+    def row_memory(self, words: int) -> dict[str, Tensor | None]:
+        """Do nothing: rows are gathered before."""
+        return {}
+
     def check(self) -> None:
         """Do nothing: the group raises its own errors."""
 
@@ -72,7 +76,7 @@ class SymmetricMemory:
 
     def __init__(self, group: "ProcessGroup", device: torch.device) -> None:
         self.group, self.device = group, device
-        self.half = 0
+        self.half = self.row_words = 0
         self.kept: list[object] = []
         self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.most_tries = timeout_of(group, device).total_seconds() * TRIES_PER_SECOND
@@ -90,14 +94,32 @@ class SymmetricMemory:
         """
         self.check()
         if words > self.half:
-            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "shard: call the sampler once with arguments of these sizes before capturing a graph"
-                )
+            self.check_not_capturing()
             self.grow(words)
             all_gather(self.words[:1], self.group).cpu()  # no rank writes before the memory of all is ready
         tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
         return tensors, {"half": self.half, "most_tries": int(self.most_tries)}
+
+    def row_memory(self, words: int) -> dict[str, Tensor | None]:
+        """Return where the memory of each rank for rows that it owns is, given how much a step takes.
+
+        No rank writes there before all have told it something else in the same step.
+
+        Raises:
+            RuntimeError: as `memory`.
+        """
+        if words > self.row_words:
+            self.check_not_capturing()
+            self.row_words = 1 << (words - 1).bit_length()
+            self.rows, addresses = self.allocate(self.row_words)
+            self.row_peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+            self.kept += [self.rows, self.row_peers]
+        return {"row_memory": self.rows, "row_peers": self.row_peers}
+
+    def check_not_capturing(self) -> None:
+        """Raise if a graph is captured, as memory is needed."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("shard: call the sampler once with arguments of these sizes before capturing a graph")
 
     def grow(self, words: int) -> None:
         """Get memory for steps of so many words; no rank may write to it before all have theirs."""

@@ -90,7 +90,7 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
     if batch.truncation is not None:
         outputs["cutoff"] = torch.empty_like(token_ids)
-    if batch.shard is not None and takes_whole_rows(batch.shard, batch.logits, batch.is_truncated):
+    if batch.shard is not None and takes_whole_rows(batch.shard, batch.logits, None, batch.is_truncated):
         batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
     if requests > 0:
         run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
@@ -116,7 +116,9 @@ def verify(
         many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
             a large one); None chooses by their number.
     """
-    if batch.shard is not None and takes_whole_rows(batch.shard, batch.target_logits, batch.is_truncated):
+    if batch.shard is not None and takes_whole_rows(
+        batch.shard, batch.target_logits, batch.draft_logits, batch.is_truncated
+    ):
         return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
@@ -157,12 +159,18 @@ def verify(
     return output
 
 
-def takes_whole_rows(shard: VocabShard, logits: Tensor, is_truncated: bool) -> bool:
+def takes_whole_rows(
+    shard: VocabShard, logits: Tensor, draft_logits: Tensor | IndexedRows | None, is_truncated: bool
+) -> bool:
     """Return whether rows have to be gathered, because kernels cannot do what is asked with a part of them.
 
-    The first call on a device asks the other ranks.
+    Truncation takes symmetric memory, and draft rows of the target rows' dtype. The first call on a device asks the other
+    ranks.
     """
-    return bool(shard.agree(logits).divided) or is_truncated
+    if shard.agree(logits).divided:
+        return True
+    is_alike = draft_logits is None or draft_logits.dtype == logits.dtype
+    return is_truncated and not (is_alike and shard.transport_on(logits.device).is_symmetric)
 
 
 def verify_whole_rows(
@@ -274,9 +282,13 @@ def run(
         return
     transport, shards = batch.shard.transport_on(target.device), batch.shard.agree(target)
     is_greedy = isinstance(temperature, float) and temperature == 0
-    way = Way(rule, is_greedy, samples, logprobs, large, transport.is_symmetric)
+    way = Way(rule, is_greedy, samples, logprobs, batch.is_truncated, large, transport.is_symmetric)
     sharded_plan = plan_sharded(way, target.device, shape, layouts, shards, seeds_by_request)
-    ranks: dict[str, Tensor | None] = {"sources": shards.sources, "holders": shards.holders}
+    ranks: dict[str, Tensor | None] = {
+        "sources": shards.sources,
+        "holders": shards.holders,
+        "order": shards.ranks_in_order,
+    }
     sharded_plan.run({**outputs, **inputs, **ranks}, numbers, transport)
 
 
@@ -303,7 +315,9 @@ def add_limits(
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     ways = [(False, False), (False, True), (True, False), (True, True)]
-    if batch.shard is not None and not takes_whole_rows(batch.shard, batch.target_logits, batch.is_truncated):
+    if batch.shard is not None and not takes_whole_rows(
+        batch.shard, batch.target_logits, batch.draft_logits, batch.is_truncated
+    ):
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:

@@ -129,6 +129,7 @@ class Workspace(NamedTuple):
     known_ptr: (
         Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `values.ShardedRow`; None: no shards
     )
+    progress_ptr: Pointer  # [rows, PROGRESS] float32, see `shard_cut`; None: no shards, or nothing truncates rows
 
 
 class Shard(NamedTuple):
@@ -190,6 +191,24 @@ class Exchange(NamedTuple):
     PER_ROW: Constant  # there is an offer for each row, not for each request
     MATCHES: Constant  # drafts are accepted that are the token drawn at their row
     OVERLAPS: Constant  # the next launch may be set up while this one runs
+
+
+class Cutting(NamedTuple):
+    """What ranks tell each other to truncate rows; all through symmetric memory."""
+
+    lists: Channel  # [rows, 1 + CANDIDATES] int64 words: how many candidates of a row a rank has, and these
+    parts: Channel  # [num_slots] int64 words for the owner alone: that a rank's part of a row is in its memory
+    cuts: Channel  # [rows, 1 + num_blocks] int64 words, told by the owner alone: a row's cutoff and its statistics
+    order_ptr: Pointer  # [ranks] int32 the ranks in the order of the vocabulary
+    rows_ptr: Pointer  # [num_slots, row_bytes] as int64 words: this rank's memory for the rows that it owns
+    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's
+    row_bytes: Int64
+    num_rows: Int32  # target and draft rows
+    rows_per_request: Int32
+    num_slots: Int32  # rows that this rank may own
+    ALIKE: Constant  # tokens of target rows lie as far apart as those of draft rows
+    POSTED: Constant  # as for `Truncating`
+    WARPS: Constant
 
 
 class Arranging(NamedTuple):

@@ -8,6 +8,7 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.read import decide
 from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
+from specdecode.kernels.shard_cut import GIVEN, PROGRESS
 from specdecode.kernels.state import LISTED, load_draft_ids
 from specdecode.kernels.statistics import at, statistics_at
 from specdecode.kernels.tell import is_summarised
@@ -63,14 +64,15 @@ def hear_statistics(listened, index, pointer, temperature, sources, exchange, si
 
 @triton.jit
 def hear_notes(listened, others, exchange):
-    """Return what each rank noted of a row, [LANES]: the logit of its draft, its first largest token, another logit."""
+    """Return what each rank noted of a row, [LANES]: the logit of its draft, its first largest token, two other logits."""
     words, pointers, wanted = listened
     words = hear(words, pointers, exchange.first, wanted, exchange)
     other_words = words
     if exchange.NOTES == 2:
         other_words, pointers, _ = others
         other_words = hear(other_words, pointers, exchange.first, wanted, exchange)
-    return tl.where(wanted, low_of(words), -INFINITY), high_of(words), low_of(other_words)
+    of_cutoff = tl.where(wanted, high_of(other_words).to(tl.float32, bitcast=True), -INFINITY)
+    return tl.where(wanted, low_of(words), -INFINITY), high_of(words), low_of(other_words), of_cutoff
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace,
 
     Given what each rank noted of it, and which has its maximum, and that of the other row.
     """
-    draft_logits, firsts, other_logits = notes
+    draft_logits, firsts, other_logits, _ = notes
     known_ptr = workspace.known_ptr + index * KNOWN
     tl.store(known_ptr, row_max)
     tl.store(known_ptr + 1, at(firsts, rank).to(tl.float32, bitcast=True))
@@ -130,6 +132,8 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
         if is_draft_row:
             first = at(noted[1], rank)
             keep_known(draft_index, draft_max, draft_noted, draft_rank, token, first, rank, workspace, exchange)
+            if inputs.drafts.cutoff_ptr is not None:
+                tl.store(workspace.progress_ptr + draft_index * PROGRESS + GIVEN, tl.max(draft_noted[3], 0))
             other, other_rank = at(draft_noted[1], draft_rank), draft_rank
     # Nothing is waited for any more. Before, a large launch that does not fit would keep all launches of other groups back.
     admit_next_launch(exchange.OVERLAPS)

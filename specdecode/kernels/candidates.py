@@ -149,6 +149,20 @@ def list_candidates(level, num_groups, row, list_ptr):
 
 
 @triton.jit
+def list_tokens(level, num_blocks, row, block_max, list_ptr, sizes):
+    """List the tokens of a row that reach a level, which so many blocks do; return how many, or more than `CANDIDATES`."""
+    num_groups = list_groups(level, num_blocks, row, block_max, list_ptr, sizes)
+    found = list_candidates(level, num_groups, row, list_ptr)
+    return tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
+
+
+@triton.jit
+def token_in_order(order):
+    """Return the logit and the id of a token, given its number in their order."""
+    return logit_of((order >> 32).to(tl.int32)), (order & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+
+
+@triton.jit
 def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
     """Return the logits and ids of `COUNT` listed tokens, and numbers of which the largest is the first token in order."""
     slots = first + tl.arange(0, COUNT)

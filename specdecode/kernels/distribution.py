@@ -101,7 +101,7 @@ def is_finite(p):
 @triton.jit
 def combine_again(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
-    if len(row) != SHARDED:  # each rank has done so with its own
+    if len(row) < SHARDED:  # each rank has done so with its own
         statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     row_max = tl.max(statistics[0], 0)
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):

@@ -17,7 +17,7 @@ from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, LAST_TOKEN, cutoff_at, load_temperature
+from specdecode.kernels.rows import INFINITY, load_temperature
 from specdecode.kernels.selection import noise_at, sample
 from specdecode.kernels.state import (
     EMPTY_BITS,
@@ -32,6 +32,7 @@ from specdecode.kernels.state import (
     load_draft_ids,
     load_stop,
     state_of_bits,
+    store_cutoff,
     store_logprob,
     store_output,
     store_token,
@@ -57,9 +58,7 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
         asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
         store_logprob(outputs, place, logprob_asked(place, token, asked, inputs, workspace, sizes), sizes)
     if outputs.cutoff_ptr is not None:
-        cutoff = tl.load(cutoff_at(workspace, request, 0, False, sizes) + 1).to(tl.int32, bitcast=True)
-        cutoff = tl.where(temperature > 0, tl.where(cutoff == LAST_TOKEN, -1, cutoff), token)
-        tl.store(outputs.cutoff_ptr + request.index, cutoff.to(tl.int64))
+        store_cutoff(outputs, place, p, workspace)
     if outputs.num_accepted_ptr is not None:
         tl.store(outputs.num_accepted_ptr + request.index, 0)
         tl.store(outputs.num_drafts_ptr + request.index, 0)

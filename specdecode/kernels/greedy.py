@@ -13,7 +13,7 @@ from specdecode.kernels.rows import BLOCK_SIZE, SHARDED, load_logits, tokens_of
 @triton.jit
 def argmax(row, block_max, row_max):
     """Return the first token of a row whose logit is the row's maximum."""
-    if len(row) == SHARDED:
+    if len(row) >= SHARDED:
         return row.first
     else:
         block = tl.argmax((block_max == row_max).to(tl.int32), 0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine, logprob
-from specdecode.kernels.rows import load_logit, target_row_at, whole_target_row_at, with_known
+from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_known
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
 
@@ -23,7 +23,8 @@ from specdecode.kernels.values import Normalizer
 @triton.jit
 def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
     """Return the target row at an offset of a request, all of it."""
-    return with_known(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
+    row = whole_target_row_at(request, offset, inputs)
+    return with_known(row, workspace, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def plan_step(
     state = parts["state"]
     plan = Plan(device, parts, zeros=state[1] if decides and state is not None else 0)
     logprobs_ptr = None if logprobs is None else Argument("logprobs", torch.float32)
-    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr, None])
+    workspace = Workspace(*[*[plan.part(name) for name in parts], logprobs_ptr, None, None])
     bundles = inputs, workspace, sizes
     if draft_vocab_size is not None:
         add_places(plan, *bundles)

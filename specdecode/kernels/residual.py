@@ -15,10 +15,8 @@ from specdecode.kernels.distribution import relative_sums
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    BY_PLACE,
     LOG2_E,
     SHARDED,
-    TRUNCATED,
     WHOLE,
     base_2_scale,
     load_blocks,
@@ -80,8 +78,8 @@ def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
     q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    WHOLE_ROWS: tl.constexpr = len(row) != TRUNCATED and len(draft_row) != TRUNCATED and len(draft_row) != BY_PLACE
-    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and WHOLE_ROWS
+    AS_STORED: tl.constexpr = len(draft_row) == WHOLE or len(draft_row) == SHARDED  # and so is the target row
+    PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
 
@@ -162,7 +160,7 @@ def select_residual_block(place, exponentials, p, residual, rivals, row, draft_r
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
     least_score = tl.full([], 0, tl.int32)
-    if len(row) == SHARDED:
+    if len(row) >= SHARDED:
         least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
     hint(score_of(best), rivals)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.values import DraftVocabRow, Row, ShardedRow, TruncatedRow
+from specdecode.kernels.values import DraftVocabRow, Row, ShardedRow, TruncatedRow, TruncatedShardedRow
 from specdecode.kernels.vocabulary import by_target, load_places
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
@@ -19,7 +19,9 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WHOLE, TRUNCATED = tl.constexpr(len(Row._fields)), tl.constexpr(len(TruncatedRow._fields))
 SHARDED, BY_PLACE = tl.constexpr(len(ShardedRow._fields)), tl.constexpr(len(DraftVocabRow._fields))
-"""The number of fields of each kind of row, all that the compiler knows a kind by; `BY_PLACE` is a `DraftVocabRow`."""
+TRUNCATED_SHARDED = tl.constexpr(len(TruncatedShardedRow._fields))
+"""The number of fields of each kind of row, all that the compiler knows a kind by; `BY_PLACE` is a `DraftVocabRow`. Of those
+of a part of the vocabulary it is `SHARDED` or more."""
 KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
 """Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
@@ -89,25 +91,23 @@ def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
 
 
 @triton.jit
-def cutoff_at(workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return where the cutoff of a row is."""
-    return workspace.cutoffs_ptr + row_index(request, offset, OF_DRAFT, sizes) * 2
-
-
-@triton.jit
-def with_cutoff(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return a row of which logits beyond its cutoff are read as -inf, or with what is known of it beyond this rank."""
+def with_cutoff(row, workspace, index, sizes):
+    """Return a row, given its index, of which logits beyond its cutoff are read as -inf; and of a shard, as `with_known`."""
     if workspace.cutoffs_ptr is None:
-        return with_known(row, workspace, request, offset, OF_DRAFT, sizes)
+        return with_known(row, workspace, index, sizes)
     else:
-        pointer = cutoff_at(workspace, request, offset, OF_DRAFT, sizes)
-        token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
-        return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, tl.load(pointer), token)
+        known = with_known(row, workspace, index, sizes)
+        logit = tl.load(workspace.cutoffs_ptr + index * 2)
+        token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
+        if len(known) == SHARDED:
+            return TruncatedShardedRow(*known, logit, token)
+        else:
+            return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
 
 
 @triton.jit
-def with_known(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
-    """Return a row with what is known of it beyond this rank, if rows are sharded."""
+def with_known(row, workspace, index, sizes):
+    """Return a row, given its index, with what is known of it beyond this rank, if rows are sharded."""
     if workspace.known_ptr is None:
         return row
     else:
@@ -115,7 +115,7 @@ def with_known(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
         if sizes.shard.ALIGNED:
             end = tl.multiple_of(end, 16)
         ptr = row.ptr - start.to(tl.int64) * row.stride_token
-        known_ptr = workspace.known_ptr + row_index(request, offset, OF_DRAFT, sizes) * KNOWN
+        known_ptr = workspace.known_ptr + index * KNOWN
         row_max, first = tl.load(known_ptr), tl.load(known_ptr + 1).to(tl.int32, bitcast=True)
         draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
         other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
@@ -125,14 +125,16 @@ def with_known(row, workspace, request, offset, OF_DRAFT: tl.constexpr, sizes):
 @triton.jit
 def target_row_at(request, offset, inputs, workspace, sizes):
     """Return the target row at an offset of a request, up to its cutoff."""
-    return with_cutoff(whole_target_row_at(request, offset, inputs), workspace, request, offset, False, sizes)
+    row = whole_target_row_at(request, offset, inputs)
+    return with_cutoff(row, workspace, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit
 def own_draft_row_at(request, offset, inputs, workspace, sizes):
     """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
     inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
-    return with_cutoff(whole_draft_row_at(request, offset, inputs, sizes), workspace, request, inside, True, sizes)
+    row = whole_draft_row_at(request, offset, inputs, sizes)
+    return with_cutoff(row, workspace, row_index(request, inside, True, sizes), sizes)
 
 
 @triton.jit
@@ -149,10 +151,10 @@ def load_raw(row, token_ids, wanted):
     else:
         pointers = row.ptr + token_ids * row.stride_token
         inside = token_ids < row.vocab_size
-        if len(row) == SHARDED:
+        if len(row) >= SHARDED:
             inside &= token_ids >= row.start
         logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
-        if len(row) == TRUNCATED:
+        if len(row) == TRUNCATED or len(row) == TRUNCATED_SHARDED:
             return up_to_cutoff(logits.to(tl.float32), token_ids, row)
         else:
             return logits
@@ -181,13 +183,13 @@ def load_logit(row, token, wanted):
         return tl.where(is_there, load_logit(row.row, place, is_there), -INFINITY)
     else:
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
-        if len(row) == SHARDED:
+        if len(row) >= SHARDED:
             logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
             logit = tl.where(token == row.other, row.other_logit, logit)
             logit = tl.where(token == row.draft, row.draft_logit, logit)
         else:
             logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
-        if len(row) == TRUNCATED:
+        if len(row) == TRUNCATED or len(row) == TRUNCATED_SHARDED:
             logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
         return tl.where(logit == logit, logit, -INFINITY)
 
@@ -216,7 +218,7 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             inside = pairs < row.vocab_size // 2
-            if len(row) == SHARDED:
+            if len(row) >= SHARDED:
                 inside &= pairs >= row.start // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:

@@ -13,12 +13,20 @@ import triton
 from torch import Tensor
 
 from specdecode import sharding
-from specdecode.kernels import arrange, sharded, tell
-from specdecode.kernels.arguments import Arranging, Channel, Exchange, Outputs, Searching, Settling, Workspace
+from specdecode.kernels import arrange, shard_cut, sharded, tell
+from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Settling, Workspace
 from specdecode.kernels.block import decide_kernel, ratio_kernel
 from specdecode.kernels.bundles import Layout, outputs_of
 from specdecode.kernels.launch import Argument, Plan, can_overlap, compile_all
-from specdecode.kernels.plan import EMIT_REGISTERS, PLANS, SETTLING, SUM_PROGRAMS, AcceptRule, add_reading
+from specdecode.kernels.plan import (
+    EMIT_REGISTERS,
+    PLANS,
+    SETTLING,
+    SUM_PROGRAMS,
+    TRUNCATION_REGISTERS,
+    AcceptRule,
+    add_reading,
+)
 from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
@@ -51,6 +59,8 @@ class ShardedPlan:
         """The part of the workspace that is exchanged after each plan but the last."""
         self.words = 0
         """How many int64 words of symmetric memory a step takes."""
+        self.row_words = 0
+        """Likewise, of that for rows that a rank owns."""
         self.is_compiled = False
 
     @property
@@ -81,6 +91,8 @@ class ShardedPlan:
             self.is_compiled = True
         workspace = self.last.allocate()
         memory, more_numbers = transport.memory(self.words)
+        if self.row_words:
+            memory |= transport.row_memory(self.row_words)
         tensors, numbers = tensors | memory, numbers | more_numbers
         for i, plan in enumerate(self.plans):
             plan.run(tensors, numbers, workspace)
@@ -112,10 +124,15 @@ def plan_sharded(
     step = step_of(way, shape, layouts, shards, seeds_by_request)
     told = words_told(step, way.logprobs)
     plan = ShardedPlan(device, parts_of(step, told, way), way.is_symmetric)
-    outputs = outputs_of(way.samples, False, None if way.logprobs is None else Argument("logprobs", torch.float32))
+    logprobs = None if way.logprobs is None else Argument("logprobs", torch.float32)
+    outputs = outputs_of(way.samples, way.truncates, logprobs)
     workspace = workspace_of(plan, outputs.logprobs_ptr)
-    exchanged = add_telling(plan, step, workspace, exchange_of(plan, step, told, way))
-    add_arranging(plan, step, workspace, exchanged, way.rule.decide if step.decides else None)
+    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if step.truncates else workspace
+    exchanged = add_telling(plan, step, untruncated, exchange_of(plan, step, told, way))
+    while_arranging = way.rule.before_truncation if step.truncates else way.rule.decide
+    add_arranging(plan, step, untruncated, exchanged, while_arranging if step.decides else None)
+    if step.truncates:
+        add_truncation(plan, step, workspace, exchanged, told, way)
     decide = sharded.decide_sample if way.rule.draw is None else way.rule.decide
     if step.maxima and not step.all_know:
         decide = sharded.decide_sample_here
@@ -133,8 +150,8 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
     return Workspace(
         state_ptr=part("state"),
         statistics_ptr=part("statistics"),
-        cutoffs_ptr=None,
-        kept_ptr=None,
+        cutoffs_ptr=part("cutoffs"),
+        kept_ptr=part("kept"),
         numbers_ptr=part("numbers"),
         listed_ptr=part("listed"),
         residual_sums_ptr=part("residual_sums"),
@@ -142,6 +159,7 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         places_ptr=None,
         logprobs_ptr=logprobs,
         known_ptr=part("known"),
+        progress_ptr=part("progress"),
     )
 
 
@@ -201,6 +219,43 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     plan.last.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
+def add_truncation(
+    plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told, way: Way
+) -> None:
+    """Add the launches that truncate rows, and their exchanges."""
+    rows, ranks = int(step.sizes.batch) * step.rows_per_request, step.shards.ranks
+    num_warps = 4 if way.large else 8
+    inputs, plan.row_words = step.inputs, step.num_slots * step.row_bytes // 8
+    cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
+    cutting = Cutting(
+        lists=plan.channel("lists", told.lists, ranks),
+        parts=plan.channel("parts", told.parts, ranks),
+        cuts=cuts,
+        order_ptr=Argument("order", torch.int32),
+        rows_ptr=Argument("row_memory", torch.int64),
+        peers_ptr=Argument("row_peers", torch.int64),
+        row_bytes=step.row_bytes,
+        num_rows=rows,
+        rows_per_request=step.rows_per_request,
+        num_slots=step.num_slots,
+        ALIKE=inputs.draft.ptr is None or inputs.target.stride_token == inputs.draft.stride_token,
+        POSTED=step.decides,
+        WARPS=num_warps,
+    )
+    options: dict[str, Any] = {"num_warps": num_warps, "max_registers": TRUNCATION_REGISTERS}
+    told_of_rows = exchanged, cutting, step.sizes
+    plan.last.add(shard_cut.list_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.exchange(cutting.lists)
+    add_waiting(plan.last, shard_cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
+    plan.last.add(shard_cut.cut_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.exchange(cutting.parts)
+    programs = triton.cdiv(step.num_slots, exchanged.LANES)
+    add_waiting(plan.last, shard_cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
+    plan.last.add(shard_cut.cut_gathered_kernel, (step.num_slots,), (inputs, workspace, *told_of_rows), **options)
+    plan.exchange(cutting.cuts)
+    add_waiting(plan.last, shard_cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
+
+
 def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
     grid = (min(programs, WAITING_PROGRAMS),)
@@ -236,10 +291,13 @@ def add_offers(
 ) -> None:
     """Add the launch that offers tokens."""
     has_draft_rows = step.inputs.draft.ptr is not None
-    is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
+    is_unbounded = (
+        not step.per_row and step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
+    )
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     summed = ALL.value if step.sums else OPEN_ONES.value
-    tuning = Searching(*search, decide, None, step.per_row, False, step.settles, summed, can_overlap(plan.device))
+    flags = step.per_row, step.per_row and step.decides, step.settles, summed, can_overlap(plan.device)
+    tuning = Searching(*search, decide, None, *flags)
     plan.last.add(
         sharded.offer_kernel,
         (step.sizes.batch * (step.sizes.num_draft_tokens + 1 if step.per_row else 1),),

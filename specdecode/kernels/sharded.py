@@ -12,8 +12,9 @@ there. What is left is to draw a token, which takes logits of a block that one r
    token is an *offer*, with the score of its block. -> *exchange* of offers, 8 bytes each
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
-In block verification `ratio_kernel` and `decide_kernel` follow 2; `sum_shard_kernel` sums this rank's blocks of the listed
-residuals. -> *exchange* of these sums; then `arrange_sums_kernel`, and 3. What precedes offers is in `tell` and `arrange`.
+If rows are truncated, the launches of `shard_cut` come before 3. In block verification `ratio_kernel` and `decide_kernel`
+follow 2; `sum_shard_kernel` sums this rank's blocks of the listed residuals. -> *exchange* of these sums; then
+`arrange_sums_kernel`, and 3. What precedes offers is in `tell` and `arrange`.
 """
 
 import triton
@@ -50,7 +51,10 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.selection import noise_at
 from specdecode.kernels.state import (
     count_drafts,
+    is_surely_accepted,
     load_draft_ids,
+    load_stop,
+    store_cutoff,
     store_logprob,
     store_output,
     store_token,
@@ -143,6 +147,10 @@ def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
     """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
     raw = load_raw_statistics(place, workspace, sizes)
     accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    if tuning.POSTED:
+        accepted &= place.offset < load_stop(workspace.state_ptr, place.request, sizes)
+    if outputs.cutoff_ptr is not None:
+        store_cutoff(outputs, place, p, workspace)
     if outputs.logsumexp_ptr is not None:
         logsumexp = tl.where(place.temperature > 0, p.row_max / place.temperature + p.log_sum, 0.0)
         tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
@@ -195,7 +203,13 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
         noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
     accepted, number = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
     logprob = tl.full([], 0.0, tl.float32)
-    if offset <= num_drafts:
+    matters = offset <= num_drafts
+    if tuning.POSTED:
+        matters &= offset <= load_stop(workspace.state_ptr, request, sizes)
+        if outputs.logprobs_ptr is None:  # they are of what truncation leaves
+            accepted = matters & is_surely_accepted(workspace.state_ptr, request, offset, sizes)
+            matters &= accepted == 0
+    if matters:
         if inputs.drafts.ids_ptr is not None:
             token = load_draft_ids(inputs.drafts, request, offset, sizes)
         place = Place(request, offset, token, key, temperature)

@@ -19,6 +19,8 @@ published with them, because those behind the stop are then replaced by NaN.
 import triton
 import triton.language as tl
 
+from specdecode.kernels.rows import LAST_TOKEN
+
 TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
@@ -217,6 +219,16 @@ def store_logprob(outputs, place, logprob, sizes):
     if outputs.logprobs_ptr is not None:
         index = place.request.index * (sizes.num_draft_tokens + 1) + place.offset
         tl.store(outputs.logprobs_ptr + index, logprob)
+
+
+@triton.jit
+def store_cutoff(outputs, place, p, workspace):
+    """Write the last token kept of the row of a request without drafts, -1 if all are; of a greedy one its only token."""
+    cutoff = p.one_hot
+    if workspace.cutoffs_ptr is not None:
+        kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
+        cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
+    tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))
 
 
 @triton.jit

@@ -27,8 +27,9 @@ from specdecode.kernels.rows import (
     whole_draft_row_at,
     whole_target_row_at,
 )
-from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids
+from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, row_finished_ptr
 from specdecode.kernels.statistics import load_statistics, statistics_at
+from specdecode.kernels.truncation import given_token
 
 
 @triton.jit
@@ -91,10 +92,10 @@ def tell_note(index, draft_logit, first, line, exchange):
 
 
 @triton.jit
-def tell_other(row, index, other, line, exchange, sizes):
-    """Tell the logit of the first largest token of the other row at a place."""
+def tell_other(row, index, other, of_cutoff, line, exchange, sizes):
+    """Tell the logit of the first largest token of the other row at a place, and of the cutoff that came with a draft."""
     place = exchange.notes_start + index * exchange.NOTES + 1
-    word = words_of(logit_here(row, other, sizes), tl.full([], 0, tl.int32))
+    word = words_of(logit_here(row, other, sizes), of_cutoff)
     tell(exchange.first, place, word, place >= 0, line, exchange)
 
 
@@ -126,9 +127,18 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         draft_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         its_logit = logit_here(draft_row, its_token, sizes)
+        nothing = tl.full([], 0.0, tl.float32)
+        of_cutoff = nothing
+        if inputs.drafts.cutoff_ptr is not None:
+            if has_draft:
+                given, _ = given_token(request, offset, sizes.shard.vocab_size, inputs)
+                of_cutoff = logit_here(draft_row, given, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
+    if workspace.progress_ptr is not None:
+        if inputs.drafts.ids_ptr is not None:
+            tl.store(row_finished_ptr(workspace.state_ptr, request, offset, sizes), 0)
     statistics = load_statistics(statistics_at(workspace.statistics_ptr, index, sizes), is_read, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = load_statistics(statistics_at(workspace.raw_statistics_ptr, index, sizes), is_read, sizes)
@@ -151,8 +161,8 @@ def tell_kernel(inputs, workspace, exchange, sizes):
                     draft_row, draft_index, of_draft, temperature, has_draft, line, workspace, exchange, sizes
                 )
             tell_note(draft_index, its_logit, other, line, exchange)
-            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), line, exchange, sizes)
-        tell_other(row, index, other, line, exchange, sizes)
+            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), of_cutoff, line, exchange, sizes)
+        tell_other(row, index, other, nothing, line, exchange, sizes)
 
 
 @triton.jit

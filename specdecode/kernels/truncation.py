@@ -21,9 +21,9 @@ from specdecode.kernels.candidates import (
     blocks_with,
     choose_level,
     cut_candidates,
-    list_candidates,
-    list_groups,
+    list_tokens,
     store_kept_candidates,
+    token_in_order,
 )
 from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -36,7 +36,6 @@ from specdecode.kernels.rows import (
     LAST_TOKEN,
     load_logit,
     load_temperature,
-    logit_of,
     scaled,
     whole_draft_row_at,
     whole_target_row_at,
@@ -44,7 +43,7 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
 from specdecode.kernels.statistics import draft_statistics, load_statistics, statistics_at, target_statistics
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.values import Row
+from specdecode.kernels.values import Level, Row, Summary
 from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
 ERROR = tl.constexpr(1e-3)
@@ -169,58 +168,99 @@ def may_accept(place, noise, inputs, workspace, sizes):
 
 
 @triton.jit
+def summary_of(block_max, p, temperature, limits):
+    """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
+    _, _, min_p = limits
+    weights = weights_of_maxima(block_max, p.row_max, temperature)
+    floor = tl.maximum(p.row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(p.row_max) * 1e-5, -LARGEST)
+    return Summary(block_max, weights, p, floor, tl.sum((block_max >= floor).to(tl.int32), 0))
+
+
+@triton.jit
+def first_attempt(summary, limits, sizes):
+    """Return the number of the first attempt to make: 0, or 1 if two would be the same, or `ATTEMPTS` if none is of use."""
+    top_k, top_p, _ = limits
+    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
+    is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (summary.num_blocks > MORE_BLOCKS)
+    return tl.where(is_hopeless, ATTEMPTS, tl.where(has_k | has_p, 0, 1))
+
+
+@triton.jit
+def level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WARPS: tl.constexpr):
+    """Return the level of an attempt; from `lowest` on if an earlier one had too many candidates."""
+    top_k, top_p, _ = limits
+    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
+    counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
+    is_by_count = has_k & (counts_first | (attempt > 0)) & (overflows == 0)
+    at_first = blocks_with(top_k, summary.num_blocks)
+    count = tl.where(is_by_count, tl.where(attempt == 0, at_first, top_k), ANY_NUMBER)
+    mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * summary.p.sumexp, INFINITY)
+    most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
+    logit, blocks, found_mass = choose_level(
+        summary.block_max, summary.weights, summary.p.row_max, lowest, temperature, count, mass, most, WARPS
+    )
+    return Level(logit, blocks, found_mass)
+
+
+@triton.jit
+def may_decide(level, summary, limits, sizes):
+    """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little."""
+    top_k, top_p, min_p = limits
+    within_reach = tl.sum(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0), 0)
+    is_within_reach = within_reach >= top_p * summary.p.sumexp * (1 - ROUNDING)
+    return (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
+
+
+@triton.jit
+def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARPS: tl.constexpr):
+    """Return what `cut_candidates` does, given the list of a level's candidates and how many were found."""
+    top_k, _, min_p = limits
+    unseen = 0.0
+    if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
+        missing = level.blocks + top_k - found
+        _, _, mass = choose_level(
+            summary.block_max,
+            summary.weights,
+            summary.p.row_max,
+            summary.floor,
+            temperature,
+            ANY_NUMBER,
+            INFINITY,
+            missing,
+            WARPS,
+        )
+        unseen = tl.maximum(mass - level.mass, 0.0)
+    is_floor, row_max, total = level.logit <= summary.floor, summary.p.row_max, summary.p.sumexp
+    return cut_candidates(list_ptr, found, level.logit, is_floor, unseen, row_max, total, temperature, limits, sizes)
+
+
+@triton.jit
 def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
-    top_k, top_p, min_p = limits
-    block_max, row_max, total = statistics[0], p.row_max, p.sumexp
-    weights = weights_of_maxima(block_max, row_max, temperature)
-    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
-    # A little below the least logit that min-p keeps.
-    floor = tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
-    num_blocks = tl.sum((block_max >= floor).to(tl.int32), 0)
-    counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
-    too_high, too_low = row_max, floor  # levels from which on there are too few candidates, and too many
+    top_k, top_p, _ = limits
+    summary = summary_of(statistics[0], p, temperature, limits)
+    too_high, too_low = p.row_max, summary.floor  # levels from which on there are too few candidates, and too many
     overflows, resolved = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (num_blocks > MORE_BLOCKS)
-    attempt = tl.where(is_hopeless, ATTEMPTS, tl.where(has_k | has_p, 0, 1))
-    logit, token = row_max, tl.full([], LAST_TOKEN, tl.int32)
+    attempt = first_attempt(summary, limits, sizes)
+    logit, token = p.row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < ATTEMPTS):
-        is_by_count = has_k & (counts_first | (attempt > 0)) & (overflows == 0)
-        count = tl.where(is_by_count, tl.where(attempt == 0, blocks_with(top_k, num_blocks), top_k), ANY_NUMBER)
-        mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * total, INFINITY)
-        most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
-        lowest = tl.where(overflows, too_high / 2 + too_low / 2, floor)
-        level, blocks, found_mass = choose_level(
-            block_max, weights, row_max, lowest, temperature, count, mass, most, WARPS
-        )
+        lowest = tl.where(overflows, too_high / 2 + too_low / 2, summary.floor)
+        level = level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WARPS)
         found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
-        # All tokens from the level on are in blocks that reach it.
-        within_reach = tl.sum(tl.where(block_max >= level, p.block_sums, 0.0), 0)
-        if has_k | (min_p > 0) | (level <= floor) | (within_reach >= top_p * total * (1 - ROUNDING)):
-            num_groups = list_groups(level, blocks, row, block_max, list_ptr, sizes)
-            found = list_candidates(level, num_groups, row, list_ptr)
-            found = tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
-            unseen = 0.0
-            if has_k & (min_p == 0) & (found < top_k):
-                missing = blocks + top_k - found
-                _, _, mass = choose_level(
-                    block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, missing, WARPS
-                )
-                unseen = tl.maximum(mass - found_mass, 0.0)
-            last, resolved, is_few = cut_candidates(
-                list_ptr, found, level, level <= floor, unseen, row_max, total, temperature, limits, sizes
-            )
+        if may_decide(level, summary, limits, sizes):
+            found = list_tokens(level.logit, level.blocks, row, summary.block_max, list_ptr, sizes)
+            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARPS)
             if resolved:
-                logit, token = logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+                logit, token = token_in_order(last)
                 store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
         if found > CANDIDATES:
-            overflows, too_low = tl.full([], True, tl.int1), tl.maximum(level, row_max - temperature * DEPTH)
+            overflows, too_low = tl.full([], True, tl.int1), tl.maximum(level.logit, p.row_max - temperature * DEPTH)
         elif overflows:
-            too_high = level
-        goes_on = tl.where(overflows, has_p | (top_k <= CANDIDATES), (attempt == 0) & is_few)
+            too_high = level.logit
+        goes_on = tl.where(overflows, (top_p < 1) | (top_k <= CANDIDATES), (attempt == 0) & is_few)
         attempt = tl.where(goes_on, attempt + 1, ATTEMPTS)
     if resolved == 0:
-        logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
+        logit, ties = wide_cutoff(row, p.row_max, p.sumexp, temperature, limits, sizes, WARPS)
         logit, token = store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)
     return logit, token
 
@@ -254,16 +294,38 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
 
 
 @triton.jit
-def given_cutoff(row, request, offset, inputs, sizes):
-    """Return the cutoff that came with a draft, and whether it can be used: its logsumexp, too."""
+def given_token(request, offset, vocab_size, inputs):
+    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
     drafts = inputs.drafts
     place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + place)
     logsumexp = load_logsumexp(drafts, request, offset, True)
-    leaves_out = (token >= 0) & (token < row.vocab_size)
-    token = tl.where(leaves_out, token, LAST_TOKEN).to(tl.int32)
-    logit = tl.where(leaves_out, load_logit(row, token, leaves_out), -INFINITY)
-    return logit, token, is_trusted(logsumexp)
+    leaves_out = (token >= 0) & (token < vocab_size)
+    return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)
+
+
+@triton.jit
+def limits_at(request, offset, of_draft, inputs, sizes):
+    """Return what truncates a row, and whether the row was read, as far as that is known without its request's stop."""
+    num_drafts = tl.full([], 0, tl.int32)
+    if inputs.drafts.ids_ptr is not None:
+        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    limits, is_read = load_limits(inputs.limits, request, sizes), offset <= num_drafts
+    if inputs.draft.ptr is not None:
+        if of_draft:
+            limits, is_read = load_draft_limits(inputs, request, sizes), offset < num_drafts
+    return limits, is_read
+
+
+@triton.jit
+def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, POSTED: tl.constexpr):
+    """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
+    if POSTED:
+        is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
+        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
+            is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
+    top_k, top_p, min_p = limits
+    return is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
 
 
 @triton.jit
@@ -272,30 +334,19 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     index = tl.program_id(0).to(tl.int64)
     request, offset, of_draft = place_of(index, inputs, sizes)
     temperature = load_temperature(inputs.requests, request)
-    num_drafts = tl.full([], 0, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    limits = load_limits(inputs.limits, request, sizes)
+    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs)
-    is_read = offset <= num_drafts
-    if inputs.draft.ptr is not None:
-        if of_draft:
-            limits = load_draft_limits(inputs, request, sizes)
-            is_read = offset < num_drafts
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
-    if tuning.POSTED:
-        is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
-        if workspace.logprobs_ptr is None:  # they are of what truncation leaves
-            is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
-    top_k, top_p, min_p = limits
-    is_truncated = is_read & (temperature > 0) & ((top_k < sizes.vocab_size) | (top_p < 1) | (min_p > 0))
+    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, tuning.POSTED)
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            logit, token, is_known = given_cutoff(draft_row, request, offset, inputs, sizes)
+            given, is_known = given_token(request, offset, draft_row.vocab_size, inputs)
             is_truncated = is_known == 0
+            if given >= 0:
+                logit, token = load_logit(draft_row, given, True), given
     if is_truncated:
         if inputs.draft.ptr is None:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)

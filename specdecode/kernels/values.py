@@ -56,6 +56,23 @@ class ShardedRow(NamedTuple):
     other_logit: Any
 
 
+class TruncatedShardedRow(NamedTuple):
+    """A `ShardedRow` of which logits beyond the last token kept are read as -inf."""
+
+    ptr: Any
+    stride_token: Any
+    vocab_size: Any
+    start: Any
+    row_max: Any
+    first: Any
+    draft: Any
+    draft_logit: Any
+    other: Any
+    other_logit: Any
+    cutoff_logit: Any
+    cutoff_token: Any
+
+
 class Request(NamedTuple):
     """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
 
@@ -90,6 +107,24 @@ class Distribution(NamedTuple):
     sumexp: Any  # sum of exp((l - row_max) / T)
     one_hot: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
     block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
+
+
+class Summary(NamedTuple):
+    """What is known of a row before its cutoff is."""
+
+    block_max: Any  # [MAX_BLOCKS] the largest logit of each block
+    weights: Any  # [MAX_BLOCKS] what that token weighs, relative to the row's maximum
+    p: Distribution  # before truncation
+    floor: Any  # a little below the least logit that min-p keeps
+    num_blocks: Any  # that reach the floor
+
+
+class Level(NamedTuple):
+    """A logit from which on the tokens of a row are candidates."""
+
+    logit: Any  # infinite if there is none
+    blocks: Any  # how many blocks reach it
+    mass: Any  # what their largest tokens weigh
 
 
 class Normalizer(NamedTuple):

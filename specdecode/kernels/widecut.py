@@ -12,6 +12,7 @@ and leaves the statistics of what is kept.
 import triton
 import triton.language as tl
 
+from specdecode.kernels.candidates import token_in_order
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -263,7 +264,7 @@ def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
         order = (key_of(logits).to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
         last = tl.minimum(last, tl.where(logits >= lowest, order, 2**63 - 1))
     last = tl.min(tl.min(last, 1), 0)
-    return logit_of((last >> 32).to(tl.int32)), (last & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
+    return token_in_order(last)
 
 
 @triton.jit

@@ -24,6 +24,9 @@ def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
     if values.get("peers") is not None:
         for address in values["peers"].tolist():
             yield address, address + (transports.HEADER + 2 * values["half"]) * 8 - 1
+    if values.get("row_peers") is not None:
+        for address in values["row_peers"].tolist():
+            yield address, address + values["row_memory"].nbytes - 1
 
 
 def apart(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard, backends, kernels, sample, sharding, transports
-from specdecode.kernels import shard_plan
+from specdecode.kernels import shard_cut, shard_plan
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
@@ -200,6 +200,102 @@ def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, b
             assert transport.words[:3].tolist() == [seed + 1, seed + 1, 0]
             transport.seen.clear()
     assert {shard.transport for shard in ranks.shards} == {"symmetric_memory"}
+
+
+TRUNCATED = {  # kind of call: what truncates rows, log-probabilities, whether the batch is large
+    "probabilistic": ({"top_p": 0.9, "top_k": 20}, None, False),
+    "given logsumexp": ({"top_p": 0.8}, "processed", False),
+    "deterministic": ({"top_k": 2}, "raw", True),
+    "strict": ({"min_p": 0.05}, "processed", False),
+    "synthetic": ({"top_p": 0.5}, None, True),
+    "block": ({"top_k": 5, "min_p": 0.1}, None, False),
+    "large": ({"top_p": 0.9}, None, True),
+}
+
+
+@pytest.mark.parametrize("kind", TRUNCATED)
+@pytest.mark.parametrize("bounds", small(None, UNEVEN, EMPTY, LARGE))
+@pytest.mark.usefixtures("shared")
+def test_truncated_rows_are_cut_on_every_rank_as_on_one_gpu(kind, bounds, monkeypatch):
+    """Some of them are flat, so that one rank has to gather them; no exchange is a collective."""
+    called = counted_calls(shard_cut, ["store_kept_candidates", "send_part", "truncate_row"], monkeypatch)
+    options, logprobs, large = TRUNCATED[kind]
+    ranks = Ranks(*(bounds or (EMPTY if kind in ("probabilistic", "strict") else TWO)))
+    requests, drafts = (64, 3) if ON_GPU else (3, 1)
+    batch = case(requests, drafts, ranks.vocab_size, torch.bfloat16, seed=11, greedy=0.2)
+    for logits in (batch.target_logits, batch.draft_logits):
+        logits[::3], logits[1::3] = 4 * logits[::3], logits[1::3] / 8  # few tokens are kept, or most
+    method, call = arguments("probabilistic" if kind == "large" else kind, batch.to(DEVICE))
+    if kind == "given logsumexp":
+        draft = sampler_of(method).draft
+        call["temperature"] = 0.8
+        each = [draft(call["draft_logits"][:, i], 0.8, seeds=call["seeds"], offset=i, **options) for i in range(drafts)]
+        call["draft_logsumexp"] = torch.stack([one.logsumexp for one in each], 1)
+        call["draft_cutoff"] = torch.stack([one.cutoff for one in each], 1)
+        call["draft_logsumexp"][0, 0] = NAN
+    call |= options | {"logprobs": logprobs}
+    with mock.patch.object(kernels, "verify", partial(kernels.verify, large=large)):
+        _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call)
+    assert gathered == []
+    if not ON_GPU:
+        cut, sent, gathered_rows = (
+            called.count(name) for name in ("store_kept_candidates", "send_part", "truncate_row")
+        )
+        assert sent == len(ranks.parts) * gathered_rows
+        assert cut > 0
+        assert sent > 0 or kind in ("block", "deterministic", "synthetic")
+    for transport in [shard.transport_on(call["target_logits"].device) for shard in ranks.shards]:
+        assert transport.seen == {"even"}
+        assert transport.not_heard() == set()
+
+
+@pytest.mark.parametrize("way", ["packed", "draft", "hostile", "other dtype"])
+@pytest.mark.usefixtures("shared")
+def test_truncated_calls_of_all_kinds_give_the_bits_of_one_gpu(way):
+    counts, slots = [2, 0, 1], torch.tensor([3, 0, 4])
+    ranks, options = Ranks(*(EMPTY if way == "draft" else TWO)), {"top_p": 0.9, "min_p": 0.01}
+    batch = case(3, 2, ranks.vocab_size, torch.bfloat16, seed=7, greedy=0)
+    target, draft = batch.target_logits, batch.draft_logits
+    if way == "hostile":
+        target[0, 0, [5, 1500]], target[0, 1], target[0, 2, 3:] = NAN, -INF, -INF
+        target[1, :, [1030, 7]], draft[1, :, [1031, 8]] = INF, INF
+        target[2, :, 1024:], draft[2, :, :1024] = NAN, 0.0  # all tokens of a rank are alike
+    call: dict = vars(batch) | options | {"logprobs": "processed"}
+    make: Callable = partial(sampler_of, "probabilistic")
+    if way == "packed":
+        by_slot = {name: in_slots(getattr(batch, name), slots, 5) for name in ("draft_logits", "temperature", "seeds")}
+        call = (
+            packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "positions": batch.positions}
+        )
+        call |= {
+            "top_p": in_slots(torch.tensor([0.5, 0.9, 1.0]), slots, 5),
+            "top_k": in_slots(torch.tensor([9, 0, 40]), slots, 5),
+        }
+        call["row_starts"][-1] += 99
+        make = partial(packed_of, "probabilistic")
+    elif way == "draft":
+        target[2, 0] = -INF
+        call = {"logits": target[:, 0], "temperature": torch.tensor([0.5, 0.0, 1.0]), "seeds": batch.seeds} | options
+        make = lambda shard=None: sampler_of("strict", shard).draft  # noqa: E731
+    elif way == "other dtype":
+        call["draft_logits"] = draft.to(torch.float16)
+    with like_a_device():
+        _, gathered = assert_ranks_agree(ranks, make, call)
+    assert (gathered == []) == (way != "other dtype")
+
+
+def counted_calls(module: Any, names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note the names of functions when they are called, in the interpreter only."""
+    called: list[str] = []
+    for name in [] if ON_GPU else names:
+        function = getattr(module, name)
+
+        def noted(*arguments: Any, name: str = name, function: Callable = function) -> Any:
+            called.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+    return called
 
 
 @pytest.mark.parametrize("kind", ["probabilistic", "given logsumexp", "synthetic"])

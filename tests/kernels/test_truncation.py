@@ -218,7 +218,7 @@ def test_rows_that_keep_few_tokens_are_cut_among_candidates(row, options, attemp
     places, likely = FEW_LIKELY[row]
     logits[places] = likely
     called = []
-    for name in [] if ON_GPU else ["list_groups", "wide_cutoff"]:
+    for name in [] if ON_GPU else ["list_tokens", "wide_cutoff"]:
         function = getattr(truncation, name)
 
         def counted(*arguments, name=name, function=function):

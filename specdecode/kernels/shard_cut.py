@@ -1,0 +1,326 @@
+"""The cutoffs of sharded rows in Triton, found without gathering them.
+
+From the statistics of all ranks' blocks, which all know, follows the level from which on tokens are candidates (see
+`candidates`). The rest takes logits, of which each rank has a part:
+
+1. `list_kernel`: each rank lists its candidates of a row, and tells them, 8 bytes each. -> *exchange*
+2. `merge_kernel` puts all ranks' candidates in one list, in the order of the vocabulary. That is the list of one GPU.
+3. `cut_kernel`: so every rank finds the cutoff among them as one GPU does, and leaves the statistics of what is kept.
+
+One GPU makes more attempts where the first does not decide, and searches the whole row if they do not. So few rows are
+gathered for that, each on one rank, its *owner*:
+
+4. `cut_kernel`: writes this rank's part of such a row to the owner's memory. -> *exchange*
+5. `cut_gathered_kernel`, after `await_parts_kernel`: the owner cuts the row as one GPU does, and tells its cutoff and the
+   statistics of what is kept. -> *exchange*
+6. `hear_cuts_kernel`: every rank keeps these.
+
+This takes symmetric memory: how many rows are gathered is known on the device alone.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.candidates import CANDIDATES, LISTS, list_tokens, store_kept_candidates, token_in_order
+from specdecode.kernels.channel import ABSENT, awaited, hear, listen, load_step, open_line, start_of, tell, words_of
+from specdecode.kernels.distribution import combine
+from specdecode.kernels.launch import admit_next_launch, await_launch
+from specdecode.kernels.packed import locate
+from specdecode.kernels.rows import (
+    INFINITY,
+    LAST_TOKEN,
+    load_temperature,
+    whole_draft_row_at,
+    whole_target_row_at,
+    with_known,
+)
+from specdecode.kernels.sharded import are_here
+from specdecode.kernels.statistics import at, load_statistics, statistics_at
+from specdecode.kernels.truncation import (
+    ATTEMPTS,
+    cut_listed,
+    first_attempt,
+    given_token,
+    is_to_cut,
+    level_of,
+    limits_at,
+    may_decide,
+    place_of,
+    summary_of,
+    truncate_row,
+)
+from specdecode.kernels.values import Level, Row
+
+STATE, IS_GATHERED, GIVEN, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.constexpr(field) for field in range(8))
+"""The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its level;
+how many candidates all ranks have found."""
+
+DONE, LISTED, UNDECIDED = (tl.constexpr(state) for state in range(3))
+"""A row's cutoff is known; its candidates are listed; or they would not tell."""
+
+VECTORS = tl.constexpr(4)
+"""Of 16 bytes, that a thread copies at once."""
+
+
+@triton.jit
+def progress_at(workspace, index):
+    """Return where the progress of a row is."""
+    return workspace.progress_ptr + index * PROGRESS
+
+
+@triton.jit
+def list_at(workspace, index):
+    """Return where the list of a row is, see `candidates`."""
+    return workspace.kept_ptr + index * LISTS * CANDIDATES
+
+
+@triton.jit
+def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes):
+    """Return this rank's part of a target or a draft row."""
+    row, stride_token = whole_target_row_at(request, offset, inputs), inputs.target.stride_token
+    if inputs.draft.ptr is not None:
+        draft_row = whole_draft_row_at(request, offset, inputs, sizes)
+        if not cutting.ALIKE:
+            stride_token = tl.where(of_draft, draft_row.stride_token, row.stride_token)
+        row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), stride_token, request.vocab_size)
+    return with_known(row, workspace, index, sizes)
+
+
+@triton.jit
+def store_cutoff(workspace, index, logit, token):
+    """Store the cutoff of a row."""
+    tl.store(workspace.cutoffs_ptr + index * 2, logit)
+    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes):
+    """List this rank's candidates of a row, and tell them; return the row's state."""
+    attempt, overflows = first_attempt(summary, limits, sizes), tl.full([], False, tl.int1)
+    level = level_of(attempt, overflows, summary.floor, summary, temperature, limits, sizes, cutting.WARPS)
+    state = tl.full([], UNDECIDED, tl.int32)
+    if (attempt < ATTEMPTS) & may_decide(level, summary, limits, sizes):
+        state = tl.full([], LISTED, tl.int32)
+        list_ptr, progress_ptr = list_at(workspace, index), progress_at(workspace, index)
+        block_max = tl.where(are_here(sizes), summary.block_max, -INFINITY)
+        num_blocks = tl.sum((block_max >= level.logit).to(tl.int32), 0)
+        found = list_tokens(level.logit, num_blocks, row, block_max, list_ptr, sizes)
+        place, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
+        tell(cutting.lists, place, words_of(found, found * 0), place >= 0, line, exchange)
+        keys = tl.load(list_ptr + CANDIDATES + slots, mask=slots < found, other=0)
+        token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=0)
+        is_told = slots < num_told(found)
+        tell(cutting.lists, place + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
+        tl.store(progress_ptr + LEVEL, level.logit)
+        tl.store(progress_ptr + BLOCKS, level.blocks.to(tl.float32))
+        tl.store(progress_ptr + MASS, level.mass)
+    return state
+
+
+@triton.jit
+def num_told(found):
+    """Return how many of a rank's candidates it tells: none if there are too many to be listed."""
+    return tl.where(found <= CANDIDATES, found, 0)
+
+
+@triton.jit
+def list_kernel(inputs, workspace, exchange, cutting, sizes):
+    """List this rank's candidates of one row, if it is to be truncated, and tell them."""
+    index = tl.program_id(0).to(tl.int64)
+    request, offset, of_draft = place_of(index, inputs, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
+    line = open_line(exchange)
+    await_launch(exchange.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)
+    is_cut = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, cutting.POSTED)
+    logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
+    if inputs.drafts.cutoff_ptr is not None:
+        if of_draft & is_cut:
+            given, is_known = given_token(request, offset, sizes.vocab_size, inputs)
+            is_cut = is_known == 0
+            if given >= 0:
+                logit, token = tl.load(progress_at(workspace, index) + GIVEN), given
+    state = tl.full([], DONE, tl.int32)
+    if is_cut:
+        row = part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes)
+        statistics = load_statistics(statistics_at(workspace.statistics_ptr, index, sizes), True, sizes)
+        p = combine(statistics, row, temperature, sizes)
+        logit, token = p.row_max, p.one_hot
+        if token < 0:
+            summary = summary_of(statistics[0], p, temperature, limits)
+            state = list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes)
+    store_cutoff(workspace, index, logit, token)
+    tl.store(progress_at(workspace, index) + STATE, state.to(tl.float32))
+
+
+@triton.jit
+def merge_lists(index, step, workspace, exchange, cutting):
+    """Put the candidates of a row that ranks told in one list, in the order of the vocabulary; keep how many there are."""
+    list_ptr, place = list_at(workspace, index), index * (1 + CANDIDATES)
+    lanes, slots = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
+    is_rank = lanes < exchange.RANKS
+    ranks = tl.load(cutting.order_ptr + lanes, mask=is_rank, other=0).to(tl.int64)
+    words, pointers = listen(cutting.lists, ranks, place, is_rank, step, exchange, tl.int64)
+    found = hear(words, pointers, cutting.lists, is_rank, exchange).to(tl.int32)
+    listed = num_told(found)
+    starts = tl.cumsum(listed, 0) - listed
+    for turn in range(exchange.RANKS):
+        rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
+        words, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
+        words = hear(words, pointers, cutting.lists, wanted, exchange)
+        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
+        tl.store(keys_ptr, (words >> 32).to(tl.int32), mask=is_kept)
+        tl.store(keys_ptr + CANDIDATES, words.to(tl.int32), mask=is_kept)
+    tl.store(progress_at(workspace, index) + FOUND, tl.sum(found, 0).to(tl.float32))
+
+
+@triton.jit
+def merge_kernel(workspace, exchange, cutting, sizes):
+    """Merge the lists of rows, one after the other."""
+    step = load_step(exchange)
+    await_launch(exchange.OVERLAPS)
+    for index in range(tl.program_id(0), cutting.num_rows, tl.num_programs(0)):
+        if tl.load(progress_at(workspace, index) + STATE) == LISTED:
+            merge_lists(tl.full([], 0, tl.int64) + index, step, workspace, exchange, cutting)
+    admit_next_launch(exchange.OVERLAPS)
+
+
+@triton.jit
+def cut_kernel(inputs, workspace, exchange, cutting, sizes):
+    """Find the cutoff of one row among the candidates of all ranks; or else bring this rank's part to its owner."""
+    index = tl.program_id(0).to(tl.int64)
+    request, offset, of_draft = place_of(index, inputs, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    limits, _ = limits_at(request, offset, of_draft, inputs, sizes)
+    line = open_line(exchange)
+    await_launch(exchange.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)
+    progress_ptr, list_ptr = progress_at(workspace, index), list_at(workspace, index)
+    state, is_gathered = tl.load(progress_ptr + STATE), tl.full([], False, tl.int1)
+    if state != DONE:
+        row = part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes)
+        is_gathered = tl.full([], True, tl.int1)
+        if state == LISTED:
+            statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
+            statistics = load_statistics(statistics_ptr, True, sizes)
+            p = combine(statistics, row, temperature, sizes)
+            summary = summary_of(statistics[0], p, temperature, limits)
+            blocks, found = tl.load(progress_ptr + BLOCKS).to(tl.int32), tl.load(progress_ptr + FOUND).to(tl.int32)
+            level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
+            last, resolved, _ = cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, cutting.WARPS)
+            if resolved:
+                is_gathered = tl.full([], False, tl.int1)
+                logit, token = token_in_order(last)
+                store_cutoff(workspace, index, logit, token)
+                store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
+        if is_gathered:
+            send_part(row, request, offset, of_draft, line, exchange, cutting, sizes)
+    tl.store(progress_ptr + IS_GATHERED, is_gathered.to(tl.float32))
+
+
+@triton.jit
+def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
+    """Write this rank's part of a row to its owner's memory, and let the owner know."""
+    owner = (request.index + offset) % exchange.RANKS
+    place = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
+    slot = request.index // exchange.RANKS * cutting.rows_per_request + place
+    logits_ptr = row_at_slot(tl.load(cutting.peers_ptr + owner), slot, row.ptr.dtype, cutting)
+    WIDTH: tl.constexpr = VECTORS * 128 // row.ptr.dtype.element_ty.primitive_bitwidth * 32 * cutting.WARPS
+    for first in range(sizes.shard.start, sizes.shard.end, WIDTH):
+        token_ids = first + tl.arange(0, WIDTH)
+        inside = token_ids < sizes.shard.end
+        tl.store(logits_ptr + token_ids, tl.load(row.ptr + token_ids * row.stride_token, mask=inside), mask=inside)
+    tl.debug_barrier()  # all threads have written, before one of them says so
+    word_ptr = tl.load(exchange.peers_ptr + owner).to(tl.pointer_type(tl.int64))
+    word_ptr += start_of(cutting.parts, line.step, exchange) + exchange.rank * cutting.parts.length + slot
+    tl.atomic_xchg(word_ptr, tl.full([], 0, tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def row_at_slot(address, slot, POINTER: tl.constexpr, cutting):
+    """Return where a gathered row is, given where a rank's memory for such rows is."""
+    return (address + slot * cutting.row_bytes).to(POINTER)
+
+
+@triton.jit
+def rows_of_slots(slots, exchange, cutting, sizes):
+    """Return the requests and offsets of the rows of this rank's slots, whether they are draft rows, and there at all."""
+    place = slots % cutting.rows_per_request
+    of_draft = place > sizes.num_draft_tokens
+    offset = tl.where(of_draft, place - sizes.num_draft_tokens - 1, place).to(tl.int32)
+    shift = (exchange.rank + exchange.RANKS - offset % exchange.RANKS) % exchange.RANKS
+    request = slots.to(tl.int64) // cutting.rows_per_request * exchange.RANKS + shift
+    return request, offset, of_draft, request < sizes.batch
+
+
+@triton.jit
+def index_of(request, offset, of_draft, sizes):
+    """Return the index of a target or a draft row, given that of its request."""
+    index = request * (sizes.num_draft_tokens + 1) + offset
+    after = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request * sizes.num_draft_tokens + offset
+    return tl.where(of_draft, after, index)
+
+
+@triton.jit
+def await_parts_kernel(workspace, exchange, cutting, sizes):
+    """Wait until all ranks' parts of the rows that this rank is to cut are here."""
+    step, num_slots = load_step(exchange), cutting.num_slots
+    await_launch(exchange.OVERLAPS)
+    for first in range(tl.program_id(0) * exchange.LANES, num_slots, tl.num_programs(0) * exchange.LANES):
+        slots = first + tl.arange(0, exchange.LANES)
+        request, offset, of_draft, exists = rows_of_slots(slots, exchange, cutting, sizes)
+        exists &= slots < num_slots
+        progress_ptr = progress_at(workspace, index_of(request, offset, of_draft, sizes))
+        wanted = tl.load(progress_ptr + IS_GATHERED, mask=exists, other=0.0) == 1
+        for rank in range(exchange.RANKS):
+            words, pointers = listen(cutting.parts, rank, slots, wanted, step, exchange, tl.int64)
+            awaited(words, pointers, wanted, exchange)
+            # What was written before that word can be seen from here on.
+            tl.atomic_xchg(pointers, tl.full(words.shape, ABSENT, tl.int64), mask=wanted, sem="acquire", scope="sys")
+    admit_next_launch(exchange.OVERLAPS)
+
+
+@triton.jit
+def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
+    """Cut one gathered row, and tell all ranks its cutoff and the statistics of what is kept."""
+    slot = tl.program_id(0)
+    number, offset, of_draft, exists = rows_of_slots(slot, exchange, cutting, sizes)
+    request = locate(tl.minimum(number, sizes.batch - 1), inputs.packing, sizes)
+    index = index_of(request.index, offset, of_draft, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    limits, _ = limits_at(request, offset, of_draft, inputs, sizes)
+    line = open_line(exchange)
+    await_launch(exchange.OVERLAPS)
+    admit_next_launch(exchange.OVERLAPS)
+    if exists:
+        if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
+            address = cutting.rows_ptr.to(tl.int64)
+            row = Row(row_at_slot(address, slot, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, cutting.WARPS)
+            tl.debug_barrier()  # the statistics are read by other threads than wrote them
+            statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
+            block_max, sumexp = load_statistics(statistics_ptr, True, sizes)
+            place, blocks = index * (1 + sizes.num_blocks), tl.arange(0, sizes.MAX_BLOCKS)
+            tell(cutting.cuts, place, words_of(logit, token), place >= 0, line, exchange)
+            is_told = blocks < sizes.num_blocks
+            tell(cutting.cuts, place + 1 + blocks, words_of(block_max, sumexp), is_told, line, exchange)
+
+
+@triton.jit
+def hear_cuts_kernel(workspace, exchange, cutting, sizes):
+    """Keep what owners told of the rows that they have cut, one after the other."""
+    step, blocks, lanes = load_step(exchange), tl.arange(0, sizes.MAX_BLOCKS), tl.arange(0, exchange.LANES)
+    await_launch(exchange.OVERLAPS)
+    for row in range(tl.program_id(0), cutting.num_rows, tl.num_programs(0)):
+        index = tl.full([], 0, tl.int64) + row
+        if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
+            place, is_block = index * (1 + sizes.num_blocks), blocks < sizes.num_blocks
+            first, first_ptr = listen(cutting.cuts, 0, place + lanes, lanes == 0, step, exchange, tl.int64)
+            words, pointers = listen(cutting.cuts, 0, place + 1 + blocks, is_block, step, exchange, tl.int64)
+            cutoff = at(hear(first, first_ptr, cutting.cuts, lanes == 0, exchange), 0)
+            words = hear(words, pointers, cutting.cuts, is_block, exchange)
+            statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
+            tl.store(statistics_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + blocks, words, mask=is_block)
+            tl.store(workspace.cutoffs_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + index, cutoff)
+    admit_next_launch(exchange.OVERLAPS)
