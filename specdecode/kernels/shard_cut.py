@@ -161,14 +161,14 @@ def merge_lists(index, step, workspace, exchange, cutting):
     lanes, slots = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
     is_rank = lanes < exchange.RANKS
     ranks = tl.load(cutting.order_ptr + lanes, mask=is_rank, other=0).to(tl.int64)
-    words, pointers = listen(cutting.lists, ranks, place, is_rank, step, exchange, tl.int64)
-    found = hear(words, pointers, cutting.lists, is_rank, exchange).to(tl.int32)
+    counts, counts_ptr = listen(cutting.lists, ranks, place, is_rank, step, exchange, tl.int64)
+    found = hear(counts, counts_ptr, cutting.lists, is_rank, exchange).to(tl.int32)
     listed = num_told(found)
     starts = tl.cumsum(listed, 0) - listed
     for turn in range(exchange.RANKS):
         rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
-        words, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
-        words = hear(words, pointers, cutting.lists, wanted, exchange)
+        told, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
+        words = hear(told, pointers, cutting.lists, wanted, exchange)
         is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
         tl.store(keys_ptr, (words >> 32).to(tl.int32), mask=is_kept)
         tl.store(keys_ptr + CANDIDATES, words.to(tl.int32), mask=is_kept)
@@ -208,7 +208,9 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
             summary = summary_of(statistics[0], p, temperature, limits)
             blocks, found = tl.load(progress_ptr + BLOCKS).to(tl.int32), tl.load(progress_ptr + FOUND).to(tl.int32)
             level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
-            last, resolved, _ = cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, cutting.WARPS)
+            last, resolved, _is_few = cut_listed(
+                list_ptr, found, level, summary, temperature, limits, sizes, cutting.WARPS
+            )
             if resolved:
                 is_gathered = tl.full([], False, tl.int1)
                 logit, token = token_in_order(last)

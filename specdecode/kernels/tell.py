@@ -131,7 +131,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         of_cutoff = nothing
         if inputs.drafts.cutoff_ptr is not None:
             if has_draft:
-                given, _ = given_token(request, offset, sizes.shard.vocab_size, inputs)
+                given, _is_known = given_token(request, offset, sizes.shard.vocab_size, inputs)
                 of_cutoff = logit_here(draft_row, given, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)

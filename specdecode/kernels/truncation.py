@@ -214,7 +214,7 @@ def may_decide(level, summary, limits, sizes):
 @triton.jit
 def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARPS: tl.constexpr):
     """Return what `cut_candidates` does, given the list of a level's candidates and how many were found."""
-    top_k, _, min_p = limits
+    top_k, _top_p, min_p = limits
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
         missing = level.blocks + top_k - found

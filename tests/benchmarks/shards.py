@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--backends", nargs="+", default=None, help="eager, triton")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-p", type=float, default=None, help="the kernels gather rows to truncate them")
+    parser.add_argument("--top-p", type=float, default=None, help="of target rows and draft rows")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -247,7 +247,7 @@ def main() -> None:
 
     record: dict[str, Any] = environment(device) | {"ranks": size, "results": []}
     traffic, ways = Traffic(), ["all_gather"]
-    if on_gpu and options.top_p is None:
+    if on_gpu:
         ways.append("symmetric_memory")
     for shape in options.shapes:
         batch, drafts = map(int, shape.split("x"))
