@@ -242,7 +242,7 @@ def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
 @triton.jit
 def row_at_slot(address, slot, POINTER: tl.constexpr, cutting):
     """Return where a gathered row is, given where a rank's memory for such rows is."""
-    return (address + slot * cutting.row_bytes).to(POINTER)
+    return tl.multiple_of((address + slot * cutting.row_bytes).to(POINTER), 128)
 
 
 @triton.jit
