@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 -m tests.stress_shards --seconds 120
 
 All ranks make the same calls: of all methods, dtypes and sizes, padded and packed, with NaN and infinities, with shards of
-any whole blocks, in any order of the ranks. Words travel by all-gather and through symmetric memory; some calls are
-truncated, for which rows are gathered. Calls are launched, or captured in a CUDA graph that is replayed several times with
+any whole blocks, in any order of the ranks, half of them truncated. Words travel by all-gather and through symmetric memory.
+Calls are launched, or captured in a CUDA graph that is replayed several times with
 new inputs. Two groups of the same ranks work at once, on two streams. A rank sleeps now and then, on the host or on the
 device, before a step. A bit that differs ends the program.
 """
@@ -35,6 +35,7 @@ KINDS = {  # kind of call: log-probabilities and dtype
     "block": (None, torch.bfloat16),
     "block deterministic": (None, torch.float32),
 }
+LIMITS = [{"top_p": 0.9, "top_k": 40}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.02}, {"top_p": 0.999}]
 SHAPES = [(1, 3, 3088), (5, 2, 3088), (64, 3, 9008), (130, 3, 9008), (2, 3, 151_936), (40, 4, 151_936)]
 LOGITS = ("target_logits", "draft_logits")
 
@@ -71,8 +72,10 @@ def call_of(kind: str, seed: int, shape: tuple[int, int, int], device: torch.dev
     hurt(chance, vars(batch))
     method, draft_logits, logsumexp = given(kind, batch.to(device))
     call = vars(batch.to(device)) | {"draft_logits": draft_logits, "draft_logsumexp": logsumexp, "logprobs": logprobs}
-    if seed % 4 == 0 and logsumexp is None:
-        call |= {"top_p": 0.9, "top_k": 40}
+    if seed % 2 == 0:
+        call |= LIMITS[(requests + drafts + len(kind) + seed % 4) % len(LIMITS)]  # as in a graph, whose numbers stay
+        if logsumexp is not None:
+            call["draft_cutoff"] = call["draft_token_ids"].to(torch.int64)
     return method, call
 
 
@@ -82,10 +85,11 @@ def packed_call(call: dict[str, Any], batch: Any, seed: int) -> dict[str, Any]:
     requests, drafts = call["draft_token_ids"].shape
     counts = [chance.randint(0, drafts) for _ in range(requests)]
     slots = torch.tensor(chance.sample(range(requests + 2), requests))
-    names = [name for name in ("draft_logits", "draft_logsumexp", "temperature", "seeds") if call[name] is not None]
+    names = ["draft_logits", "draft_logsumexp", "draft_cutoff", "temperature", "seeds"]
+    names = [name for name in names if call.get(name) is not None]
     by_slot = {name: in_slots(call[name], slots.to(call[name].device), requests + 2) for name in names}
     rows = packed_rows(with_counts(batch, counts), counts)
-    others = {name: call[name] for name in ("positions", "logprobs", "top_p", "top_k") if name in call}
+    others = {name: call[name] for name in ("positions", "logprobs", "top_p", "top_k", "min_p") if name in call}
     others["slots"] = slots.to(call["seeds"].device)
     return rows | by_slot | others
 
