@@ -197,16 +197,17 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
     progress_ptr, list_ptr = progress_at(workspace, index), list_at(workspace, index)
-    state, is_gathered = tl.load(progress_ptr + STATE), tl.full([], False, tl.int1)
-    if state != DONE:
+    state = tl.load(progress_ptr + STATE)
+    found = tl.load(progress_ptr + FOUND, mask=state == LISTED, other=CANDIDATES + 1.0).to(tl.int32)
+    is_gathered = state != DONE
+    if is_gathered:
         row = part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes)
-        is_gathered = tl.full([], True, tl.int1)
-        if state == LISTED:
+        if found <= CANDIDATES:
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             statistics = load_statistics(statistics_ptr, True, sizes)
             p = combine(statistics, row, temperature, sizes)
             summary = summary_of(statistics[0], p, temperature, limits)
-            blocks, found = tl.load(progress_ptr + BLOCKS).to(tl.int32), tl.load(progress_ptr + FOUND).to(tl.int32)
+            blocks = tl.load(progress_ptr + BLOCKS).to(tl.int32)
             level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
             last, resolved, _is_few = cut_listed(
                 list_ptr, found, level, summary, temperature, limits, sizes, cutting.WARPS
