@@ -97,8 +97,9 @@ def with_cutoff(row, workspace, index, sizes):
         return with_known(row, workspace, index, sizes)
     else:
         known = with_known(row, workspace, index, sizes)
-        logit = tl.load(workspace.cutoffs_ptr + index * 2)
-        token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
+        pointer = workspace.cutoffs_ptr + index * 2
+        token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
+        logit = tl.load(pointer)
         if len(known) == SHARDED:
             return TruncatedShardedRow(*known, logit, token)
         else:
