@@ -51,9 +51,9 @@ class RejectionSampler:
             device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless the
-            Triton backend is to truncate them or a shard does not start at a multiple of 1,024. None: logits are of the
-            whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless on the
+            Triton backend a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory.
+            None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.

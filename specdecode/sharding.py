@@ -30,8 +30,8 @@ class VocabShard:
 
     The ranks' shards must tile the vocabulary, in any order of the ranks. Shards may have different lengths, and be empty.
     Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the Triton backend
-    gathers the rows, as it does to truncate them; the eager backend sums the block of 1,024 tokens that two shards divide in
-    two parts, and a decision closer than this rounding may differ.
+    gathers the rows; the eager backend sums the block of 1,024 tokens that two shards divide in two parts, and a decision
+    closer than this rounding may differ. Truncated rows the Triton backend gathers where it has no symmetric memory.
 
     In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
     captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.

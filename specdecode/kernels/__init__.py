@@ -23,6 +23,7 @@ compares residual masses.
 | `logprobs` | log-probabilities of emitted tokens |
 | `channel` | with shards of the vocabulary: how words travel |
 | `tell`, `arrange` | what a rank tells of its part of the rows; what all told, put in order |
+| `shard_cut` | the cutoffs of truncated rows, without gathering but few |
 | `sharded` | the token that each rank offers, and which is taken |
 | `shard_memory`, `shard_plan` | what such a step has to do, and its memory; its launches and exchanges |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |

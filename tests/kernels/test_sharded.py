@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from specdecode import RejectionSampler, VocabShard, backends, kernels, sample, sharding, transports
+from specdecode import RejectionSampler, Sampling, VocabShard, backends, kernels, sample, sharding, transports
 from specdecode.kernels import shard_cut, shard_plan
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
@@ -204,12 +204,13 @@ def test_through_symmetric_memory_every_rank_returns_the_bits_of_one_gpu(kind, b
 
 TRUNCATED = {  # kind of call: what truncates rows, log-probabilities, whether the batch is large
     "probabilistic": ({"top_p": 0.9, "top_k": 20}, None, False),
-    "given logsumexp": ({"top_p": 0.8}, "processed", False),
+    "given logsumexp": ({"top_p": 0.99, "draft_sampling": Sampling(0.8, top_p=0.5)}, "processed", False),
     "deterministic": ({"top_k": 2}, "raw", True),
     "strict": ({"min_p": 0.05}, "processed", False),
     "synthetic": ({"top_p": 0.5}, None, True),
     "block": ({"top_k": 5, "min_p": 0.1}, None, False),
-    "large": ({"top_p": 0.9}, None, True),
+    "large": ({"top_p": 0.9}, "processed", True),
+    "drafted otherwise": ({"top_p": 0.9, "draft_sampling": Sampling(0.8, top_k=2, top_p=0.99)}, None, False),
 }
 
 
@@ -225,14 +226,20 @@ def test_truncated_rows_are_cut_on_every_rank_as_on_one_gpu(kind, bounds, monkey
     batch = case(requests, drafts, ranks.vocab_size, torch.bfloat16, seed=11, greedy=0.2)
     for logits in (batch.target_logits, batch.draft_logits):
         logits[::3], logits[1::3] = 4 * logits[::3], logits[1::3] / 8  # few tokens are kept, or most
-    method, call = arguments("probabilistic" if kind == "large" else kind, batch.to(DEVICE))
+    of_rows = "probabilistic" if kind in ("large", "drafted otherwise") else kind
+    method, call = arguments(of_rows, batch.to(DEVICE))
+    if kind in ("given logsumexp", "drafted otherwise"):
+        call["temperature"] = 0.8
     if kind == "given logsumexp":
         draft = sampler_of(method).draft
-        call["temperature"] = 0.8
-        each = [draft(call["draft_logits"][:, i], 0.8, seeds=call["seeds"], offset=i, **options) for i in range(drafts)]
+        steps = enumerate(call["draft_logits"].unbind(1))
+        each = [draft(logits, 0.8, seeds=call["seeds"], offset=i, top_p=0.5) for i, logits in steps]
         call["draft_logsumexp"] = torch.stack([one.logsumexp for one in each], 1)
         call["draft_cutoff"] = torch.stack([one.cutoff for one in each], 1)
-        call["draft_logsumexp"][0, 0] = NAN
+        order = call["draft_logits"].sort(descending=True, stable=True).indices
+        place = (order == call["draft_cutoff"][..., None]).int().argmax(-1, keepdim=True)
+        call["draft_token_ids"] = order.gather(-1, place + 1).squeeze(-1)  # the first that is not kept of q
+        call["draft_logsumexp"][2, 0], call["draft_cutoff"][2, 0] = NAN, -1  # neither is used
     call |= options | {"logprobs": logprobs}
     with mock.patch.object(kernels, "verify", partial(kernels.verify, large=large)):
         _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call)
@@ -249,7 +256,7 @@ def test_truncated_rows_are_cut_on_every_rank_as_on_one_gpu(kind, bounds, monkey
         assert transport.not_heard() == set()
 
 
-@pytest.mark.parametrize("way", ["packed", "draft", "hostile", "other dtype"])
+@pytest.mark.parametrize("way", ["packed", "draft", "hostile", "other strides", "other dtype"])
 @pytest.mark.usefixtures("shared")
 def test_truncated_calls_of_all_kinds_give_the_bits_of_one_gpu(way):
     counts, slots = [2, 0, 1], torch.tensor([3, 0, 4])
@@ -277,11 +284,40 @@ def test_truncated_calls_of_all_kinds_give_the_bits_of_one_gpu(way):
         target[2, 0] = -INF
         call = {"logits": target[:, 0], "temperature": torch.tensor([0.5, 0.0, 1.0]), "seeds": batch.seeds} | options
         make = lambda shard=None: sampler_of("strict", shard).draft  # noqa: E731
+    elif way == "other strides":
+        make = with_apart_draft_tokens
+        call |= {"top_k": 3, "draft_token_ids": draft.topk(3).indices[..., 2]}  # the last that is kept of q
     elif way == "other dtype":
         call["draft_logits"] = draft.to(torch.float16)
     with like_a_device():
         _, gathered = assert_ranks_agree(ranks, make, call)
     assert (gathered == []) == (way != "other dtype")
+
+
+def with_apart_draft_tokens(shard: VocabShard | None = None) -> Callable:
+    """A sampler that is given draft rows of which neighbouring tokens are not neighbours in memory."""
+
+    def call(*, draft_logits: Tensor, **others: Any) -> Any:
+        apart_tokens = draft_logits.transpose(1, 2).contiguous().transpose(1, 2)
+        return sampler_of("probabilistic", shard)(draft_logits=apart_tokens, **others)
+
+    return call
+
+
+@pytest.mark.usefixtures("shared")
+def test_lists_of_candidates_may_be_full_or_too_long_on_some_ranks():
+    """Their order is that of the vocabulary, on which the last bits of sums depend."""
+    ranks, generator = Ranks(*THREE), torch.Generator().manual_seed(1)
+    logits = torch.full((5, 2064), -9.0)
+    logits[0, 100:228] = 10.0  # as many as are compared
+    logits[1, 0:200], logits[1, 1500:1503] = 10.0, 10.0
+    logits[2, 924:1124] = 10.0  # too many of two ranks, neither of which has too many
+    logits[3, 2048:], logits[3, 5] = 10.0, 10.2
+    logits[4, torch.randperm(2064, generator=generator)[:120]] = 10 + 0.6 * torch.rand(120, generator=generator)
+    call = {"logits": logits, "temperature": 1.0, "seeds": torch.arange(5), "min_p": 0.5}
+    draft, gathered = assert_ranks_agree(ranks, lambda shard=None: sampler_of("strict", shard).draft, call)
+    assert draft.cutoff.tolist()[:4] == [227, 1502, 1123, 2063]
+    assert gathered == []
 
 
 def counted_calls(module: Any, names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
