@@ -91,7 +91,7 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     outputs = {"token_ids": token_ids, "logsumexp": logsumexp}
     if batch.truncation is not None:
         outputs["cutoff"] = torch.empty_like(token_ids)
-    if batch.shard is not None and takes_whole_rows(batch.shard, batch.logits, None, batch.is_truncated):
+    if batch.shard is not None and takes_whole_rows(batch.shard, batch, batch.logits, None):
         batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
     if requests > 0:
         run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
@@ -117,9 +117,7 @@ def verify(
         many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
             a large one); None chooses by their number.
     """
-    if batch.shard is not None and takes_whole_rows(
-        batch.shard, batch.target_logits, batch.draft_logits, batch.is_truncated
-    ):
+    if batch.shard is not None and takes_whole_rows(batch.shard, batch, batch.target_logits, draft_rows(method, batch)):
         return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
@@ -161,7 +159,7 @@ def verify(
 
 
 def takes_whole_rows(
-    shard: VocabShard, logits: Tensor, draft_logits: Tensor | IndexedRows | None, is_truncated: bool
+    shard: VocabShard, batch: RowBatch | VerificationBatch, logits: Tensor, draft_logits: Tensor | IndexedRows | None
 ) -> bool:
     """Return whether rows have to be gathered, because kernels cannot do what is asked with a part of them.
 
@@ -171,7 +169,18 @@ def takes_whole_rows(
     if shard.agree(logits).divided:
         return True
     is_alike = draft_logits is None or draft_logits.dtype == logits.dtype
-    return is_truncated and not (is_alike and shard.transport_on(logits.device).is_symmetric)
+    is_cut = batch.is_truncated and not is_greedy(batch.temperature)
+    return is_cut and not (is_alike and shard.transport_on(logits.device).is_symmetric)
+
+
+def is_greedy(temperature: Tensor | float) -> bool:
+    """Return whether all requests are known to be greedy."""
+    return isinstance(temperature, float) and temperature == 0
+
+
+def draft_rows(method: str, batch: VerificationBatch) -> Tensor | IndexedRows | None:
+    """Return the draft logits that a method reads."""
+    return None if METHODS[method][batch.draft_logits is None] is BY_SAMPLE else batch.draft_logits
 
 
 def verify_whole_rows(
@@ -186,9 +195,7 @@ def verify_whole_rows(
     has_rows = None
     if batch.packing is not None:  # its slots may hold many draft rows that nobody asks for
         batch, has_rows = unpack(batch, batch.packing)
-    draft_logits = batch.draft_logits
-    if METHODS[method][draft_logits is None] is BY_SAMPLE:  # which ignores the draft's
-        draft_logits = None
+    draft_logits = draft_rows(method, batch)
     if draft_logits is not None:
         draft_logits = whole_rows(draft_logits, shard)
     whole = batch._replace(target_logits=whole_rows(batch.target_logits, shard), draft_logits=draft_logits, shard=None)
@@ -282,8 +289,7 @@ def run(
         plan_step(rule, large, many, *how, draft_vocab_size).run({**outputs, **inputs}, numbers)
         return
     transport, shards = batch.shard.transport_on(target.device), batch.shard.agree(target)
-    is_greedy = isinstance(temperature, float) and temperature == 0
-    way = Way(rule, is_greedy, samples, logprobs, batch.is_truncated, large, transport.is_symmetric)
+    way = Way(rule, is_greedy(temperature), samples, logprobs, batch.is_truncated, large, transport.is_symmetric)
     sharded_plan = plan_sharded(way, target.device, shape, layouts, shards, seeds_by_request)
     ranks: dict[str, Tensor | None] = {
         "sources": shards.sources,
@@ -317,7 +323,7 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     ways = [(False, False), (False, True), (True, False), (True, True)]
     if batch.shard is not None and not takes_whole_rows(
-        batch.shard, batch.target_logits, batch.draft_logits, batch.is_truncated
+        batch.shard, batch, batch.target_logits, draft_rows(method, batch)
     ):
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call

@@ -22,7 +22,19 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.candidates import CANDIDATES, LISTS, list_tokens, store_kept_candidates, token_in_order
-from specdecode.kernels.channel import ABSENT, awaited, hear, listen, load_step, open_line, start_of, tell, words_of
+from specdecode.kernels.channel import (
+    ABSENT,
+    awaited,
+    hear,
+    high_of,
+    listen,
+    load_step,
+    low_of,
+    open_line,
+    start_of,
+    tell,
+    words_of,
+)
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate
@@ -40,6 +52,7 @@ from specdecode.kernels.truncation import (
     ATTEMPTS,
     cut_listed,
     first_attempt,
+    floor_of,
     given_token,
     is_to_cut,
     level_of,
@@ -51,9 +64,9 @@ from specdecode.kernels.truncation import (
 )
 from specdecode.kernels.values import Level, Row
 
-STATE, IS_GATHERED, GIVEN, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.constexpr(field) for field in range(8))
-"""The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its level;
-how many candidates all ranks have found."""
+STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.constexpr(field) for field in range(9))
+"""The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
+its level; how many candidates all ranks have found."""
 
 DONE, LISTED, UNDECIDED = (tl.constexpr(state) for state in range(3))
 """A row's cutoff is known; its candidates are listed; or they would not tell."""
@@ -111,6 +124,7 @@ def list_row(row, summary, index, temperature, limits, line, workspace, exchange
         token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=0)
         is_told = slots < num_told(found)
         tell(cutting.lists, place + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
+        tl.store(progress_ptr + FLOOR, summary.floor)
         tl.store(progress_ptr + LEVEL, level.logit)
         tl.store(progress_ptr + BLOCKS, level.blocks.to(tl.float32))
         tl.store(progress_ptr + MASS, level.mass)
@@ -120,7 +134,7 @@ def list_row(row, summary, index, temperature, limits, line, workspace, exchange
 @triton.jit
 def num_told(found):
     """Return how many of a rank's candidates it tells: none if there are too many to be listed."""
-    return tl.where(found <= CANDIDATES, found, 0)
+    return tl.where((found >= 0) & (found <= CANDIDATES), found, 0)
 
 
 @triton.jit
@@ -148,14 +162,14 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
         p = combine(statistics, row, temperature, sizes)
         logit, token = p.row_max, p.one_hot
         if token < 0:
-            summary = summary_of(statistics[0], p, temperature, limits)
+            summary = summary_of(statistics[0], p, floor_of(p.row_max, temperature, limits), temperature)
             state = list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes)
     store_cutoff(workspace, index, logit, token)
     tl.store(progress_at(workspace, index) + STATE, state.to(tl.float32))
 
 
 @triton.jit
-def merge_lists(index, step, workspace, exchange, cutting):
+def merge_lists(index, step, workspace, exchange, cutting, sizes):
     """Put the candidates of a row that ranks told in one list, in the order of the vocabulary; keep how many there are."""
     list_ptr, place = list_at(workspace, index), index * (1 + CANDIDATES)
     lanes, slots = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
@@ -169,9 +183,11 @@ def merge_lists(index, step, workspace, exchange, cutting):
         rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
         told, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
         words = hear(told, pointers, cutting.lists, wanted, exchange)
-        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
+        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES) & (start >= 0), list_ptr + CANDIDATES + start + slots
+        token_ids = words.to(tl.int32)
+        is_token = (token_ids >= 0) & (token_ids < sizes.vocab_size)  # not if a rank is late, and has been given up
         tl.store(keys_ptr, (words >> 32).to(tl.int32), mask=is_kept)
-        tl.store(keys_ptr + CANDIDATES, words.to(tl.int32), mask=is_kept)
+        tl.store(keys_ptr + CANDIDATES, tl.where(is_token, token_ids, 0), mask=is_kept)
     tl.store(progress_at(workspace, index) + FOUND, tl.sum(found, 0).to(tl.float32))
 
 
@@ -182,7 +198,7 @@ def merge_kernel(workspace, exchange, cutting, sizes):
     await_launch(exchange.OVERLAPS)
     for index in range(tl.program_id(0), cutting.num_rows, tl.num_programs(0)):
         if tl.load(progress_at(workspace, index) + STATE) == LISTED:
-            merge_lists(tl.full([], 0, tl.int64) + index, step, workspace, exchange, cutting)
+            merge_lists(tl.full([], 0, tl.int64) + index, step, workspace, exchange, cutting, sizes)
     admit_next_launch(exchange.OVERLAPS)
 
 
@@ -206,7 +222,7 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             statistics = load_statistics(statistics_ptr, True, sizes)
             p = combine(statistics, row, temperature, sizes)
-            summary = summary_of(statistics[0], p, temperature, limits)
+            summary = summary_of(statistics[0], p, tl.load(progress_ptr + FLOOR), temperature)
             blocks = tl.load(progress_ptr + BLOCKS).to(tl.int32)
             level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
             last, resolved, _is_few = cut_listed(
@@ -322,8 +338,10 @@ def hear_cuts_kernel(workspace, exchange, cutting, sizes):
             first, first_ptr = listen(cutting.cuts, 0, place + lanes, lanes == 0, step, exchange, tl.int64)
             words, pointers = listen(cutting.cuts, 0, place + 1 + blocks, is_block, step, exchange, tl.int64)
             cutoff = at(hear(first, first_ptr, cutting.cuts, lanes == 0, exchange), 0)
+            token = high_of(cutoff)
+            token = tl.where((token >= 0) & (token < sizes.vocab_size), token, LAST_TOKEN)  # likewise
             words = hear(words, pointers, cutting.cuts, is_block, exchange)
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             tl.store(statistics_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + blocks, words, mask=is_block)
-            tl.store(workspace.cutoffs_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + index, cutoff)
+            store_cutoff(workspace, index, low_of(cutoff), token)
     admit_next_launch(exchange.OVERLAPS)

@@ -291,9 +291,9 @@ def finish(request, step, inputs, outputs, exchange, sizes):
         stop, is_empty, number, logprob = emitted_of_rows(request, drafts, num_drafts, step, exchange, sizes)
     else:
         stop, is_empty, number, logprob = emitted_of_request(request, step, exchange)
+    if exchange.peers_ptr is not None:  # what is heard once a rank was waited for in vain may be no token
+        number = tl.where(tl.load(exchange.received_ptr + FAILED) == 1, 0, number)
     is_empty |= number == 0  # no rank has offered anything: one was waited for in vain
-    if exchange.peers_ptr is not None:
-        is_empty |= tl.load(exchange.received_ptr + FAILED) == 1
     token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
     if inputs.drafts.ids_ptr is not None:
         store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)

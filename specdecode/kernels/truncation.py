@@ -41,7 +41,13 @@ from specdecode.kernels.rows import (
     whole_target_row_at,
 )
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
-from specdecode.kernels.statistics import draft_statistics, load_statistics, statistics_at, target_statistics
+from specdecode.kernels.statistics import (
+    draft_statistics,
+    load_statistics,
+    statistics_at,
+    sum_in_order,
+    target_statistics,
+)
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Level, Row, Summary
 from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
@@ -168,11 +174,16 @@ def may_accept(place, noise, inputs, workspace, sizes):
 
 
 @triton.jit
-def summary_of(block_max, p, temperature, limits):
-    """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
+def floor_of(row_max, temperature, limits):
+    """Return a logit a little below the least that min-p keeps."""
     _, _, min_p = limits
+    return tl.maximum(row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(row_max) * 1e-5, -LARGEST)
+
+
+@triton.jit
+def summary_of(block_max, p, floor, temperature):
+    """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
     weights = weights_of_maxima(block_max, p.row_max, temperature)
-    floor = tl.maximum(p.row_max + tl.log(min_p) * temperature * 1.0001 - tl.abs(p.row_max) * 1e-5, -LARGEST)
     return Summary(block_max, weights, p, floor, tl.sum((block_max >= floor).to(tl.int32), 0))
 
 
@@ -206,7 +217,7 @@ def level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WA
 def may_decide(level, summary, limits, sizes):
     """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little."""
     top_k, top_p, min_p = limits
-    within_reach = tl.sum(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0), 0)
+    within_reach = sum_in_order(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0))
     is_within_reach = within_reach >= top_p * summary.p.sumexp * (1 - ROUNDING)
     return (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
 
@@ -238,7 +249,7 @@ def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARP
 def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     top_k, top_p, _ = limits
-    summary = summary_of(statistics[0], p, temperature, limits)
+    summary = summary_of(statistics[0], p, floor_of(p.row_max, temperature, limits), temperature)
     too_high, too_low = p.row_max, summary.floor  # levels from which on there are too few candidates, and too many
     overflows, resolved = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     attempt = first_attempt(summary, limits, sizes)
