@@ -50,37 +50,34 @@ FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.conste
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
-COUNT_BITS, ONE, FRACTION = tl.constexpr(48), tl.constexpr(2.0**40), tl.constexpr(2.0**-40)
-COUNT_ONE, MASS_BITS = tl.constexpr(1 << 48), tl.constexpr((1 << 48) - 1)
-"""A number and a mass in one int64: where the number starts, and a mass of 1 below it, and its inverse. Unlike a sum of floats, one of
-integers is the same in any order. So what is decided by it depends neither on how the compiler distributes a tensor over
-threads, which differs from kernel to kernel, nor on the rank. A mass is at most 128 here, of numbers up to 256."""
+FINE = tl.constexpr(2.0**23)
+"""Masses are added up as integers, those of candidates as multiples of 1 / FINE. Unlike a sum of floats, one of integers is
+the same in any order. So what is decided by it depends neither on how the compiler distributes a tensor over threads, which
+differs from kernel to kernel, nor on the rank."""
+
+BITS_OF_ONE = tl.constexpr(0x3F800000)
 
 
 @triton.jit
-def counted(masses):
-    """Return one of each mass, in one int64, to be added up."""
-    return (masses * ONE).to(tl.int64) + COUNT_ONE
+def in_parts(masses):
+    """Return masses of at most 1 as multiples of 1 / FINE: in a number from 1 to 2 the last bit is that much."""
+    return (masses + 1.0).to(tl.int32, bitcast=True) - BITS_OF_ONE
 
 
 @triton.jit
-def mass_of(sums):
-    """Return the masses in such sums."""
-    return (sums & MASS_BITS).to(tl.float32) * FRACTION
-
-
-@triton.jit
-def number_of(sums):
-    """Return how many masses are in such sums."""
-    return (sums >> COUNT_BITS).to(tl.int32)
+def mass_of(parts):
+    """Return such multiples as masses."""
+    return parts.to(tl.float32) * (1 / FINE)
 
 
 @triton.jit
 def reached(levels, block_max, weights):
     """Return how many blocks reach each level, and what their largest tokens weigh."""
     reach = block_max[:, None] >= levels[None, :]
-    sums = tl.sum(tl.where(reach, counted(weights)[:, None], 0), 0)
-    return number_of(sums), mass_of(sums)
+    ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
+    parts = (weights * ONE).to(tl.int32)  # rounded down: the mass is a lower bound
+    blocks, parts = tl.reduce((reach.to(tl.int32), tl.where(reach, parts[:, None], 0)), 0, add_both)
+    return blocks, parts.to(tl.float32) * (1 / ONE)
 
 
 @triton.jit
@@ -200,13 +197,15 @@ def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
 @triton.jit
 def rank_candidates(order, list_ptr, found, row_max, scale):
     """Return how many candidates come before each, and what these weigh, given their numbers in order."""
-    sums = tl.zeros([TOGETHER, CANDIDATES], tl.int64)
+    rank = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
+    parts = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
     for first in range(0, tl.minimum(found, CANDIDATES), TOGETHER):
         logits, _, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_before = others[:, None] > order[None, :]
-        sums += tl.where(is_before, counted(tl.exp2((logits - row_max) * scale))[:, None], 0)
-    sums = tl.sum(sums, 0)
-    return number_of(sums), mass_of(sums)
+        rank += is_before.to(tl.int32)
+        parts += tl.where(is_before, in_parts(tl.exp2((logits - row_max) * scale))[:, None], 0)
+    rank, parts = tl.reduce((rank, parts), 0, add_both)
+    return rank, mass_of(parts)
 
 
 @triton.jit
@@ -239,8 +238,8 @@ def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, tem
     passed = (logits > -INFINITY) & (scaled(logits, row_max, temperature) >= tl.log(min_p))
     in_top_k = passed & (rank < top_k)
     weights = tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0)
-    sums = tl.sum(tl.where(passed, counted(weights), 0), 0)
-    number, mass = number_of(sums), mass_of(sums)
+    number, parts = tl.reduce((passed.to(tl.int32), in_parts(weights)), 0, add_both)
+    mass = mass_of(parts)
     is_complete = is_floor | (number < found) | (number >= top_k)
     missing = tl.where(is_complete, 0, top_k - number)
     level_weight = tl.exp2((level - row_max) * scale)
@@ -262,19 +261,20 @@ def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, si
     scale = base_2_scale(temperature)
     logits, token_ids, order = load_candidates(list_ptr, 0, found, CANDIDATES)
     blocks = token_ids // BLOCK_SIZE
-    sums = tl.zeros([TOGETHER, CANDIDATES], tl.int64)  # of those in the block, and how many of these come before
+    parts = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
+    before = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
     for first in range(0, found, TOGETHER):
         other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_with = ((others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]) & (others >= last)[:, None]
         weights = tl.exp2((other_logits[:, None] - logits[None, :]) * scale)  # at most 1 where it matters
-        is_before = (others[:, None] > order[None, :]).to(tl.int64)
-        sums += tl.where(is_with, (is_before << COUNT_BITS) + (tl.minimum(weights, 1.0) * ONE).to(tl.int64), 0)
-    sums = tl.sum(sums, 0)
+        parts += tl.where(is_with, in_parts(tl.minimum(weights, 1.0)), 0)
+        before += (is_with & (others[:, None] > order[None, :])).to(tl.int32)
+    parts, before = tl.reduce((parts, before), 0, add_both)
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
     inside = every_block < sizes.num_blocks
     tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
     tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
     tl.debug_barrier()  # else another thread might store what is kept of a block first
-    is_first = (order >= last) & (number_of(sums) == 0)  # in its block, whose maximum it is
+    is_first = (order >= last) & (before == 0)  # in its block, whose maximum it is
     tl.store(statistics_ptr + blocks * 2, logits, mask=is_first)
-    tl.store(statistics_ptr + blocks * 2 + 1, mass_of(sums), mask=is_first)
+    tl.store(statistics_ptr + blocks * 2 + 1, mass_of(parts), mask=is_first)
