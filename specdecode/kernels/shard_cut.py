@@ -134,7 +134,7 @@ def list_row(row, summary, index, temperature, limits, line, workspace, exchange
 @triton.jit
 def num_told(found):
     """Return how many of a rank's candidates it tells: none if there are too many to be listed."""
-    return tl.where((found >= 0) & (found <= CANDIDATES), found, 0)
+    return tl.where(found <= CANDIDATES, found, 0)
 
 
 @triton.jit
@@ -177,15 +177,17 @@ def merge_lists(index, step, workspace, exchange, cutting, sizes):
     ranks = tl.load(cutting.order_ptr + lanes, mask=is_rank, other=0).to(tl.int64)
     counts, counts_ptr = listen(cutting.lists, ranks, place, is_rank, step, exchange, tl.int64)
     found = hear(counts, counts_ptr, cutting.lists, is_rank, exchange).to(tl.int32)
+    # As an id below, it is not what it should be if a rank was given up, and its words came late.
+    found = tl.where(found < 0, 0, tl.where(found > CANDIDATES, CANDIDATES + 1, found))
     listed = num_told(found)
     starts = tl.cumsum(listed, 0) - listed
     for turn in range(exchange.RANKS):
         rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
         told, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
         words = hear(told, pointers, cutting.lists, wanted, exchange)
-        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES) & (start >= 0), list_ptr + CANDIDATES + start + slots
+        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
         token_ids = words.to(tl.int32)
-        is_token = (token_ids >= 0) & (token_ids < sizes.vocab_size)  # not if a rank is late, and has been given up
+        is_token = (token_ids >= 0) & (token_ids < sizes.vocab_size)
         tl.store(keys_ptr, (words >> 32).to(tl.int32), mask=is_kept)
         tl.store(keys_ptr + CANDIDATES, tl.where(is_token, token_ids, 0), mask=is_kept)
     tl.store(progress_at(workspace, index) + FOUND, tl.sum(found, 0).to(tl.float32))
@@ -339,7 +341,7 @@ def hear_cuts_kernel(workspace, exchange, cutting, sizes):
             words, pointers = listen(cutting.cuts, 0, place + 1 + blocks, is_block, step, exchange, tl.int64)
             cutoff = at(hear(first, first_ptr, cutting.cuts, lanes == 0, exchange), 0)
             token = high_of(cutoff)
-            token = tl.where((token >= 0) & (token < sizes.vocab_size), token, LAST_TOKEN)  # likewise
+            token = tl.where((token >= 0) & (token < sizes.vocab_size), token, LAST_TOKEN)
             words = hear(words, pointers, cutting.cuts, is_block, exchange)
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             tl.store(statistics_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + blocks, words, mask=is_block)

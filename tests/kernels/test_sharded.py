@@ -374,6 +374,29 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call(kernel):
         ranks.run(partial(sampler_of, "probabilistic"), call)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+@pytest.mark.usefixtures("shared")
+def test_words_that_come_after_a_rank_was_given_up_are_harmless(options):
+    """Until the host knows of it, steps go on, in memory with whatever came late."""
+    ranks, generator = Ranks(*TWO), torch.Generator().manual_seed(0)
+    call = vars(case(2, 1, 2064, torch.bfloat16, seed=3, greedy=0).to(DEVICE)) | options
+    assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
+    exchange = Shared.exchange
+
+    def late(transport: Shared, words: Tensor | None) -> None:
+        exchange(transport, words)
+        transport.words[2] = 1  # a rank was waited for in vain
+        later = transport.words[transports.HEADER :]
+        numbers = 100 * torch.randn(2 * len(later), generator=generator)
+        later.copy_(numbers.view(torch.int64))
+
+    with mock.patch.object(Shared, "exchange", late):
+        outputs = ranks.run(partial(sampler_of, "probabilistic"), call)
+    for output in outputs:
+        assert output.invalid.all()
+        assert output.token_ids.max() < 2064
+
+
 @contextmanager
 def looks() -> Iterator[list[None]]:
     """Count how often words of other ranks are looked at; in the interpreter only."""
