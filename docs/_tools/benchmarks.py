@@ -583,7 +583,7 @@ def shards_table(record: str, method: str) -> str:
         [
             f"{batch:,}, {drafts}",
             *[shown(ways[way]["us"]) + of_commit(record) if way in ways else "" for way in measured],
-            f"{ways['shards, triton, all_gather']['bytes'] / ways['gather, verify']['bytes']:.2%}",
+            f"{min(ways[way]['bytes'] for way in measured if 'shards' in way) / ways['gather, verify']['bytes']:.2%}",
         ]
         for (batch, drafts), ways in shapes.items()
     ]
