@@ -97,6 +97,10 @@ def compile_shards() -> None:
             shard._transports[device] = transport
             sampler = RejectionSampler(method, backend="triton", shard=shard)
             sampler.warmup(target, ids, drafts[0], seeds=0, draft_logsumexp=drafts[1])
+            if transport.is_symmetric:
+                cutoff = None if drafts[1] is None else ids
+                options = {"draft_logsumexp": drafts[1], "draft_cutoff": cutoff, "top_p": 0.9}
+                sampler.warmup(target, ids, drafts[0], seeds=0, **options)
         strict = RejectionSampler("strict", backend="triton", shard=shard)
         strict(target, ids, seeds=0, logprobs="raw")
         strict(target.expand(64, -1, -1), ids.expand(64, -1), seeds=0)

@@ -16,6 +16,7 @@ compares residual masses.
 | `rows` | where rows are, and how they are read |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
+| `bounds` | what is decided before that is known |
 | `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
@@ -51,7 +52,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
-from specdecode.kernels import block, probabilistic, strict, truncation
+from specdecode.kernels import block, bounds, probabilistic, strict
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
 from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
@@ -65,7 +66,7 @@ from specdecode.synthetic import AcceptanceSchedule
 
 BY_SAMPLE = AcceptRule(strict.decide_while_reading, None, strict.decide, None, num_warps=8, large_rows=384)
 BY_RATIO = AcceptRule(
-    probabilistic.decide, truncation.may_accept, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320
+    probabilistic.decide, bounds.may_accept, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320
 )
 IN_BLOCK = AcceptRule(None, None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
 

@@ -55,6 +55,7 @@ from specdecode.kernels.truncation import (
     floor_of,
     given_token,
     is_to_cut,
+    keep_cutoff,
     level_of,
     limits_at,
     may_decide,
@@ -100,13 +101,6 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
 
 
 @triton.jit
-def store_cutoff(workspace, index, logit, token):
-    """Store the cutoff of a row."""
-    tl.store(workspace.cutoffs_ptr + index * 2, logit)
-    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
-
-
-@triton.jit
 def list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes):
     """List this rank's candidates of a row, and tell them; return the row's state."""
     attempt, overflows = first_attempt(summary, limits, sizes), tl.full([], False, tl.int1)
@@ -120,9 +114,9 @@ def list_row(row, summary, index, temperature, limits, line, workspace, exchange
         found = list_tokens(level.logit, num_blocks, row, block_max, list_ptr, sizes)
         place, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
         tell(cutting.lists, place, words_of(found, found * 0), place >= 0, line, exchange)
-        keys = tl.load(list_ptr + CANDIDATES + slots, mask=slots < found, other=0)
-        token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=0)
         is_told = slots < num_told(found)
+        keys = tl.load(list_ptr + CANDIDATES + slots, mask=is_told, other=0)
+        token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=is_told, other=0)
         tell(cutting.lists, place + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
         tl.store(progress_ptr + FLOOR, summary.floor)
         tl.store(progress_ptr + LEVEL, level.logit)
@@ -164,7 +158,7 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
         if token < 0:
             summary = summary_of(statistics[0], p, floor_of(p.row_max, temperature, limits), temperature)
             state = list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes)
-    store_cutoff(workspace, index, logit, token)
+    keep_cutoff(workspace, index, logit, token)
     tl.store(progress_at(workspace, index) + STATE, state.to(tl.float32))
 
 
@@ -233,7 +227,7 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
             if resolved:
                 is_gathered = tl.full([], False, tl.int1)
                 logit, token = token_in_order(last)
-                store_cutoff(workspace, index, logit, token)
+                keep_cutoff(workspace, index, logit, token)
                 store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
         if is_gathered:
             send_part(row, request, offset, of_draft, line, exchange, cutting, sizes)
@@ -345,5 +339,5 @@ def hear_cuts_kernel(workspace, exchange, cutting, sizes):
             words = hear(words, pointers, cutting.cuts, is_block, exchange)
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             tl.store(statistics_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + blocks, words, mask=is_block)
-            store_cutoff(workspace, index, low_of(cutoff), token)
+            keep_cutoff(workspace, index, low_of(cutoff), token)
     admit_next_launch(exchange.OVERLAPS)

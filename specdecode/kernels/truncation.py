@@ -25,11 +25,10 @@ from specdecode.kernels.candidates import (
     store_kept_candidates,
     token_in_order,
 )
-from specdecode.kernels.distribution import add_both, combine, recompute_nonfinite
+from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.packed import locate
-from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible, is_trusted, load_logsumexp
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
@@ -40,20 +39,14 @@ from specdecode.kernels.rows import (
     whole_draft_row_at,
     whole_target_row_at,
 )
-from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop, post_acceptance
+from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
 from specdecode.kernels.statistics import (
-    draft_statistics,
     load_statistics,
     statistics_at,
     sum_in_order,
-    target_statistics,
 )
-from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Level, Row, Summary
 from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
-
-ERROR = tl.constexpr(1e-3)
-"""An upper bound of the rounding error of what is decided before truncation."""
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""
@@ -87,90 +80,6 @@ def load_draft_limits(inputs, request, sizes):
 def weights_of_maxima(block_max, row_max, temperature):
     """Return what the largest token of each block weighs, relative to the row's."""
     return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
-
-
-@triton.jit
-def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
-    """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
-
-    The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
-    """
-    top_k, top_p, min_p = limits
-    least = 1.0
-    if (top_k < sizes.vocab_size) | (min_p > 0):
-        weights = weights_of_maxima(block_max, row_max, temperature)
-        weights = tl.where(weights >= min_p, weights, 0.0)
-        floor = tl.full([], -LARGEST, tl.float32)
-        # Four levels at once: a program that reads has few registers left.
-        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k, 4)
-        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
-    return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
-
-
-@triton.jit
-def is_surely_kept(log_share, log_sum, limits, sizes):
-    """Return whether a token is kept, given its log-probability before truncation: if not, it still may be.
-
-    Fewer than 1 / p(x) tokens are more likely than x, and all others together weigh 1 - p(x).
-    """
-    top_k, top_p, min_p = limits
-    share = tl.exp(log_share) * (1 - ERROR)
-    in_top_k = (top_k == sizes.vocab_size) | (share * top_k.to(tl.float32) >= 1)
-    return in_top_k & (share > 1 - top_p + ERROR) & (share * tl.exp(log_sum) >= min_p)
-
-
-@triton.jit
-def may_be_kept(log_share, block_max, p, temperature, limits):
-    """Return whether a token may be kept: not if the largest tokens of other blocks alone leave it out."""
-    top_k, top_p, min_p = limits
-    shares = weights_of_maxima(block_max, p.row_max, temperature) / p.sumexp
-    share = tl.exp(log_share)
-    is_above = (shares > share * (1 + ERROR)) & (shares * p.sumexp >= min_p)
-    above, mass_above = tl.reduce((is_above.to(tl.int32), tl.where(is_above, shares, 0.0)), 0, add_both)
-    is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
-    return is_kept & (share * p.sumexp >= min_p * (1 - ERROR))
-
-
-@triton.jit
-def may_accept(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
-
-    If it surely is, that is noted: then its rows need not be truncated. The mass that is kept of either row is known within
-    bounds, and p'(x) / q'(x) with it.
-    """
-    terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted, is_sure = place.token >= 0, place.token >= 0
-    temperature = place.temperature
-    if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-        is_sure = accepted
-    elif (terms.p.one_hot >= 0) | (accepted == 0):
-        accepted = accepts(terms, place, noise.uniform, inputs.drafts)
-        is_sure = accepted & (temperature == 0)
-    else:
-        limits = load_limits(inputs.limits, place.request, sizes)
-        block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-        log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
-        log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
-        accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
-        accepted &= may_be_kept(terms.log_p, block_max, terms.p, temperature, limits)
-        is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
-        log_draft_kept = 0.0
-        if inputs.draft.ptr is not None:
-            limits = load_draft_limits(inputs, place.request, sizes)
-            is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
-            if inputs.drafts.logsumexp_ptr is None:
-                if is_sure:
-                    statistics_ptr = draft_statistics(workspace, place.request, place.offset, sizes)
-                    block_max, _ = load_statistics(statistics_ptr, True, sizes)
-                    q_max, q_sumexp = terms.q.row_max, tl.exp(terms.q.log_sum)
-                    log_draft_kept = log_least_kept(block_max, q_max, q_sumexp, temperature, limits, sizes)
-            else:  # it tells the mass of what is kept, but not what that is
-                is_sure &= tl.full([], False, tl.int1)
-        is_sure &= log_ratio + log_draft_kept >= ERROR
-    if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
-        post_acceptance(workspace.state_ptr, place, sizes)
-    return accepted, normalizer_of(terms.p), place.token
 
 
 @triton.jit
@@ -340,6 +249,13 @@ def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, P
 
 
 @triton.jit
+def keep_cutoff(workspace, index, logit, token):
+    """Keep the cutoff of a row, given the row's index."""
+    tl.store(workspace.cutoffs_ptr + index * 2, logit)
+    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def truncate_kernel(inputs, workspace, sizes, tuning):
     """Truncate one row, if it was read and anything truncates it."""
     index = tl.program_id(0).to(tl.int64)
@@ -373,5 +289,4 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
                 logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
             else:
                 logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-    tl.store(workspace.cutoffs_ptr + index * 2, logit)
-    tl.store(workspace.cutoffs_ptr + index * 2 + 1, token.to(tl.float32, bitcast=True))
+    keep_cutoff(workspace, index, logit, token)

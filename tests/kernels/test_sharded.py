@@ -261,10 +261,10 @@ def test_truncated_rows_are_cut_on_every_rank_as_on_one_gpu(kind, bounds, monkey
 def test_truncated_calls_of_all_kinds_give_the_bits_of_one_gpu(way):
     counts, slots = [2, 0, 1], torch.tensor([3, 0, 4])
     ranks, options = Ranks(*(EMPTY if way == "draft" else TWO)), {"top_p": 0.9, "min_p": 0.01}
-    batch = case(3, 2, ranks.vocab_size, torch.bfloat16, seed=7, greedy=0)
+    batch = case(3, 1 + (way in ("packed", "other strides")), ranks.vocab_size, torch.bfloat16, seed=7, greedy=0)
     target, draft = batch.target_logits, batch.draft_logits
     if way == "hostile":
-        target[0, 0, [5, 1500]], target[0, 1], target[0, 2, 3:] = NAN, -INF, -INF
+        target[0, 0, [5, 1500]], target[0, 1, 3:] = NAN, -INF
         target[1, :, [1030, 7]], draft[1, :, [1031, 8]] = INF, INF
         target[2, :, 1024:], draft[2, :, :1024] = NAN, 0.0  # all tokens of a rank are alike
     call: dict = vars(batch) | options | {"logprobs": "processed"}
@@ -353,7 +353,7 @@ def test_large_batches_draw_only_where_requests_stop(kind, ranks_of):
         assert output.num_accepted[:3].clamp(max=1).tolist() == [1, 0, 0]
 
 
-@pytest.mark.parametrize("kernel", ["tell_kernel", "list_kernel", "cut_kernel", "cut_gathered_kernel"])
+@pytest.mark.parametrize("kernel", ["tell_kernel", "list_kernel", "cut_kernel"])
 @pytest.mark.usefixtures("shared")
 def test_a_rank_that_is_waited_for_in_vain_is_an_error_of_the_next_call(kernel):
     ranks, batch = Ranks(*TWO), case(2, 1, 2064, torch.bfloat16)
@@ -593,7 +593,6 @@ DIVIDED = ([0, 1030, 1030, 2065], [2, 0, 1])  # shards that start within a block
     [
         ("probabilistic", TWO, {"top_p": 0.9, "top_k": 50}),
         ("strict", DIVIDED, {"min_p": 0.05, "logprobs": "raw"}),
-        ("synthetic", TWO, {"min_p": 0.05}),
         ("given logsumexp", DIVIDED, {}),
         ("block", DIVIDED, {}),
     ],
