@@ -59,7 +59,7 @@ from specdecode.kernels.truncation import (
     level_of,
     limits_at,
     may_decide,
-    place_of,
+    row_to_cut,
     summary_of,
     truncate_row,
 )
@@ -135,9 +135,7 @@ def num_told(found):
 def list_kernel(inputs, workspace, exchange, cutting, sizes):
     """List this rank's candidates of one row, if it is to be truncated, and tell them."""
     index = tl.program_id(0).to(tl.int64)
-    request, offset, of_draft = place_of(index, inputs, sizes)
-    temperature = load_temperature(inputs.requests, request)
-    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
+    request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
@@ -202,9 +200,7 @@ def merge_kernel(workspace, exchange, cutting, sizes):
 def cut_kernel(inputs, workspace, exchange, cutting, sizes):
     """Find the cutoff of one row among the candidates of all ranks; or else bring this rank's part to its owner."""
     index = tl.program_id(0).to(tl.int64)
-    request, offset, of_draft = place_of(index, inputs, sizes)
-    temperature = load_temperature(inputs.requests, request)
-    limits, _ = limits_at(request, offset, of_draft, inputs, sizes)
+    request, offset, of_draft, temperature, limits, _is_read = row_to_cut(index, inputs, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)

@@ -156,13 +156,14 @@ def parts_of(step: Step, told: Told, way: Way) -> Parts:
     num_drafts, is_raw = batch * step.here.num_draft_tokens, way.logprobs == "raw"
     num_rows = num_drafts + batch
     rows = num_rows + num_drafts * (step.inputs.draft.ptr is not None)
+    state = batch * FIELDS.value + (num_rows if step.truncates else 0)  # which drafts are surely accepted
     return {
         "sent_first": None if way.is_symmetric else (torch.int64, sum(told[:3])),
         "sent_sums": (torch.int64, told.sums) if step.sums and not way.is_symmetric else None,
         "sent_offers": (torch.int64, told.offers) if step.all_know or not way.is_symmetric else None,
         "statistics_here": (torch.float32, rows * 2 * step.here.num_blocks),
         "raw_statistics_here": (torch.float32, num_rows * 2 * step.here.num_blocks) if is_raw else None,
-        "state": None if step.inputs.drafts.ids_ptr is None else (torch.int32, batch * FIELDS.value + num_rows),
+        "state": None if step.inputs.drafts.ids_ptr is None else (torch.int32, state),
         "statistics": (torch.float32, rows * 2 * blocks),
         "raw_statistics": (torch.float32, num_rows * 2 * blocks) if is_raw else None,
         "known": (torch.float32, rows * KNOWN.value),

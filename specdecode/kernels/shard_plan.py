@@ -291,9 +291,7 @@ def add_offers(
 ) -> None:
     """Add the launch that offers tokens."""
     has_draft_rows = step.inputs.draft.ptr is not None
-    is_unbounded = (
-        not step.per_row and step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
-    )
+    is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     summed = ALL.value if step.sums else OPEN_ONES.value
     flags = step.per_row, step.per_row and step.decides, step.settles, summed, can_overlap(plan.device)

@@ -238,6 +238,15 @@ def limits_at(request, offset, of_draft, inputs, sizes):
 
 
 @triton.jit
+def row_to_cut(index, inputs, sizes):
+    """Return where the row with an index is, as `place_of`; its temperature; and what `limits_at` says of it."""
+    request, offset, of_draft = place_of(index, inputs, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
+    return request, offset, of_draft, temperature, limits, is_read
+
+
+@triton.jit
 def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, POSTED: tl.constexpr):
     """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
     if POSTED:
@@ -259,9 +268,7 @@ def keep_cutoff(workspace, index, logit, token):
 def truncate_kernel(inputs, workspace, sizes, tuning):
     """Truncate one row, if it was read and anything truncates it."""
     index = tl.program_id(0).to(tl.int64)
-    request, offset, of_draft = place_of(index, inputs, sizes)
-    temperature = load_temperature(inputs.requests, request)
-    limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
+    request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
