@@ -110,10 +110,10 @@ class SymmetricMemory:
         """
         if words > self.row_words:
             self.check_not_capturing()
-            self.row_words = 1 << (words - 1).bit_length()
-            self.rows, addresses = self.allocate(self.row_words)
+            self.rows, addresses = self.allocate(1 << (words - 1).bit_length())
             self.row_peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
             self.kept += [self.rows, self.row_peers]
+            self.row_words = len(self.rows)  # at last, as in `grow`
         return {"row_memory": self.rows, "row_peers": self.row_peers}
 
     def check_not_capturing(self) -> None:
