@@ -36,14 +36,18 @@ FAR = tl.constexpr(1000.0)
 CANDIDATES = tl.constexpr(128)
 """So many at most: all pairs of them are compared."""
 
+FEW = tl.constexpr(32)
+"""Candidates, or groups of them, that nearly all rows have at most. They take as few threads as a warp has, so that no warp
+has to wait for another."""
+
 LISTS = tl.constexpr(3)
 """In the workspace of a row: groups of tokens; keys and ids of candidates."""
 
 GROUP = tl.constexpr(8)
 """Neighbouring tokens, of which the largest logit shows whether any is a candidate."""
 
-TOGETHER = tl.constexpr(16)
-"""Candidates that all others are compared with at once."""
+PAIRS = tl.constexpr(1024)
+"""Of candidates that are compared at once."""
 
 FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
 """That are read at most for a level: where a mass decides, at first; else. And how many at once."""
@@ -154,18 +158,21 @@ def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
 
 
 @triton.jit
-def list_candidates(level, num_groups, row, list_ptr):
-    """List the tokens that reach a level, given the groups they are in: their keys and ids; return how many there are."""
-    slots = tl.arange(0, CANDIDATES)
+def list_candidates(level, num_groups, row, list_ptr, MOST: tl.constexpr):
+    """List the tokens that reach a level, given the groups they are in, at most `MOST`; return how many tokens there are.
+
+    Of each its key and its id.
+    """
+    slots = tl.arange(0, MOST)
     group_ids = tl.load(list_ptr + slots, mask=slots < num_groups, other=LAST_TOKEN - GROUP)
     token_ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
     logits = load_logits(row, token_ids, True)
-    is_candidate = tl.reshape((logits >= level).to(tl.int32), [CANDIDATES * GROUP])
+    is_candidate = tl.reshape((logits >= level).to(tl.int32), [MOST * GROUP])
     places = tl.cumsum(is_candidate, 0) - is_candidate
     is_listed = (is_candidate == 1) & (places < CANDIDATES)
     candidates_ptr = list_ptr + CANDIDATES
-    tl.store(candidates_ptr + places, tl.reshape(key_of(logits), [CANDIDATES * GROUP]), mask=is_listed)
-    tl.store(candidates_ptr + CANDIDATES + places, tl.reshape(token_ids, [CANDIDATES * GROUP]), mask=is_listed)
+    tl.store(candidates_ptr + places, tl.reshape(key_of(logits), [MOST * GROUP]), mask=is_listed)
+    tl.store(candidates_ptr + CANDIDATES + places, tl.reshape(token_ids, [MOST * GROUP]), mask=is_listed)
     tl.debug_barrier()
     return tl.sum(is_candidate, 0)
 
@@ -174,7 +181,10 @@ def list_candidates(level, num_groups, row, list_ptr):
 def list_tokens(level, num_blocks, row, block_max, list_ptr, sizes):
     """List the tokens of a row that reach a level, which so many blocks do; return how many, or more than `CANDIDATES`."""
     num_groups = list_groups(level, num_blocks, row, block_max, list_ptr, sizes)
-    found = list_candidates(level, num_groups, row, list_ptr)
+    if num_groups <= FEW:
+        found = list_candidates(level, num_groups, row, list_ptr, FEW)
+    else:
+        found = list_candidates(level, num_groups, row, list_ptr, CANDIDATES)
     return tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
 
 
@@ -197,8 +207,9 @@ def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
 @triton.jit
 def rank_candidates(order, list_ptr, found, row_max, scale):
     """Return how many candidates come before each, and what these weigh, given their numbers in order."""
-    rank = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
-    parts = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
+    TOGETHER: tl.constexpr = PAIRS // order.shape[0]
+    rank = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
+    parts = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
     for first in range(0, tl.minimum(found, CANDIDATES), TOGETHER):
         logits, _, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_before = others[:, None] > order[None, :]
@@ -226,14 +237,14 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
 
 
 @triton.jit
-def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, temperature, limits, sizes):
+def cut_candidates(list_ptr, found, level, is_floor, unseen, p, temperature, limits, sizes, MOST: tl.constexpr):
     """Return the last candidate that is kept, a number in their order; and whether that is all that is kept.
 
     And whether it could be, from a lower level on: not if top-p keeps more tokens than can be compared.
     """
     top_k, top_p, min_p = limits
-    scale = base_2_scale(temperature)
-    logits, _, order = load_candidates(list_ptr, 0, found, CANDIDATES)
+    row_max, total, scale = p.row_max, p.sumexp, base_2_scale(temperature)
+    logits, _, order = load_candidates(list_ptr, 0, found, MOST)
     rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
     passed = (logits > -INFINITY) & (scaled(logits, row_max, temperature) >= tl.log(min_p))
     in_top_k = passed & (rank < top_k)
@@ -258,11 +269,26 @@ def cut_candidates(list_ptr, found, level, is_floor, unseen, row_max, total, tem
 @triton.jit
 def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes):
     """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
+    every_block = tl.arange(0, sizes.MAX_BLOCKS)
+    inside = every_block < sizes.num_blocks
+    tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
+    tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
+    tl.debug_barrier()  # else another thread might store what is kept of a block first
+    if found <= FEW:
+        store_blocks(statistics_ptr, last, list_ptr, found, temperature, FEW)
+    else:
+        store_blocks(statistics_ptr, last, list_ptr, found, temperature, CANDIDATES)
+
+
+@triton.jit
+def store_blocks(statistics_ptr, last, list_ptr, found, temperature, MOST: tl.constexpr):
+    """Store the statistics of blocks that have kept candidates."""
+    TOGETHER: tl.constexpr = PAIRS // MOST
     scale = base_2_scale(temperature)
-    logits, token_ids, order = load_candidates(list_ptr, 0, found, CANDIDATES)
+    logits, token_ids, order = load_candidates(list_ptr, 0, found, MOST)
     blocks = token_ids // BLOCK_SIZE
-    parts = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
-    before = tl.zeros([TOGETHER, CANDIDATES], tl.int32)
+    parts = tl.zeros([TOGETHER, MOST], tl.int32)
+    before = tl.zeros([TOGETHER, MOST], tl.int32)
     for first in range(0, found, TOGETHER):
         other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_with = ((others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]) & (others >= last)[:, None]
@@ -270,11 +296,6 @@ def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, si
         parts += tl.where(is_with, in_parts(tl.minimum(weights, 1.0)), 0)
         before += (is_with & (others[:, None] > order[None, :])).to(tl.int32)
     parts, before = tl.reduce((parts, before), 0, add_both)
-    every_block = tl.arange(0, sizes.MAX_BLOCKS)
-    inside = every_block < sizes.num_blocks
-    tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
-    tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
-    tl.debug_barrier()  # else another thread might store what is kept of a block first
     is_first = (order >= last) & (before == 0)  # in its block, whose maximum it is
     tl.store(statistics_ptr + blocks * 2, logits, mask=is_first)
     tl.store(statistics_ptr + blocks * 2 + 1, mass_of(parts), mask=is_first)

@@ -15,6 +15,7 @@ from specdecode.kernels.candidates import (
     ANY_NUMBER,
     CANDIDATES,
     DEPTH,
+    FEW,
     FEW_BLOCKS,
     LISTS,
     MORE_BLOCKS,
@@ -150,8 +151,12 @@ def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARP
             WARPS,
         )
         unseen = tl.maximum(mass - level.mass, 0.0)
-    is_floor, row_max, total = level.logit <= summary.floor, summary.p.row_max, summary.p.sumexp
-    return cut_candidates(list_ptr, found, level.logit, is_floor, unseen, row_max, total, temperature, limits, sizes)
+    is_floor, p = level.logit <= summary.floor, summary.p
+    if found <= FEW:
+        cut = cut_candidates(list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, FEW)
+    else:
+        cut = cut_candidates(list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, CANDIDATES)
+    return cut
 
 
 @triton.jit
