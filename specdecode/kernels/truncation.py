@@ -153,10 +153,14 @@ def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARP
         unseen = tl.maximum(mass - level.mass, 0.0)
     is_floor, p = level.logit <= summary.floor, summary.p
     if found <= FEW:
-        cut = cut_candidates(list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, FEW)
+        last, is_known, is_few = cut_candidates(
+            list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, FEW
+        )
     else:
-        cut = cut_candidates(list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, CANDIDATES)
-    return cut
+        last, is_known, is_few = cut_candidates(
+            list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, CANDIDATES
+        )
+    return last, is_known, is_few
 
 
 @triton.jit
