@@ -236,6 +236,20 @@ def test_rows_that_keep_few_tokens_are_cut_among_candidates(row, options, attemp
     assert len(called) <= attempts
 
 
+@pytest.mark.parametrize("kept", [31, 32, 33, 128])
+def test_candidates_may_be_as_many_as_a_vector_has_elements(kept):
+    """In as many groups of neighbours, and in two or three blocks; all of them are kept, or those that top-p leaves."""
+    logits = torch.full((2100,), -30.0)
+    logits[16 * torch.arange(kept)] = 8 - 0.01 * torch.arange(kept)
+    for top_p in (None, 0.7):
+        sampling = Sampling(1.0, 0, top_p or 1.0, 0.1)
+        result, margin = truncate(logits.double().numpy(), sampling)
+        _, logsumexp, cutoffs = drawn(logits[None].to(DEVICE), 1.0, {"min_p": 0.1, "top_p": top_p})
+        assert margin > FLOAT32_BAND
+        assert cutoffs.tolist() == [cutoff(logits.double().numpy(), sampling)]
+        np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(result[np.isfinite(result)]), rtol=1e-6)
+
+
 class Passed(NamedTuple):
     """What a pass over a row is given, and finds."""
 
