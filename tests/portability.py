@@ -2,7 +2,8 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`. What is in Triton's cache is not compiled again.
+to machine code. Names of methods may follow the number, and `shards`; and `few`: only what calls with draft logits take, but
+for `strict`, which has none. What is in Triton's cache is not compiled again.
 """
 
 import sys
@@ -58,14 +59,14 @@ class Driver:
         return 0, 0, 0, 0, 1024
 
 
-def compile_all(methods: list[str]) -> None:
+def compile_all(methods: list[str], few: bool = False) -> None:
     """Compile what calls of some methods take."""
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
     schedule = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
     for method in methods:
         sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
-        for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None)):
+        for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None))[: 1 if few else 3]:
             sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
         if method == "strict":
             sampler(target, ids, seeds=0, top_p=0.9)
@@ -112,7 +113,8 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(driver)
     backends.obstacle = lambda device: None
     launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
-    compile_all([method for method in methods or kernels.METHODS if method != "shards"])
+    named = [name for name in methods if name not in ("shards", "few")]
+    compile_all(named or ([] if "shards" in methods else list(kernels.METHODS)), few="few" in methods)
     if "shards" in methods:
         compile_shards()
     print(*sorted(set(driver.compiled)))

@@ -77,7 +77,7 @@ def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tupl
 
 @pytest.mark.parametrize("kind", ["block", "block deterministic", "block given logsumexp"])
 def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
-    requests = 300 if ON_GPU else 24
+    requests = 300 if ON_GPU else 16
     batch = in_question(requests, 4, 50)
     batch.draft_token_ids[0, 3] = -1
     batch.target_logits[1::2, 2, 7] = torch.inf  # point masses, of which the mass is known
