@@ -2,8 +2,8 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: only what calls with draft logits take, but
-for `strict`, which has none. What is in Triton's cache is not compiled again.
+to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls only what a small and a large
+batch with draft logits take. What is in Triton's cache is not compiled again.
 """
 
 import sys
@@ -66,8 +66,12 @@ def compile_all(methods: list[str], few: bool = False) -> None:
     schedule = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
     for method in methods:
         sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
-        for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None))[: 1 if few else 3]:
-            sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
+        if few:
+            for size in (1, 512):
+                sampler(*[each.expand(size, *each.shape[1:]) for each in (target, ids, draft)], seeds=0)
+        else:
+            for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None)):
+                sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
         if method == "strict":
             sampler(target, ids, seeds=0, top_p=0.9)
         if method == "probabilistic":
