@@ -2,7 +2,7 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls only what a small and a large
+to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a small and a large
 batch with draft logits take. What is in Triton's cache is not compiled again.
 """
 
