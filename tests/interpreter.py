@@ -20,6 +20,7 @@ def speed_up() -> None:
     prepare_once_per_launch(interpreter)
     reduce_whole_tensors(interpreter)
     look_up_types_once(interpreter)
+    describe_types_once()
     leave_out_what_is_not_asserted(interpreter.interpreter_builder)
     count_with_any_scalar(interpreter)
 
@@ -97,6 +98,50 @@ def look_up_types_once(interpreter: Any) -> None:
         return found[kind.name]
 
     interpreter._get_np_dtype = numpy_dtype
+
+
+def describe_types_once() -> None:
+    """Keep what Triton works out of a type: its name and its size, at each operation, and the types of a tuple's values.
+
+    The first type of its kind is made as Triton makes it, and the first tensor of each type; others are given the same
+    attributes. The type of a tuple is made when it is asked for.
+    """
+    from triton.language import core
+
+    if not hasattr(core, "_type_for_tuple_values"):
+        return
+    make_type, make_tensor, make_tuple = core.block_type.__init__, core.tensor.__init__, core.tuple.__init__
+    known: dict[tuple, dict] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *[getattr(size, "value", size) for size in shape]
+        if key not in known:
+            make_type(self, element_ty, shape)
+            known[key] = {**vars(self), "of_tensors": {}}
+        vars(self).update(known[key])
+        self.element_ty = element_ty
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        kept = vars(type).setdefault("of_tensors", {})
+        if not kept:
+            make_tensor(self, handle, type)
+            kept.update(vars(self))
+        vars(self).update(kept)
+        self.handle, self.type = handle, type
+
+    def init_tuple(self: Any, args: Any, type: Any = None) -> None:
+        if type is None:
+            self.values = [*args]
+        else:
+            make_tuple(self, args, type)
+
+    def type_of_tuple(self: Any) -> Any:
+        if "its_type" not in vars(self):
+            self.its_type = core._type_for_tuple_values(self.values)
+        return self.its_type
+
+    core.block_type.__init__, core.tensor.__init__, core.tuple.__init__ = init_type, init_tensor, init_tuple
+    core.tuple.type = property(type_of_tuple, lambda self, type: vars(self).update(its_type=type))
 
 
 def leave_out_what_is_not_asserted(builder: Any) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Pointer
-from tests.kernels.common import DEVICE, run_kernel
+from tests.kernels.common import DEVICE, needs_interpreter, run_kernel
 
 
 class Reduced(NamedTuple):
@@ -49,3 +49,22 @@ def test_reductions_are_in_order_along_any_axis():
     assert torch.equal(rows, values[:, [0, -1]].T)
     assert torch.equal(columns, values[[0, -1]])
     assert torch.equal(row, values[0, [0, -1]])
+
+
+@needs_interpreter
+def test_types_are_described_as_triton_describes_them():
+    """The first of a kind and the next, whose attributes are those of the first."""
+    for element in (tl.float32, tl.bfloat16, tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16)):
+        for shape in ([2, 4], [4, 2], [tl.constexpr(2), tl.constexpr(4)]):
+            for _ in range(2):
+                kind, sizes = tl.block_type(element, shape), [getattr(size, "value", size) for size in shape]
+                assert (kind.element_ty, list(kind.shape), kind.numel) == (element, sizes, 8)
+                assert kind.name == f"<{kind.shape}, {element}>"
+                tensor = tl.tensor("data", kind)
+                assert (tensor.handle, tensor.type, tensor.dtype) == ("data", kind, element)
+                assert [size.value for size in tensor.shape] == sizes
+                assert tensor.numel.value == 8
+    assert tl.tensor(3, tl.int32).shape.values == []
+    pair = tl.tuple([tl.tensor(0, tl.int32), tl.tensor(0, tl.float32)])
+    assert pair.type.types == [tl.int32, tl.float32]
+    assert (pair + tl.tuple([tl.tensor(0, tl.int64)])).type.types == [tl.int32, tl.float32, tl.int64]
