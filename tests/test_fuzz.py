@@ -19,6 +19,7 @@ from torch import Tensor
 from reference import block, greedy, leading_drafts, probabilistic, selection, strict, synthetic
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
+from tests.conftest import ON_GPU
 from tests.differential import like_a_device
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
@@ -29,7 +30,7 @@ NAN, INF = math.nan, math.inf
 
 # Derandomised: the same examples in every run, so a pass stays a pass.
 hostile = settings(
-    max_examples=150,
+    max_examples=300 if ON_GPU else 150,
     deadline=None,
     derandomize=True,
     database=None,
