@@ -1,6 +1,6 @@
 """Small language models as tables, the distributions that verification must have on them, and the chi-square test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy.stats import chi2
 
-from specdecode import RejectionSampler, sample
+from specdecode import RejectionSampler, Sampling, sample
 from tests.conftest import ON_GPU
 
 REQUESTS = 200_000
@@ -72,13 +72,18 @@ def run(
     draft_logits: bool = True,
     temperature: float = 1.0,
     draft_rows: list[np.ndarray] | None = None,
+    truncation: Mapping[str, float] | None = None,
+    draft_truncation: Mapping[str, float] | None = None,
     requests: int = REQUESTS,
     first_seed: int = 0,
 ) -> Run:
     """Verify one step of many requests with different seeds; sample the rest of the K + 1 tokens from the target alone.
 
-    Drafts come from `sampler.draft`, or from a generator that is independent of the sampler's noise.
+    Drafts come from `sampler.draft`, truncated by `draft_truncation` (None: as the target is), or from a generator that is
+    independent of the sampler's noise, not truncated.
     """
+    truncation = truncation or {}
+    of_drafts = truncation if draft_truncation is None else draft_truncation
     vocab, drafts = model.vocab, model.num_draft_tokens
     seeds = torch.arange(requests, device=device) + first_seed
     target = [torch.tensor(rows, dtype=torch.float32, device=device) for rows in model.target]
@@ -90,7 +95,8 @@ def run(
     for offset in range(drafts):
         rows = draft[offset][prefix]
         if own_drafts:
-            tokens = sampler.draft(rows, temperature, seeds, torch.full_like(seeds, offset), offset=offset).token_ids
+            tokens = sampler.draft(rows, temperature, seeds, torch.full_like(seeds, offset), offset=offset, **of_drafts)
+            tokens = tokens.token_ids
         else:
             tokens = torch.multinomial(torch.softmax(rows / temperature, 1), 1, generator=generator).squeeze(1)
         prefix = prefix * vocab + tokens
@@ -104,13 +110,15 @@ def run(
         torch.stack(logits, 1) if draft_logits and drafts else None,
         temperature=temperature,
         seeds=seeds,
+        draft_sampling=None if draft_truncation is None else Sampling(temperature, **draft_truncation),
+        **truncation,
     )
     assert not output.invalid.any()
 
     tokens, prefix = output.token_ids.clone(), torch.zeros_like(prefix)
     for offset in range(drafts + 1):
         missing = tokens[:, offset] == -1
-        own = sample(target[offset][prefix], temperature, seeds, torch.full_like(seeds, offset))
+        own = sample(target[offset][prefix], temperature, seeds, torch.full_like(seeds, offset), **truncation)
         tokens[:, offset] = torch.where(missing, own, tokens[:, offset])
         prefix = prefix * vocab + tokens[:, offset]
     return Run(tokens.cpu().numpy(), output.num_accepted.cpu().numpy())

@@ -16,6 +16,7 @@ from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
 from specdecode import AcceptanceSchedule, RejectionSampler, sample
 from specdecode import Sampling as PackageSampling
+from tests import distributions
 from tests.conftest import ON_GPU
 from tests.differential import Case, assert_same_tokens, case, like_a_device
 from tests.enumeration import Case as Models
@@ -270,6 +271,63 @@ def test_drafts_may_be_drawn_otherwise(method, masked):
                 )
             want = expected(method, batch, options, draft_options, True)
             assert_same_tokens(got.token_ids, want, batch.band("eager"))
+
+
+def truncated_tables(rows: list[np.ndarray], temperature: float, options: Mapping) -> list[np.ndarray]:
+    """Return logits for every prefix, -inf in place of those of the tokens that are left out."""
+    result = []
+    for logits in rows:
+        cut = np.full_like(logits, -INF)
+        for row, whole, probabilities in zip(cut, logits, distributions.softmax(logits / temperature)):
+            kept = kept_tokens(list(probabilities), **options)
+            row[kept] = whole[kept]
+        result.append(cut)
+    return result
+
+
+OF_DRAFTS = {"as the target": None, "not truncated": {}, "otherwise": {"top_k": 2}}
+STEPS = [
+    (method, drafts)
+    for method in ("strict", "probabilistic", "block")
+    for drafts in OF_DRAFTS
+    if ON_GPU or (method, drafts) in {("probabilistic", "not truncated"), ("block", "as the target")}
+]
+
+
+@pytest.mark.parametrize(("method", "of_drafts"), STEPS)
+@pytest.mark.parametrize(
+    ("vocab", "drafts", "options"),
+    [(5, 2, {"top_k": 4, "top_p": 0.85, "min_p": 0.02}), *([(3, 3, {"top_p": 0.8}), (8, 1, {"top_k": 4})] * ON_GPU)],
+)
+def test_many_steps_have_the_truncated_targets_distribution(place, method, of_drafts, vocab, drafts, options):
+    (backend, device), temperature, of_drafts = place, 0.8, OF_DRAFTS[of_drafts]
+    model = distributions.tables(vocab, drafts, history=True, seed=vocab)
+    sampler = RejectionSampler(method, backend=backend)
+    result = distributions.run(
+        sampler,
+        model,
+        device,
+        own_drafts=True,
+        temperature=temperature,
+        truncation=options,
+        draft_truncation=of_drafts,
+    )
+    cut = distributions.Tables(
+        truncated_tables(model.target, temperature, options),
+        truncated_tables(model.draft, temperature, options if of_drafts is None else of_drafts),
+    )
+    counts = distributions.counts_of_tokens(model, result)
+    distributions.assert_distribution(counts, distributions.joint_distribution(cut, temperature))
+    whole = distributions.joint_distribution(model, temperature)
+    assert distributions.p_value(counts, whole) < distributions.FALSE_ALARM  # the test can tell the one from the other
+    if method != "strict":
+        accepted = {
+            "probabilistic": partial(distributions.accepted_distribution, accepted_draft=np.minimum),
+            "block": distributions.accepted_distribution_of_blocks,
+        }[method]
+        distributions.assert_distribution(
+            np.bincount(result.num_accepted, minlength=drafts + 1), accepted(cut, temperature=temperature)
+        )
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS)
