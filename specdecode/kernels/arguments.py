@@ -121,7 +121,7 @@ class Workspace(NamedTuple):
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `candidates`, or None
     numbers_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
-    listed_ptr: Pointer  # [batch * num_draft_tokens] int32, likewise
+    listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
@@ -231,6 +231,7 @@ class Reading(NamedTuple):
     BLOCKS: Constant
     DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
+    KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated, or sharded
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
     ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start

@@ -7,6 +7,7 @@ from specdecode.kernels.channel import awaited, hear, high_of, listen, load_step
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.read import decide
+from specdecode.kernels.residual import listed_place
 from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
 from specdecode.kernels.shard_cut import GIVEN, PROGRESS
 from specdecode.kernels.state import LISTED, load_draft_ids
@@ -26,7 +27,8 @@ def sources_of(exchange, sizes):
 def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
     """Return what has come of a row's statistics, in the order of the vocabulary, and of what to `hear`."""
     holders, theirs = sources
-    wanted = is_row & (tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks)
+    # Not by &: Triton's interpreter spreads a scalar condition as integers, which are no mask in Triton 3.9.
+    wanted = tl.where(tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks, is_row, False)
     place = start + index * exchange.blocks_told + theirs
     words, pointers = listen(exchange.first, holders, place, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
@@ -36,7 +38,7 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
 def listen_to_notes(number, index, is_row, step, exchange):
     """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
     ranks = tl.arange(0, exchange.LANES)
-    wanted = is_row & (ranks < exchange.RANKS)
+    wanted = tl.where(ranks < exchange.RANKS, is_row, False)
     place = exchange.notes_start + index * exchange.NOTES + number
     words, pointers = listen(exchange.first, ranks, place, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
@@ -177,10 +179,11 @@ def arrange_sums_kernel(workspace, exchange, sizes):
     await_launch(exchange.OVERLAPS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
-        entry = tl.load(workspace.listed_ptr + share).to(tl.int64)
-        place = entry * exchange.blocks_told + theirs
+        request, offset = listed_place(share, workspace, sizes)
+        draft = request.index * sizes.num_draft_tokens + offset
+        place = draft * exchange.blocks_told + theirs
         words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)
-        sums_ptr = workspace.residual_sums_ptr + entry * sizes.num_blocks
+        sums_ptr = workspace.residual_sums_ptr + draft * sizes.num_blocks
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
     admit_next_launch(exchange.OVERLAPS)

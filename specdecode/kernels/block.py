@@ -20,7 +20,7 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import leave_logprob, normalizer_of
-from specdecode.kernels.packed import locate, locate_program
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
 from specdecode.kernels.residual import (
@@ -30,6 +30,8 @@ from specdecode.kernels.residual import (
     ROW,
     SPREAD,
     SUMMED_ROW,
+    list_residual,
+    listed_place,
     load_both,
     load_residual_sums,
     one_minus_exp2,
@@ -158,8 +160,8 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
-    await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
+    await_launch(tuning.OVERLAPS)
     if offset < num_drafts:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         terms = acceptance_terms(place, inputs, workspace, sizes)
@@ -179,8 +181,8 @@ def decide_kernel(inputs, workspace, sizes, tuning):
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
     log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
-    await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
+    await_launch(tuning.OVERLAPS)
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
@@ -201,9 +203,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
                 wanted |= stops
             tl.store(numbers_ptr + IS_LISTED, tl.where(wanted, 1.0, 0.0))
             if wanted:
-                place_in_list = tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed")
-                entry = request.index * sizes.num_draft_tokens + offset
-                tl.store(workspace.listed_ptr + place_in_list, entry.to(tl.int32))
+                list_residual(request, offset, workspace)
         tl.store(numbers_ptr + DECISION, decision)
 
 
@@ -278,27 +278,25 @@ def decide_by_bounds(least, residual, block_sums, request, offset, temperature, 
 
 
 @triton.jit
-def listed_residual(entry, inputs, workspace, sizes):
-    """Return what it takes to sum a listed residual: its request and offset, the `Residual`, T, and both rows."""
-    request = locate((entry // sizes.num_draft_tokens).to(tl.int64), inputs.packing, sizes)
-    offset = entry % sizes.num_draft_tokens
+def listed_residual(request, offset, inputs, workspace, sizes):
+    """Return what it takes to sum a listed residual: the `Residual`, T, and both rows."""
     numbers_ptr = numbers_at(workspace, request, offset, sizes)
     residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     temperature = load_temperature(inputs.requests, request)
     row = target_row_at(request, offset, inputs, workspace, sizes)
     draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
-    return request, offset, residual, temperature, row, draft_row
+    return residual, temperature, row, draft_row
 
 
 @triton.jit
 def sum_kernel(inputs, workspace, sizes, tuning):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
-    await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
+    await_launch(tuning.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
-        entry = tl.load(workspace.listed_ptr + share // chunks)
-        request, offset, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
+        request, offset = listed_place(share // chunks, workspace, sizes)
+        residual, temperature, row, draft_row = listed_residual(request, offset, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)

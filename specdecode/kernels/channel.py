@@ -165,5 +165,7 @@ def hinted(rivals, like):
 
     For each of the numbers `like`, of which each thread must have its own: two that load a word may see different ones.
     """
-    words = tl.load(rivals.mine + tl.zeros_like(like), mask=rivals.exists, other=0, volatile=True)
+    # Triton's interpreter spreads the result of a scalar comparison as integers, which are no mask in Triton 3.9.
+    exists = tl.where(rivals.exists, tl.full(like.shape, True, tl.int1), False)
+    words = tl.load(rivals.mine + tl.zeros_like(like), mask=exists, other=0, volatile=True)
     return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

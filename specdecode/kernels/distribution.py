@@ -37,7 +37,12 @@ def relative_sums(row_max, statistics, temperature):
 @triton.jit
 def combine(statistics, row, temperature, sizes):
     """Return the distribution of a row, given the statistics of its blocks."""
-    row_max = tl.max(statistics[0], 0)
+    return combine_below(tl.max(statistics[0], 0), statistics, row, temperature, sizes)
+
+
+@triton.jit
+def combine_below(row_max, statistics, row, temperature, sizes):
+    """Return the distribution of a row whose maximum is known."""
     block_sums = relative_sums(row_max, statistics, temperature)
     p = Distribution(row_max, sum_in_order(block_sums), tl.full([], -1, tl.int32), block_sums)
     if is_finite(p) == 0:

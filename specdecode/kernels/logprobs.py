@@ -14,7 +14,7 @@ again afterwards would need nothing of that launch, but in a large batch most of
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine, logprob
+from specdecode.kernels.distribution import combine_below, logprob
 from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_known
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
@@ -39,17 +39,27 @@ def load_raw_statistics(place, workspace, sizes):
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
     else:
-        return load_statistics(raw_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        pointer = raw_statistics(workspace, place.request, place.offset, sizes)
+        return load_statistics(pointer, differs_from_raw(place, workspace), sizes)
+
+
+@triton.jit
+def differs_from_raw(place, workspace):
+    """Return whether a row's distribution may not be the raw one: it is that at temperature 1, if nothing truncates it."""
+    differs = True
+    if workspace.cutoffs_ptr is None and workspace.known_ptr is None:
+        differs = place.temperature != 1
+    return differs
 
 
 @triton.jit
 def normalizer_asked(place, p, raw, inputs, workspace, sizes):
     """Return what gives the log-probabilities asked for at a place: of `p`, or of the `raw` statistics of its row."""
-    if workspace.raw_statistics_ptr is None:
-        return p
-    else:
-        row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
-        return normalizer_of(combine(raw, row, tl.full([], 1.0, tl.float32), sizes))
+    if workspace.raw_statistics_ptr is not None:
+        if differs_from_raw(place, workspace):
+            row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
+            p = normalizer_of(combine_below(p.row_max, raw, row, tl.full([], 1.0, tl.float32), sizes))
+    return p
 
 
 @triton.jit

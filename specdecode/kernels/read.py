@@ -39,8 +39,8 @@ from specdecode.kernels.statistics import (
     draft_statistics,
     raw_statistics,
     store_both,
-    store_raw_statistics,
     store_statistics,
+    store_statistics_and_raw,
     target_statistics,
 )
 from specdecode.kernels.values import Place
@@ -95,9 +95,10 @@ def summarise(chunk, request, offset, token, logsumexp, temperature, inputs, wor
         if tuning.ADMITS_LATE:
             if tile == tuning.tiles - 1:
                 admit_next_launch(tuning.OVERLAPS)
-        summary = store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-        if workspace.raw_statistics_ptr is not None:
-            store_raw_statistics(raw, summary, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        if workspace.raw_statistics_ptr is None:
+            store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        else:
+            store_statistics_and_raw(statistics, raw, target, first, temperature, sizes, tuning)
         if token is not None:
             if has_blocks:
                 store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)

@@ -37,11 +37,16 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
+from specdecode.kernels.state import LISTED
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
+from specdecode.kernels.values import Request
 
 OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows
 that are spread out; all that may be drawn from."""
+
+LIST_FIELDS = tl.constexpr(4)
+"""Of a listed residual: index, row and slot of its request, and its offset. So to sum it the request need not be located."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -97,6 +102,25 @@ def residual_sums(target, draft, residual, temperature):
             added = added + (weights if part == 0 else sums[half] + weights,)
         sums = added
     return sum_blocks(sums)
+
+
+@triton.jit
+def list_residual(request, offset, workspace):
+    """List the residual at an offset of a request to be summed."""
+    fields_ptr = workspace.listed_ptr + tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed") * LIST_FIELDS
+    tl.store(fields_ptr, request.index)
+    tl.store(fields_ptr + 1, request.row)
+    tl.store(fields_ptr + 2, request.slot)
+    tl.store(fields_ptr + 3, offset.to(tl.int64))
+
+
+@triton.jit
+def listed_place(number, workspace, sizes):
+    """Return the request and the offset of a listed residual."""
+    fields_ptr = workspace.listed_ptr + number * LIST_FIELDS
+    index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
+    request = Request(index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Layout, at_least, in
 from specdecode.kernels.candidates import CANDIDATES
 from specdecode.kernels.launch import Argument
 from specdecode.kernels.plan import LIST_SIZE, AcceptRule
+from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.shard_cut import PROGRESS
 from specdecode.kernels.state import FIELDS
@@ -172,6 +173,6 @@ def parts_of(step: Step, told: Told, way: Way) -> Parts:
         "progress": (torch.float32, rows * PROGRESS.value) if step.truncates else None,
         "verdicts": (torch.int32, num_rows),
         "numbers": (torch.float32, num_rows * NUMBERS.value) if step.settles else None,
-        "listed": (torch.int32, num_drafts) if step.sums else None,
+        "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if step.sums else None,
         "residual_sums": (torch.float32, num_drafts * blocks) if step.sums else None,
     }

@@ -201,7 +201,7 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     part = plan.last.part
     mine = {"statistics_ptr": part("statistics_here"), "raw_statistics_ptr": part("raw_statistics_here")}
     workspace = workspace._replace(**mine, known_ptr=None)
-    add_reading(plan.last, step.inputs, workspace, step.here, None)
+    add_reading(plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True)
     bundles = step.inputs, workspace, exchanged, step.here
     plan.last.add(tell.tell_kernel, (step.rows,), bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))

@@ -11,7 +11,7 @@ Nothing is done about NaN and infinities here: they make the statistics of their
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import INFINITY, base_2_scale, in_order, row_index, unpack
+from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, in_order, row_index, unpack
 
 WARP = tl.constexpr(32)
 
@@ -19,6 +19,28 @@ WARP = tl.constexpr(32)
 @triton.jit
 def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
     """Return the maximum of each block and its sum of exponentials (0 if greedy), given its parts."""
+    block_max = largest_logits(parts, INTEGER_MAX)
+    sumexp = tl.zeros_like(block_max)
+    if temperature > 0:
+        sumexp = sums_of_exponentials(parts, block_max, (base_2_scale(temperature),))[0]
+    return block_max, sumexp
+
+
+@triton.jit
+def block_statistics_and_raw(parts, temperature, INTEGER_MAX: tl.constexpr):
+    """Return the same, and the sums at temperature 1, which are computed together."""
+    block_max = largest_logits(parts, INTEGER_MAX)
+    if (temperature > 0) & (temperature != 1):
+        sumexp, raw = sums_of_exponentials(parts, block_max, (base_2_scale(temperature), LOG2_E))
+    else:
+        raw = sums_of_exponentials(parts, block_max, (LOG2_E,))[0]
+        sumexp = tl.where(temperature > 0, raw, 0.0)
+    return block_max, sumexp, raw
+
+
+@triton.jit
+def largest_logits(parts, INTEGER_MAX: tl.constexpr):
+    """Return the maximum of each block, given its parts."""
     logits = unpack(parts[0])
     maxima = logits[0] if len(logits) == 1 else tl.maximum(logits[0], logits[1])
     for part in tl.static_range(1, len(parts)):
@@ -27,23 +49,30 @@ def block_statistics(parts, temperature, INTEGER_MAX: tl.constexpr):
             maxima = tl.maximum(maxima, logits[half])
     if INTEGER_MAX:
         # One instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored.
-        block_max = in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
+        return in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
     else:
-        block_max = tl.max(maxima, 1)
-    sumexp = tl.zeros_like(block_max)
-    if temperature > 0:
-        scale = base_2_scale(temperature)
-        finite = tl.where(tl.abs(block_max) < INFINITY, block_max, 0.0)[:, None]
-        sums = ()
-        for part in tl.static_range(len(parts)):
-            logits = unpack(parts[part])
-            added = ()
-            for half in tl.static_range(len(logits)):
-                weights = tl.exp2((logits[half] - finite) * scale)
-                added = added + (weights if part == 0 else sums[half] + weights,)
-            sums = added
-        sumexp = sum_blocks(sums)
-    return block_max, sumexp
+        return tl.max(maxima, 1)
+
+
+@triton.jit
+def sums_of_exponentials(parts, block_max, scales):
+    """Return each block's sum of exp2((l - max) * scale) for each of one or two scales, given its parts."""
+    finite = tl.where(tl.abs(block_max) < INFINITY, block_max, 0.0)[:, None]
+    sums = ()
+    for part in tl.static_range(len(parts)):
+        logits = unpack(parts[part])
+        added = ()
+        for half in tl.static_range(len(logits)):
+            below = logits[half] - finite
+            for each in tl.static_range(len(scales)):
+                weights = tl.exp2(below * scales[each])
+                added = added + (weights if part == 0 else sums[half * len(scales) + each] + weights,)
+        sums = added
+    totals = ()
+    for each in tl.static_range(len(scales)):
+        halves = (sums[each],) if len(sums) == len(scales) else (sums[each], sums[len(scales) + each])
+        totals = totals + (sum_blocks(halves),)
+    return totals
 
 
 @triton.jit
@@ -94,21 +123,18 @@ def draft_statistics(workspace, request, offset, sizes):
 
 @triton.jit
 def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; return them."""
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts."""
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
-    return block_max, sumexp
 
 
 @triton.jit
-def store_raw_statistics(
-    pointer, statistics, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
-):
-    """Store statistics at temperature 1, given those at the request's temperature."""
-    block_max, sumexp = statistics
-    if temperature != 1:
-        _, sumexp = block_statistics(parts, tl.full([], 1.0, tl.float32), INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
+def store_statistics_and_raw(pointer, raw_pointer, parts, first, temperature, sizes, tuning):
+    """Store the statistics of a program's blocks; and at temperature 1, if they are others, or kept in any case."""
+    block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, tuning.INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, tuning.BLOCKS)
+    if tuning.KEEPS_RAW or temperature != 1:
+        store_both(raw_pointer, block_max, raw, first, sizes, tuning.BLOCKS)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.residual import load_both, residual_sums
+from specdecode.kernels.residual import listed_place, load_both, residual_sums
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -173,11 +173,12 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     line, chunks = open_line(exchange), tl.cdiv(exchange.blocks_told, tuning.BLOCKS)
     first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
-        entry = tl.load(workspace.listed_ptr + share // chunks)
-        _, _, residual, temperature, row, draft_row = listed_residual(entry, inputs, workspace, sizes)
+        request, offset = listed_place(share // chunks, workspace, sizes)
+        residual, temperature, row, draft_row = listed_residual(request, offset, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
         target, draft = load_both(inputs, row, draft_row, first + blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
-        place = entry.to(tl.int64) * exchange.blocks_told + blocks
+        draft = request.index * sizes.num_draft_tokens + offset
+        place = draft * exchange.blocks_told + blocks
         tell(exchange.sums, place, sums, wanted, line, exchange)

@@ -11,7 +11,7 @@ from reference.block import accepts
 from reference.philox import Domain, uniform
 from reference.probabilistic import draft_log_softmax
 from reference.selection import log_softmax
-from specdecode.kernels import block, plan
+from specdecode.kernels import block, plan, residual
 from tests.conftest import ON_GPU
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
 from tests.kernels.common import (
@@ -189,8 +189,8 @@ def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large, r
     wanted = (decision == OPEN) & (offsets > accepted)
     wanted |= (offsets == accepted) & (offsets < 4) & (is_spread if large else True)
     assert (is_spread & wanted).any() == (vocab > 4096)
-    listed = steps.parts["listed"][: steps.parts["state"][0]].tolist()
-    assert sorted(listed) == [4 * request + offset for request, offset in np.argwhere(wanted)]
+    listed = steps.parts["listed"].view(-1, residual.LIST_FIELDS.value)[: steps.parts["state"][0]].tolist()
+    assert sorted(listed) == [[request, request, request, offset] for request, offset in np.argwhere(wanted).tolist()]
     assert len(listed) > 0 or rounds > 0
 
 

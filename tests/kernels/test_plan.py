@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, kernels
-from specdecode.kernels import block, launch, state
+from specdecode.kernels import block, launch, residual, state
 from specdecode.kernels.arguments import Settling
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.residual import ALL
@@ -26,7 +26,7 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
         "state": requests * (state.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
         "numbers": requests * (drafts + 1) * block.NUMBERS.value,
-        "listed": requests * drafts,
+        "listed": requests * drafts * residual.LIST_FIELDS.value,
         "residual_sums": requests * drafts * blocks,
     }
     workspace = torch.zeros(steps.plan.length, dtype=torch.int32, device=DEVICE)
