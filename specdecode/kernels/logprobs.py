@@ -7,8 +7,9 @@ else; whoever draws a token has it too. So no launch is added: decisions made in
 log-probability in the output, and the launch that emits writes the last token's, and NaN behind it.
 
 Raw ones take sums of exponentials at temperature 1. The launch that reads leaves them beside the others: 8 bytes for each
-block of a target row, its maximum again, because truncation replaces what is in the others' place. Reading the emitted rows
-again afterwards would need nothing of that launch, but in a large batch most of its time again.
+block of a target row, its maximum again, because truncation replaces what is in the others' place. Where T is 1 and nothing
+truncates rows they are the processed ones. Reading the emitted rows again afterwards would need nothing of that launch, but
+in a large batch most of its time again.
 """
 
 import triton
@@ -45,8 +46,8 @@ def load_raw_statistics(place, workspace, sizes):
 
 @triton.jit
 def differs_from_raw(place, workspace):
-    """Return whether a row's distribution may not be the raw one: it is that at temperature 1, if nothing truncates it."""
-    differs = True
+    """Return whether a row's distribution may differ from the raw one, that at temperature 1 without truncation."""
+    differs = True  # of shards, too: their raw statistics are always exchanged
     if workspace.cutoffs_ptr is None and workspace.known_ptr is None:
         differs = place.temperature != 1
     return differs
