@@ -15,8 +15,6 @@ from tests.test_philox import EXTREMES, counter_of
 FUSED = {
     "uniform_bits": philox.uniform_bits,
     "log_uniform_bits": philox.log_uniform_bits,
-    "exponential_bits": philox.exponential_bits,
-    "race_bits": philox.race_bits,
     "exp_scaled": selection.exp_scaled,
     "logprob": probabilistic.logprob,
     "log_sum_ratio": probabilistic.log_sum_ratio,
@@ -25,29 +23,23 @@ FUSED = {
     "weight_left": probabilistic.weight_left,
     "weight_kept": probabilistic.weight_kept,
 }
-NOISE = ("uniform_bits", "log_uniform_bits", "exponential_bits", "race_bits")
+NOISE = ("uniform_bits", "log_uniform_bits")
 INF = torch.inf
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 PRELUDE = """
 #include <cmath>
 #include <cstring>
 static long long __double_as_longlong(double x) { long long bits; std::memcpy(&bits, &x, 8); return bits; }
-static double __longlong_as_double(long long bits) { double x; std::memcpy(&x, &bits, 8); return x; }
-static float __int_as_float(int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 """
 
 
-def arguments(name: str, dtype: torch.dtype, is_double: int = 1, **_: int) -> list[torch.Tensor]:
+def arguments(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """Ordinary numbers and the extreme ones that may come: every function is elementwise, so all have one length."""
     generator = torch.Generator().manual_seed(0)
     if name in NOISE:
         limits = torch.iinfo(torch.int64)
         seeds, positions = torch.randint(limits.min, limits.max, (2, 4096), generator=generator)
-        counters = [seeds, positions, torch.randint(0, 2**32, (4096,), generator=generator)]
-        if name != "race_bits":
-            return counters
-        weights = torch.rand(4096, generator=generator).mul_(2).sub_(1).clamp_(min=0)
-        return [weights.double().view(torch.int64) if is_double else weights.view(torch.int32), *counters]
+        return [seeds, positions, torch.randint(0, 2**32, (4096,), generator=generator)]
     normal = 5 * torch.randn(5, 4096, generator=generator, dtype=torch.float64)
     first, second, temperature = normal[0], normal[1], normal[2].abs() + 0.1
     if name == "exp_scaled":
@@ -132,7 +124,7 @@ def test_the_source_for_gpus_computes_the_definition(name, dtype, tmp_path):
     assert function.kernel.kernel_name == name  # what `torch.cuda.jiterator` takes for the function's name
     run = compiled(name, dtype, tmp_path)
     for numbers in numbers_of(name):
-        tensors = arguments(name, dtype, **numbers)
+        tensors = arguments(name, dtype)
         got = run(*tensors, **numbers)
         assert_same(name, got, function.definition(*(tensor.clone() for tensor in tensors), **numbers), **numbers)
     for words in EXTREMES if name in NOISE else ():
@@ -140,8 +132,7 @@ def test_the_source_for_gpus_computes_the_definition(name, dtype, tmp_path):
         index, position, seed = (torch.tensor([number]) for number in (*counter, 0))
         for numbers in numbers_of(name):
             each = numbers | {"domain": domain}
-            weights = [tensor[:1] for tensor in arguments(name, dtype, **numbers)[:-3]]
-            got, expected = (make(*weights, seed, position, index, **each) for make in (run, function.definition))
+            got, expected = (make(seed, position, index, **each) for make in (run, function.definition))
             assert_same(name, got, expected, **numbers)
 
 
@@ -150,7 +141,7 @@ def test_the_source_for_gpus_computes_the_definition(name, dtype, tmp_path):
 def test_a_gpu_computes_the_definition_in_one_kernel(name, dtype):
     function = FUSED[name]
     for numbers in numbers_of(name):
-        tensors = [tensor.cuda() for tensor in arguments(name, dtype, **numbers)]
+        tensors = [tensor.cuda() for tensor in arguments(name, dtype)]
         got = function(*(tensor.clone() for tensor in tensors), **numbers)
         assert function.compiles
         assert_same(name, got, function.definition(*(tensor.clone() for tensor in tensors), **numbers), **numbers)

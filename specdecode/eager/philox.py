@@ -39,22 +39,6 @@ template <typename T> T log_uniform_bits(T seed, T position, T index, T domain, 
     return __double_as_longlong(is_double ? ::log((double)number) : (double)::log(number));
 }
 """
-EXPONENTIAL = """
-template <typename T> double exponential(T seed, T position, T index, T domain) {
-    return -::log1p(-(double)philox<T>(seed, position, index, domain));
-}
-"""
-EXPONENTIAL_BITS = """
-template <typename T> T exponential_bits(T seed, T position, T index, T domain) {
-    return __double_as_longlong(exponential<T>(seed, position, index, domain));
-}
-"""
-RACE = """
-template <typename T> T race_bits(T weight, T seed, T position, T index, T domain, T is_double) {
-    double number = is_double ? __longlong_as_double(weight) : (double)__int_as_float((int)weight);
-    return __double_as_longlong(number / exponential<T>(seed, position, index, domain));
-}
-"""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -91,23 +75,6 @@ def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain:
     return numbers.to(dtype).log().to(torch.float64).view(torch.int64)
 
 
-@fused(PHILOX + EXPONENTIAL + EXPONENTIAL_BITS, domain=0)
-def exponential_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
-    """Return -log(1 - u) of the uniforms u: the bits of float64 numbers as int64."""
-    numbers = uniform_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
-    return torch.log1p(-numbers).neg_().view(torch.int64)
-
-
-@fused(PHILOX + EXPONENTIAL + RACE, domain=0, is_double=0)
-def race_bits(
-    weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int
-) -> Tensor:
-    """Return w / E: the bits of float64 numbers as int64, given those of float64 or float32 weights as int64 or int32."""
-    numbers = exponential_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
-    bits, dtype = (torch.int64, torch.float64) if is_double else (torch.int32, torch.float32)
-    return (weights.to(bits).view(dtype) / numbers).view(torch.int64)
-
-
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
     return uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
@@ -119,13 +86,13 @@ def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dt
     return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
 
 
+def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float64 standard exponential numbers E = -log(1 - u); -log E is the Gumbel number of the same counter."""
+    numbers = uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
+    return numbers.neg_().log1p_().neg_()
+
+
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float64 w / E of float32 or float64 weights, E being `exponential`."""
-    is_double = weights.dtype == torch.float64
-    bits = weights.view(torch.int64 if is_double else torch.int32)
-    return race_bits(bits, seeds, positions, index, domain=int(domain), is_double=int(is_double)).view(torch.float64)
-
-
-def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return float64 standard exponential numbers E; -log E is the Gumbel number of the same counter."""
-    return exponential_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    return weights / exponential(seeds, positions, index, domain)

@@ -226,6 +226,7 @@ def measure(benchmark, recording: Recording) -> float:
     """Replay; return the median microseconds of one call on the device."""
     recording.warm_up()  # again, because the GPU was idle while the result was checked
     benchmark.pedantic(recording.replay, rounds=REPLAYS)
+    recording.settle()
     benchmark.extra_info["device_us"] = recording.device_us()
     return recording.device_us()["median"]
 
