@@ -54,7 +54,8 @@ def test_logprobs_of_the_emitted_tokens_are_the_references(kind, of, large, dtyp
     ),
 )
 def test_processed_logprobs_are_of_what_is_kept_and_raw_ones_of_all(kind, of, large, options):
-    requests, drafts, vocab = SIZES
-    batch = case(requests if ON_GPU else 2, drafts, vocab, torch.bfloat16, greedy=0, seed=5)
+    requests, drafts, _ = SIZES
+    # Of 5,003 tokens top-p's last lies within the rounding band in four rows of ten, of 1,040 in one of eleven.
+    batch = case(requests if ON_GPU else 2, drafts, 1040, torch.bfloat16, greedy=0, seed=5)
     for each in (of,) if ON_GPU else ("processed", "raw"):
         assert_right(verify(kind, batch, each, options, large), batch, options, each, "triton")
