@@ -57,5 +57,13 @@ def test_processed_logprobs_are_of_what_is_kept_and_raw_ones_of_all(kind, of, la
     requests, drafts, _ = SIZES
     # Of 5,003 tokens top-p's last lies within the rounding band in four rows of ten, of 1,040 in one of eleven.
     batch = case(requests if ON_GPU else 2, drafts, 1040, torch.bfloat16, greedy=0, seed=5)
+    batch.temperature[0] = 1  # at which only truncation tells processed sums from raw ones
     for each in (of,) if ON_GPU else ("processed", "raw"):
         assert_right(verify(kind, batch, each, options, large), batch, options, each, "triton")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_raw_logprobs_change_no_token(large):
+    batch = case(12, 2, 3100, torch.bfloat16, greedy=0, seed=6)
+    raw, without = (verify("probabilistic", batch, of, {}, large) for of in ("raw", None))
+    assert_same(raw._replace(logprobs=None), without)

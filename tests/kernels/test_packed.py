@@ -15,6 +15,7 @@ from tests.conftest import ON_GPU
 from tests.differential import Case, case, like_a_device
 from tests.kernels.addresses import apart, reads_and_writes_inside
 from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
+from tests.kernels.test_block import in_question
 from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, in_slots, is_sound, packed_rows, with_counts
 
 NO_LIMITS = {
@@ -87,6 +88,13 @@ def test_limits_are_by_slot(kind, way):
         draft_logits = batch.draft_logits.scatter(2, limits["draft_cutoff"][..., None], 20.0)
         batch = replace(batch, draft_token_ids=draft_token_ids, draft_logits=draft_logits)
     packed, usual = both(kind, batch, [1, 1], torch.tensor([2, 1], device=DEVICE), 4, limits, **way)
+    assert_same(packed, usual)
+
+
+def test_listed_residuals_are_of_a_requests_own_rows_and_slot():
+    batch = in_question(8, 2, 1040, torch.bfloat16).to(DEVICE)
+    slots = torch.tensor([1, 4, 0, 6, 3, 8, 5, 2], device=DEVICE)
+    packed, usual = both("block", batch, [2, 0, 2, 1, 2, 2, 2, 2], slots, 9, {}, **FEW)
     assert_same(packed, usual)
 
 
