@@ -73,6 +73,12 @@ class RowBatch(NamedTuple):
         """Whether tokens are left out of any row."""
         return self.truncation is not None
 
+    def greedy_if_alike(self) -> "RowBatch":
+        """Return the batch as a greedy one if that draws the same tokens. (It has another logsumexp.)"""
+        if self.truncation is None or not self.truncation.keeps_one:
+            return self
+        return self._replace(temperature=0.0, truncation=None)
+
     @classmethod
     def check(
         cls,
@@ -136,6 +142,13 @@ class VerificationBatch(NamedTuple):
         """Whether tokens are left out of any row, or drafts were drawn otherwise than the target samples."""
         of_drafts = self.draft_truncation is not None or self.draft_temperature is not None
         return self.truncation is not None or of_drafts
+
+    def greedy_if_alike(self, method: str) -> "VerificationBatch":
+        """Return the batch as a greedy one if that has the same result: one token is kept, and no draft row matters."""
+        reads_drafts = method != "strict" and self.draft_logits is not None
+        if self.truncation is None or not self.truncation.keeps_one or reads_drafts:
+            return self
+        return self._replace(temperature=0.0, truncation=None, draft_temperature=None, draft_truncation=None)
 
     @classmethod
     def check(

@@ -79,6 +79,6 @@ def sample(
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
         return token_ids
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard)
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard).greedy_if_alike()
     token_ids, *_ = backends.choose("auto", batch.logits).sample(batch, SELECT)
     return token_ids

@@ -373,7 +373,7 @@ class RejectionSampler:
         if row_starts is None and not (slots is None and num_draft_tokens is None):
             raise ValueError("row_starts: needed beside slots and num_draft_tokens, which are those of packed calls")
         where: Any = row_starts, num_draft_tokens, slots
-        batch = VerificationBatch.check(*arguments, *others, *where)
+        batch = VerificationBatch.check(*arguments, *others, *where).greedy_if_alike(self.method)
         self._check_schedule(batch)
         if self.shard is not None:
             self.shard.agree(target_logits)
@@ -392,6 +392,7 @@ class RejectionSampler:
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Have a backend verify what has been checked."""
         self._check_schedule(batch)
+        batch = batch.greedy_if_alike(self.method)
         backend = backends.to_verify(self.backend, self.method, batch)
         output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
         return output

@@ -76,6 +76,11 @@ class Truncation(NamedTuple):
         )
         return None if all(field is None for field in truncation) else truncation
 
+    @property
+    def keeps_one(self) -> bool:
+        """Whether it is known that of every row only the likeliest token is kept: then a step is greedy."""
+        return not isinstance(self.top_k, Tensor) and self.top_k == 1
+
 
 def check_temperature(
     temperature: Tensor | float, batch: int, device: torch.device, of: str = "", used: Tensor | None = None

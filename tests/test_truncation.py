@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace as Namespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from reference import block, probabilistic, strict, synthetic, truncation
 from reference.selection import sample as sample_row
 from reference.truncation import Sampling, cutoff, truncate
-from specdecode import AcceptanceSchedule, RejectionSampler, sample
+from specdecode import AcceptanceSchedule, RejectionSampler, backends, eager, sample
 from specdecode import Sampling as PackageSampling
 from tests import distributions
 from tests.conftest import ON_GPU
@@ -328,6 +329,35 @@ def test_many_steps_have_the_truncated_targets_distribution(place, method, of_dr
         distributions.assert_distribution(
             np.bincount(result.num_accepted, minlength=drafts + 1), accepted(cut, temperature=temperature)
         )
+
+
+@pytest.mark.parametrize("method", VERIFY)
+def test_a_top_k_of_one_is_greedy_where_no_draft_row_matters(method, monkeypatch):
+    batch, seen = case(6, 3, 40, torch.float32, seed=3), []
+    batch.target_logits[0, 0], batch.target_logits[1, 0, 3] = NAN, INF
+
+    def verify(method, arguments, schedule):
+        seen.append((arguments.temperature, arguments.is_truncated))
+        return eager.verify(method, arguments, schedule)
+
+    monkeypatch.setattr(backends, "to_verify", lambda *_: Namespace(verify=verify))
+    draft_logits = batch.draft_logits if method == "strict" else None
+    rows = batch.target_logits, batch.draft_token_ids, draft_logits
+    numbers = {"seeds": batch.seeds, "positions": batch.positions, "logprobs": "processed"}
+    one, as_tensor, greedy = (
+        sampler_of(method)(*rows, **numbers, **options)
+        for options in (
+            {"temperature": batch.temperature, "top_k": 1, "top_p": 0.9},
+            {"temperature": batch.temperature, "top_k": torch.ones(6, dtype=torch.int64)},
+            {"temperature": 0.0},
+        )
+    )
+    assert seen[0] == seen[2] == (0.0, False)
+    assert seen[1][1]
+    for got, want in zip((*one, *one), (*greedy, *as_tensor)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    rows, seeds = batch.target_logits[:, 1], batch.seeds
+    assert torch.equal(sample(rows, batch.temperature, seeds, top_k=1), sample(rows, 0.0))
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS)
