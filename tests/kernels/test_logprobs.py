@@ -1,12 +1,14 @@
 """Kernels return the log-probabilities of the tokens that they emit, in every way that calls compute."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from specdecode import kernels
 from specdecode.batch import VerificationBatch
+from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import Case, case
@@ -67,3 +69,25 @@ def test_raw_logprobs_change_no_token(large):
     batch = case(12, 2, 3100, torch.bfloat16, greedy=0, seed=6)
     raw, without = (verify("probabilistic", batch, of, {}, large) for of in ("raw", None))
     assert_same(raw._replace(logprobs=None), without)
+
+
+@pytest.mark.parametrize(("kind", "large"), small(("probabilistic", False), ("strict", True), ("block", False)))
+def test_raw_logprobs_take_nothing_that_was_not_stored(kind, large):
+    """In memory full of ones, which are possible statistics: those that are not finite would be computed again."""
+    batch, allocate = case(3, 1, 1040, torch.bfloat16, greedy=0, seed=5), Plan.allocate
+    batch.temperature[:2] = torch.tensor([1.0, 0.0])
+    with mock.patch.object(
+        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
+    ):
+        for options in ({}, {"top_k": 3}):
+            assert_right(verify(kind, batch, "raw", options, large), batch, options, "raw", "triton")
+
+
+@pytest.mark.parametrize("of", ["processed", "raw"])
+def test_logprobs_of_rows_far_from_0_are_the_references(of):
+    """Exponentials relative to anything but the largest logit would overflow, or all be 0."""
+    batch = case(3, 1, 1040, torch.float32, greedy=0, seed=5)
+    batch.target_logits[..., 1024:] += 150
+    batch.target_logits[0] += 500
+    batch.target_logits[1] -= 500
+    assert_right(verify("strict", batch, of, {}, False), batch, {}, of, "triton")

@@ -22,6 +22,7 @@ from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
 from tests.kernels.addresses import apart, inside
 from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, needs_gpu, small
+from tests.kernels.test_block import in_question
 from tests.packing import in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, made_once
 
@@ -566,6 +567,26 @@ def test_packed_calls_give_the_bits_of_one_gpu(method, ranks_of):
         assert output.invalid.tolist() == [True, False, True]
     else:
         assert_ranks_agree(ranks_of(*UNEVEN), partial(packed_of, method), call)
+
+
+@pytest.mark.parametrize("bounds", small(TWO, UNEVEN))
+def test_residuals_of_packed_requests_are_summed_on_the_ranks_that_have_them(bounds, ranks_of):
+    """No request's rows and slot are at its own index."""
+    counts, slots = [2, 0, 1, 2], torch.tensor([3, 0, 4, 1])
+    batch = in_question(4, 2, bounds[0][-1], torch.bfloat16)
+    by_slot = {name: in_slots(getattr(batch, name), slots, 5) for name in ("draft_logits", "temperature", "seeds")}
+    call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "positions": batch.positions}
+    assert_ranks_agree(ranks_of(*bounds), partial(packed_of, "block"), call)
+
+
+def test_raw_statistics_are_told_at_temperature_1_too(ranks_of):
+    """In memory full of ones, which are possible statistics: those that are not finite would be computed again."""
+    call, allocate = vars(case(2, 1, 2064, torch.bfloat16, seed=5)) | {"logprobs": "raw"}, Plan.allocate
+    call["temperature"] = torch.tensor([1.0, 0.0])
+    with mock.patch.object(
+        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
+    ):
+        assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, "probabilistic"), call)
 
 
 def test_tokens_are_sampled_and_drafted_alike(ranks_of):
