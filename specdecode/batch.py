@@ -145,8 +145,9 @@ class VerificationBatch(NamedTuple):
 
     def greedy_if_alike(self, method: str) -> "VerificationBatch":
         """Return the batch as a greedy one if that has the same result: one token is kept, and no draft row matters."""
-        reads_drafts = method != "strict" and self.draft_logits is not None
-        if self.truncation is None or not self.truncation.keeps_one or reads_drafts:
+        if self.truncation is None or not self.truncation.keeps_one:
+            return self
+        if self.draft_logits is not None and method != "strict":
             return self
         return self._replace(temperature=0.0, truncation=None, draft_temperature=None, draft_truncation=None)
 

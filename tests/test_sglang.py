@@ -1,16 +1,24 @@
-"""The adapter of SGLang, on the calling contract of its `eagle_sample`; where SGLang is installed, against that function."""
+"""The adapter of SGLang, on the calling contract of its `eagle_sample`; where SGLang is installed, against that function.
+
+Where FlashInfer is installed, its verification of chains is compared, too.
+"""
 
 import sys
+from collections import Counter
+from itertools import product
 from types import SimpleNamespace as Namespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
+from scipy.stats import chi2_contingency, chisquare
 
-from specdecode import Sampling, sample
+from specdecode import RejectionSampler, Sampling, sample
 from specdecode.integrations import engines, sglang
 from specdecode.integrations.sglang import EagleSample
+from tests import distributions
+from tests.conftest import ON_GPU
 
 METHODS = ["probabilistic", "block", "strict"]
 ALL_TOKENS = 1 << 30
@@ -80,7 +88,8 @@ def logits_output(logits):
 def emitted(predict, accept_lens, accept_index):
     """Read the results as SGLang does: through accept_index."""
     rows = [row[:count] for row, count in zip(accept_index.tolist(), accept_lens.tolist())]
-    return [[int(predict[row]) for row in each] for each in rows]
+    predict = predict.tolist()
+    return [[predict[row] for row in each] for each in rows]
 
 
 def never(*_, **__):
@@ -329,31 +338,148 @@ def test_another_value_ends_the_process(registry, monkeypatch):
     assert not registry.method_calls
 
 
-# ---- Against SGLang's own function -----------------------------------------------------------------------------------
+# ---- Against the engines' own functions ------------------------------------------------------------------------------
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+REQUESTS = 200_000 if ON_GPU else 400
+VOCAB, DRAFTS = 4, 2
+ON_GPU_ONLY = "the engine's kernels for this run on a GPU only"
 
 
+def links(batch, num_rows):
+    """A chain as a tree: the row of each token, the token after it, and that it has no siblings."""
+    rows = torch.arange(batch * num_rows, device=DEVICE).view(batch, num_rows)
+    follows = torch.tensor([*range(1, num_rows), -1], device=DEVICE).expand_as(rows).contiguous()
+    return {
+        "retrieve_index": rows,
+        "retrieve_next_token": follows,
+        "retrieve_next_sibling": torch.full_like(follows, -1),
+    }
+
+
+@pytest.mark.skipif(not ON_GPU, reason=ON_GPU_ONLY)
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_requests_emit_what_sglang_emits(method):
     name = "sglang.kernels.ops.speculative.spec_tree"
     kernels = pytest.importorskip(name, reason="SGLang is not installed", exc_type=ImportError)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, drafts = drafted()
-    verify_input, batch = chain(drafts), batch_of(torch.zeros(40, device=device))
-    verify_input.draft_token = verify_input.draft_token.to(device)
-    ours = EagleSample(method, engine())(never, verify_input, batch, logits_output(logits.to(device)))
-    rows = torch.arange(160, device=device).view(40, 4)
-    follows = torch.tensor([1, 2, 3, -1], device=device).expand(40, 4).contiguous()
+    verify_input, batch = chain(drafts), batch_of(torch.zeros(40, device=DEVICE))
+    verify_input.draft_token = verify_input.draft_token.to(DEVICE)
+    ours = EagleSample(method, engine())(never, verify_input, batch, logits_output(logits.to(DEVICE)))
     predict, accept_index, num_accepted = kernels.verify_tree_greedy_func(
-        predicts=torch.zeros(160, dtype=torch.int32, device=device),
-        accept_index=torch.full((40, 4), -1, dtype=torch.int32, device=device),
-        accept_token_num=torch.empty(40, dtype=torch.int32, device=device),
+        predicts=torch.zeros(160, dtype=torch.int32, device=DEVICE),
+        accept_index=torch.full((40, 4), -1, dtype=torch.int32, device=DEVICE),
+        accept_token_num=torch.empty(40, dtype=torch.int32, device=DEVICE),
         candidates=verify_input.draft_token.view(40, 4),
-        retrieve_index=rows,
-        retrieve_next_token=follows,
-        retrieve_next_sibling=torch.full_like(follows, -1),
-        target_predict=logits.argmax(dim=-1).to(device),
+        target_predict=logits.argmax(dim=-1).to(DEVICE),
         topk=1,
+        **links(40, 4),
     )
     assert torch.equal(ours[1], num_accepted + 1)
     assert torch.equal(ours[2], accept_index)
     assert emitted(*ours) == emitted(predict, num_accepted + 1, accept_index)
+
+
+def drawn(temperature=0.7):
+    """Target logits, the probabilities of drafts, and drafts drawn from them; only the drafts differ between requests."""
+    generator = torch.Generator().manual_seed(6)
+    target = 1.5 * torch.randn(DRAFTS + 1, VOCAB, generator=generator)
+    draft = target[:-1] + torch.randn(DRAFTS, VOCAB, generator=generator)
+    draft_probs = (draft / temperature).softmax(dim=1)
+    drafts = torch.multinomial(draft_probs, REQUESTS, replacement=True, generator=generator).T
+    return target, draft_probs, drafts.to(DEVICE)
+
+
+def for_all(rows):
+    return rows.to(DEVICE).expand(REQUESTS, *rows.shape).contiguous()
+
+
+def kept(probs, top_k=VOCAB, top_p=1.0):
+    """Probabilities of truncated rows: top-k, then top-p."""
+    weights, order = probs.sort(dim=1, descending=True)
+    weights[:, top_k:] = 0
+    weights /= weights.sum(dim=1, keepdim=True)
+    weights[weights.cumsum(dim=1) - weights >= top_p] = 0
+    return torch.zeros_like(probs).scatter(1, order, weights / weights.sum(dim=1, keepdim=True))
+
+
+def distribution_of_steps(rule, target, draft):
+    """Return the probabilities of all that a step can emit, the shortest first; rows are those of p and of q.
+
+    Drafts x are emitted with a probability A(x), which the rule says. One more token y follows them, accepted or not, with
+    probability A(x) p(y). So y was not an accepted draft with probability A(x) p(y) - A(xy).
+    """
+    accepted = drafted = np.ones(1)  # A and the probability that x is drafted
+    steps = []
+    for p, q in zip(target.numpy(), [*draft.numpy(), np.zeros(VOCAB)]):
+        both, drafted = np.outer(accepted, p), np.outer(drafted, q).ravel()
+        accepted = {
+            "one-hot": both * q,
+            "probabilistic": np.outer(accepted, np.minimum(p, q)),
+            "block": np.minimum(both, drafted.reshape(both.shape)),
+        }[rule].ravel()
+        steps.append(both.ravel() - accepted)
+    return np.concatenate(steps)
+
+
+def assert_distributed(ours, theirs, exact):
+    """Compare both with the exact distribution, and with each other. Each of the three raises a false alarm once in 10^6."""
+    kinds = [kind for length in range(1, DRAFTS + 2) for kind in product(range(VOCAB), repeat=length)]
+    seen = [Counter(map(tuple, steps)) for steps in (ours, theirs)]
+    counts = np.array([[each[kind] for kind in kinds] for each in seen])
+    assert counts.sum(axis=1).tolist() == [REQUESTS] * 2
+    for each in counts:
+        distributions.assert_distribution(each, exact)
+    often = exact * REQUESTS >= 5
+    assert chi2_contingency(counts[:, often]).pvalue > distributions.FALSE_ALARM
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3, "top_p": 0.9}], ids=["plain", "truncated"])
+@pytest.mark.parametrize("rule", ["one-hot", "probabilistic", "block"])
+def test_sampled_requests_are_distributed_as_sglangs(monkeypatch, rule, truncation):
+    name = "sglang.srt.speculative.eagle_utils"
+    theirs = pytest.importorskip(name, reason="SGLang is not installed", exc_type=ImportError)
+    if not ON_GPU and (rule == "one-hot" or truncation):
+        pytest.skip(ON_GPU_ONLY)
+    target, draft_probs, drafts = drawn()
+    verify_input = chain(drafts.cpu(), None if rule == "one-hot" else for_all(draft_probs))
+    verify_input.draft_token = verify_input.draft_token.to(DEVICE)
+    vars(verify_input).update(links(REQUESTS, DRAFTS + 1))
+    batch = batch_of(
+        torch.full((REQUESTS,), 0.7, device=DEVICE), seeds=torch.arange(REQUESTS, device=DEVICE), **truncation
+    )
+    batch.device = torch.device(DEVICE)
+    output, answers = logits_output(for_all(target)), engine(rejection_sampling=rule != "one-hot")
+    answers.settings().speculative_use_block_verification = rule == "block"
+    monkeypatch.setattr(theirs, "get_spec", answers.settings)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: Namespace(tp_group=Namespace(world_size=1)))
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
+
+    hook = EagleSample("probabilistic" if rule == "one-hot" else rule, answers)
+    ours = hook(never, verify_input, batch, output)
+    batch.sampling_info.sampling_seed = None
+    torch.manual_seed(7)
+    results = theirs.eagle_sample(verify_input, batch, output)
+    assert [(each.shape, each.dtype) for each in results] == [(each.shape, each.dtype) for each in ours]
+    probs = kept((target.double() / 0.7).softmax(dim=1), **truncation)
+    exact = distribution_of_steps(rule, probs, draft_probs.double())
+    assert_distributed(emitted(*ours), emitted(*results), exact)
+
+
+@pytest.mark.skipif(not ON_GPU, reason=ON_GPU_ONLY)
+def test_sampled_requests_are_distributed_as_flashinfers():
+    reason = "FlashInfer is not installed"
+    theirs = pytest.importorskip("flashinfer.sampling", reason=reason, exc_type=ImportError)
+    target, draft_probs, drafts = drawn()
+    probs = (target / 0.7).softmax(dim=1)
+    token_ids, _, num_accepted = theirs.chain_speculative_sampling(
+        for_all(draft_probs), drafts.to(torch.int32).contiguous(), for_all(probs), seed=7, offset=0
+    )
+    rows, seeds = (for_all(target), drafts, for_all(0.7 * draft_probs.log())), torch.arange(REQUESTS, device=DEVICE)
+    ours = RejectionSampler("probabilistic")(*rows, temperature=0.7, seeds=seeds)
+    steps = [
+        [row[: count + 1] for row, count in zip(ids.tolist(), counts.tolist())]
+        for ids, counts in ((ours.token_ids, ours.num_accepted), (token_ids, num_accepted))
+    ]
+    exact = distribution_of_steps("probabilistic", (target.double() / 0.7).softmax(dim=1), draft_probs.double())
+    assert_distributed(*steps, exact)

@@ -7,7 +7,7 @@ from specdecode.kernels.channel import awaited, hear, high_of, listen, load_step
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.read import decide
-from specdecode.kernels.residual import listed_place
+from specdecode.kernels.residual import draft_index, listed_place, residual_sums_at
 from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
 from specdecode.kernels.shard_cut import GIVEN, PROGRESS
 from specdecode.kernels.state import LISTED, load_draft_ids
@@ -180,10 +180,9 @@ def arrange_sums_kernel(workspace, exchange, sizes):
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
         request, offset = listed_place(share, workspace, sizes)
-        draft = request.index * sizes.num_draft_tokens + offset
-        place = draft * exchange.blocks_told + theirs
+        place = draft_index(request, offset, sizes) * exchange.blocks_told + theirs
         words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)
-        sums_ptr = workspace.residual_sums_ptr + draft * sizes.num_blocks
+        sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)
     admit_next_launch(exchange.OVERLAPS)

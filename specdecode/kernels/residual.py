@@ -124,9 +124,15 @@ def listed_place(number, workspace, sizes):
 
 
 @triton.jit
+def draft_index(request, offset, sizes):
+    """Return the index of a draft among those of all requests."""
+    return request.index * sizes.num_draft_tokens + offset
+
+
+@triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
     """Return where the block sums of a draft's residual are, if they are kept."""
-    return workspace.residual_sums_ptr + (request.index * sizes.num_draft_tokens + offset) * sizes.num_blocks
+    return workspace.residual_sums_ptr + draft_index(request, offset, sizes) * sizes.num_blocks
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.residual import listed_place, load_both, residual_sums
+from specdecode.kernels.residual import draft_index, listed_place, load_both, residual_sums
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -179,6 +179,5 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
         target, draft = load_both(inputs, row, draft_row, first + blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
-        draft = request.index * sizes.num_draft_tokens + offset
-        place = draft * exchange.blocks_told + blocks
+        place = draft_index(request, offset, sizes) * exchange.blocks_told + blocks
         tell(exchange.sums, place, sums, wanted, line, exchange)

@@ -97,6 +97,17 @@ def assert_same(one: Any, other: Any) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+@contextmanager
+def memory_of_ones() -> Iterator[None]:
+    """Give calls a workspace of ones: statistics that are possible. Those that are not finite would be computed again."""
+    allocate = Plan.allocate
+    ones = mock.patch.object(
+        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
+    )
+    with ones:
+        yield
+
+
 def forget_plans() -> None:
     plans.plan_step.cache_clear()
 

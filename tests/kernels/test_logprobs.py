@@ -1,18 +1,16 @@
 """Kernels return the log-probabilities of the tokens that they emit, in every way that calls compute."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from specdecode import kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import Case, case
-from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, small
+from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of_ones, small
 from tests.test_logprobs import assert_right, hostile
 from tests.test_truncation import TRUNCATIONS, on
 
@@ -73,12 +71,9 @@ def test_raw_logprobs_change_no_token(large):
 
 @pytest.mark.parametrize(("kind", "large"), small(("probabilistic", False), ("strict", True), ("block", False)))
 def test_raw_logprobs_take_nothing_that_was_not_stored(kind, large):
-    """In memory full of ones, which are possible statistics: those that are not finite would be computed again."""
-    batch, allocate = case(3, 1, 1040, torch.bfloat16, greedy=0, seed=5), Plan.allocate
+    batch = case(3, 1, 1040, torch.bfloat16, greedy=0, seed=5)
     batch.temperature[:2] = torch.tensor([1.0, 0.0])
-    with mock.patch.object(
-        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
-    ):
+    with memory_of_ones():
         for options in ({}, {"top_k": 3}):
             assert_right(verify(kind, batch, "raw", options, large), batch, options, "raw", "triton")
 

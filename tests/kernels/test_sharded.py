@@ -21,7 +21,7 @@ from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
 from tests.differential import case, like_a_device
 from tests.kernels.addresses import apart, inside
-from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, needs_gpu, small
+from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, memory_of_ones, needs_gpu, small
 from tests.kernels.test_block import in_question
 from tests.packing import in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, made_once
@@ -580,12 +580,9 @@ def test_residuals_of_packed_requests_are_summed_on_the_ranks_that_have_them(bou
 
 
 def test_raw_statistics_are_told_at_temperature_1_too(ranks_of):
-    """In memory full of ones, which are possible statistics: those that are not finite would be computed again."""
-    call, allocate = vars(case(2, 1, 2064, torch.bfloat16, seed=5)) | {"logprobs": "raw"}, Plan.allocate
+    call = vars(case(2, 1, 2064, torch.bfloat16, seed=5)) | {"logprobs": "raw"}
     call["temperature"] = torch.tensor([1.0, 0.0])
-    with mock.patch.object(
-        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
-    ):
+    with memory_of_ones():
         assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, "probabilistic"), call)
 
 
