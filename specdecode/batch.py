@@ -117,7 +117,7 @@ class VerificationBatch(NamedTuple):
     """
 
     target_logits: Tensor  # [batch, num_draft_tokens + 1, vocab] any float; packed: [num_rows, vocab]
-    draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64; packed: [num_rows]
+    draft_token_ids: Tensor  # [batch, num_draft_tokens] int32 or int64; packed: [num_rows] or [num_rows - 1]
     draft_logits: Tensor | None  # [batch, num_draft_tokens, vocab] any float
     draft_logsumexp: Tensor | None  # [batch, num_draft_tokens] float32
     temperature: Tensor | float  # [batch] any float, or one for all
@@ -172,6 +172,7 @@ class VerificationBatch(NamedTuple):
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
+        row_positions: Tensor | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments; with row_starts they are those of a packed call.
 
@@ -186,7 +187,9 @@ class VerificationBatch(NamedTuple):
             rows = target_logits, draft_token_ids, row_starts, num_draft_tokens
             numbers = temperature, seeds, top_k, top_p, min_p, draft_sampling
             by_slot = draft_logits, *numbers, draft_logsumexp, draft_cutoff
-            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, shard)
+            if row_positions is not None and positions is not None:
+                raise ValueError("row_positions: given beside positions, of which they take the place")
+            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, shard)
         device, draft_vocab = extent.device, None
         if draft_vocab_ids is not None:
             draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, extent.vocab, device, shard)

@@ -46,6 +46,7 @@ def verify(
     row_starts: Tensor | None = None,
     num_draft_tokens: int = 0,
     slots: Tensor | None = None,
+    row_positions: Tensor | None = None,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
 
@@ -74,6 +75,7 @@ def verify(
             row_starts,
             num_draft_tokens,
             slots,
+            row_positions,
             seeds is None,
         )
         # Not by `_replace`: PyTorch 2.11 cannot compile a function that returns what that makes.
@@ -178,6 +180,7 @@ def _verify(
     row_starts: Tensor | None,
     num_draft_tokens: int,
     slots: Tensor | None,
+    row_positions: Tensor | None,
     seeds_are_drawn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
@@ -189,7 +192,7 @@ def _verify(
     seed = first_seed if seeds is None else seeds
     tensors = target_logits, draft_token_ids, draft_logits, draft_logsumexp
     numbers: Any = positions, *truncation, drafts, draft_cutoff, logprobs, draft_vocab_ids, None
-    others: Any = *numbers, row_starts, num_draft_tokens, slots
+    others: Any = *numbers, row_starts, num_draft_tokens, slots, row_positions
     if row_starts is None or not seeds_are_drawn:
         return _tensors_of(sampler._verify(VerificationBatch.check(*tensors, temperature, seed, *others)))
     # Drawn seeds are by request. A caller's would be by slot: so they are put in after the checks.
@@ -212,7 +215,7 @@ def _(
     target_logits: Tensor,
     *others: Any,
 ) -> SamplerOutput:
-    *_, logprobs, row_starts, num_draft_tokens, _slots, _seeds_are_drawn = others
+    *_, logprobs, row_starts, num_draft_tokens, _slots, _row_positions, _seeds_are_drawn = others
     if row_starts is None:
         batch, rows, _vocab = check_logits("target_logits", target_logits, ("batch", "num_draft_tokens + 1", "vocab"))
     else:

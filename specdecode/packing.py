@@ -34,6 +34,7 @@ class Packing(NamedTuple):
     slots: Tensor | None  # [batch] int32 or int64; None: the request itself, or nothing is by slot
     num_slots: int
     seeds_by_request: bool  # seeds are not by slot, because they were drawn for this call
+    row_positions: Tensor | None  # [num_rows] int64, of the tokens fed at the rows; in place of the batch's positions
 
 
 BY_SLOT = (
@@ -58,6 +59,7 @@ def check_packed(
     slots: Tensor | None,
     by_slot: tuple[Tensor | float | Sampling | None, ...],
     seeds_by_request: bool,
+    row_positions: Tensor | None,
     shard: VocabShard | None,
 ) -> tuple[Extent, Packing]:
     """Raise unless rows, drafts and slots fit together; return how much there is, and where it is.
@@ -70,11 +72,12 @@ def check_packed(
         slots: likewise.
         by_slot: the arguments that `BY_SLOT` names.
         seeds_by_request: whether seeds are to be drawn, one for each request.
+        row_positions: as for a packed call.
         shard: which part of the vocabulary the logits are.
     """
     num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), shard)
     device = target_logits.device
-    check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (num_rows,), device)
+    check_draft_token_ids(draft_token_ids, num_rows, device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)
     check_type("row_starts", row_starts, INTEGERS)
     starts = row_starts.shape
@@ -89,12 +92,17 @@ def check_packed(
     name, num_slots = count_slots(by_slot, batch, slots)
     if name is None:
         slots = None  # not looked at
+    if row_positions is not None:
+        check_tensor("row_positions", row_positions, (torch.int64,), (num_rows,), device)
+        row_positions = plain(row_positions)
     used: tuple[Tensor, ...] = ()
     if on_host(row_starts):
         check_row_starts(row_starts, num_rows, most)
         check_judged(draft_token_ids, row_starts, vocab)
         used = check_slots(slots, row_starts, name, num_slots)
-    packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request)
+        if row_positions is not None:
+            check_row_positions(row_positions, row_starts)
+    packing = Packing(plain(row_starts), most, slots, num_slots, seeds_by_request, row_positions)
     return Extent(batch, num_slots, most, vocab, device, *used), packing
 
 
@@ -115,6 +123,20 @@ def count_slots(
     return None, batch
 
 
+def check_draft_token_ids(draft_token_ids: Tensor, num_rows: int, device: torch.device) -> None:
+    """Raise unless there is an id for each row, or for all but the last, which judges no draft."""
+    all_but_last = isinstance(draft_token_ids, Tensor) and draft_token_ids.shape == (num_rows - 1,)
+    check_tensor("draft_token_ids", draft_token_ids, INTEGERS, (num_rows - all_but_last,), device)
+
+
+def check_row_positions(row_positions: Tensor, row_starts: Tensor) -> None:
+    """Raise on a negative position at the first row of a request that has rows; others are not looked at."""
+    first_rows = row_starts[:-1][row_starts.diff() > 0].long()
+    valid = torch.ones_like(row_positions, dtype=torch.bool)
+    valid[first_rows] = row_positions[first_rows] >= 0
+    check_values("row_positions", row_positions, valid, "numbers >= 0 at the first row of each request")
+
+
 def check_row_starts(row_starts: Tensor, num_rows: int, most: int) -> None:
     """Raise unless the rows of every request are rows, and no more than it may have."""
     inside = (row_starts >= 0) & (row_starts <= num_rows)
@@ -131,6 +153,7 @@ def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> Non
     requests = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = int(row_starts[0])
     rows = torch.arange(len(requests), device=counts.device) + first
+    draft_token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))  # the last row may have none
     ids = draft_token_ids[rows]
     ends = (ids == -1).cumsum(0)
     before = torch.nn.functional.pad(ends, (1, 0))[(row_starts[requests] - first).long()]

@@ -239,6 +239,7 @@ class RejectionSampler:
         draft_sampling: Sampling | None = None,
         seeds: int | Tensor | None = None,
         positions: Tensor | None = None,
+        row_positions: Tensor | None = None,
         draft_logsumexp: Tensor | None = None,
         draft_cutoff: Tensor | None = None,
         draft_vocab_ids: Tensor | None = None,
@@ -255,7 +256,8 @@ class RejectionSampler:
             target_logits: [num_rows, vocab] raw logits. Request r has the rows from `row_starts[r]` to
                 `row_starts[r + 1] - 1`: one for each of its drafts, and one more for the bonus token.
             draft_token_ids: [num_rows] int32 or int64, the draft that each row judges. That of a request's last row is not
-                looked at. -1 ends a request's drafts, as in a call of the sampler.
+                looked at, so the last of all may be left out: for the ids that an engine has fed at the rows, `fed[1:]`.
+                -1 ends a request's drafts, as in a call of the sampler.
             row_starts: [batch + 1] int32 or int64. A request without rows, such as those that pad a batch, emits token 0
                 and is marked invalid. Rows after the last request's are not looked at.
             draft_logits: [num_slots, num_draft_tokens, vocab] raw logits, by slot; or None.
@@ -268,6 +270,9 @@ class RejectionSampler:
             draft_sampling: how the drafts were drawn; its tensors are by slot.
             seeds: int64 by slot; an int s means s + r for request r; None draws them, one for each request.
             positions: [batch] int64, by request: the absolute position of its first draft token; None means 0.
+            row_positions: [num_rows] int64, in place of positions, as engines hold them: the absolute position of the token
+                that was fed at each row. A request's first draft comes one after that of its first row, the only one that is
+                looked at.
             draft_logsumexp: [num_slots, num_draft_tokens] float32, by slot.
             draft_cutoff: [num_slots, num_draft_tokens] int64, by slot.
             draft_vocab_ids: [draft_vocab] int32 or int64, as for a call; draft_logits are
@@ -302,7 +307,7 @@ class RejectionSampler:
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        where: Any = row_starts, num_draft_tokens, slots
+        where: Any = row_starts, num_draft_tokens, slots, row_positions
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
         return self._verify(VerificationBatch.check(*arguments, *others, *where))
@@ -327,6 +332,7 @@ class RejectionSampler:
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
+        row_positions: Tensor | None = None,
     ) -> None:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
@@ -357,6 +363,7 @@ class RejectionSampler:
                 arguments are as for those.
             num_draft_tokens: as for a packed call.
             slots: as for a packed call.
+            row_positions: as for a packed call.
 
         Raises:
             TypeError: as for a call.
@@ -370,9 +377,10 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        if row_starts is None and not (slots is None and num_draft_tokens is None):
-            raise ValueError("row_starts: needed beside slots and num_draft_tokens, which are those of packed calls")
-        where: Any = row_starts, num_draft_tokens, slots
+        if row_starts is None and any(given is not None for given in (slots, num_draft_tokens, row_positions)):
+            names = "slots, num_draft_tokens and row_positions"
+            raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
+        where: Any = row_starts, num_draft_tokens, slots, row_positions
         batch = VerificationBatch.check(*arguments, *others, *where).greedy_if_alike(self.method)
         self._check_schedule(batch)
         if self.shard is not None:
@@ -384,7 +392,7 @@ class RejectionSampler:
             backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
-            numbers: Any = (how.temperature, seeds, positions, *how[1:])
+            numbers: Any = (how.temperature, seeds, positions if row_positions is None else row_positions, *how[1:])
             # Of one row, because some of them may be by slot and others by request.
             *scalars, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
             self.draft(draft_logits[:1, 0], *scalars, top_k=top_k, top_p=top_p, min_p=min_p)

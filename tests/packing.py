@@ -46,6 +46,13 @@ def packed_rows(batch: Case, counts: Sequence[int], dtype: torch.dtype = torch.i
     }
 
 
+def fed_positions(positions: Tensor, rows: dict[str, Any]) -> Tensor:
+    """`row_positions` of the rows of a packed call, given [batch] positions of first drafts; only a first row's is right."""
+    result = positions.new_full((len(rows["target_logits"]),), -9)
+    result[rows["row_starts"][:-1].long()] = positions - 1
+    return result
+
+
 def in_slots(value: Any, slots: Tensor, num_slots: int) -> Any:
     """What is by request as it is by slot, the unused ones holding what is no valid value; numbers stay as they are."""
     if isinstance(value, Sampling):

@@ -85,7 +85,8 @@ def test_a_compiled_call_returns_what_a_call_returns(place, method, draft_logits
 def test_a_compiled_packed_call_returns_what_a_call_returns(place, method, seeds):
     sampler, call = make(method, place), inputs(place, draft_logits=True)
     rows = {"target_logits": call["target_logits"].flatten(0, 1)}
-    rows["draft_token_ids"] = rows["target_logits"].argmax(dim=1)
+    rows["draft_token_ids"] = rows["target_logits"].argmax(dim=1)[:-1]
+    rows["row_positions"] = torch.arange(16, device=place[1])
     rows["row_starts"], slots = (
         torch.tensor([0, 4, 5, 5, 8], device=place[1]),
         torch.tensor([2, 2, 0, 1], device=place[1]),
@@ -207,12 +208,12 @@ def test_operators_keep_the_rules_of_operators(place, draft_logits):
     logsumexp = call["draft_logits"].logsumexp(dim=2) if draft_logits else None
     numbers = [None] * 4, [0.7, 0.0, 1.0, 0.0]
     arguments = ("block", place[0], [], *call.values(), logsumexp, *numbers, [], [], seeds, 0, None, None, None)
-    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments, None, None, 0, None, False))
+    torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments, None, None, 0, None, None, False))
     without_values = ("test_schema", "test_faketensor")  # NaN is not equal to itself
-    raw = (*arguments, "raw", None, 0, None, False)
+    raw = (*arguments, "raw", None, 0, None, None, False)
     torch.library.opcheck(torch.ops.specdecode.verify.default, raw, test_utils=without_values)
     packed = call["target_logits"].flatten(0, 1), seeds.new_zeros(BATCH * (DRAFTS + 1)), *arguments[5:]
-    where = None, torch.tensor([0, 3, 3, 7, 8], device=place[1]), DRAFTS, seeds.flip(0), True
+    where = None, torch.tensor([0, 3, 3, 7, 8], device=place[1]), DRAFTS, seeds.flip(0), None, True
     torch.library.opcheck(torch.ops.specdecode.verify.default, (*arguments[:3], *packed, *where))
     arguments = (place[0], 3, 4, call["target_logits"][:, 0], *numbers, None, 5, seeds)
     torch.library.opcheck(torch.ops.specdecode.sample.default, arguments)

@@ -12,6 +12,7 @@ from tests.differential import Case, case, like_a_device
 from tests.packing import (
     HOSTILE_SLOTS,
     HOSTILE_STARTS,
+    fed_positions,
     in_one_slot,
     in_slots,
     is_sound,
@@ -94,7 +95,12 @@ def test_packed_is_padded_bit_for_bit(place, method):
                 name: value if name == "positions" else in_one_slot(value, slots) for name, value in options.items()
             }
         where = torch.arange(requests, device=place[1]) if slots is None else slots
+        if options["positions"] is not None:
+            options["positions"] += 1  # so that a token was fed before
         by_slot = {n: v if n == "positions" else in_slots(v, where, num_slots) for n, v in options.items()}
+        if draw.random() < 0.5 and (positions := by_slot.pop("positions")) is not None:
+            rows["row_positions"] = fed_positions(positions, rows)
+            rows["draft_token_ids"] = rows["draft_token_ids"][:-1]
         sampler = sampler_of(method, place[0])
         expected = sampler(batch.target_logits, batch.draft_token_ids, **options)
         assert_same(sampler.packed(**rows, slots=slots, **by_slot), expected)
@@ -186,6 +192,9 @@ def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, m
         ("temperature", [1.0] * 4, r"temperature: expected shape \[5\], got \[4\]"),
         ("temperature", [1.0, 1.0, -1.0, 1.0, 1.0], r"temperature: expected finite numbers >= 0, got -1.0 at \[2\]"),
         ("positions", [0] * 5, r"positions: expected shape \[4\], got \[5\]"),
+        ("row_positions", [0] * 4, r"row_positions: expected shape \[8\], got \[4\]"),
+        ("row_positions", [0.0] * 8, r"row_positions: expected dtype int64, got float32"),
+        ("row_positions", [5, -1, -1, -1, -2, 0, 0, 0], r"row_positions: expected numbers >= 0 .* got -2 at \[4\]"),
     ],
     ids=str,
 )
@@ -197,6 +206,15 @@ def test_errors_name_the_argument(argument, value, error):
     call[argument] = torch.tensor(value) if isinstance(value, list) else value
     with pytest.raises((TypeError, ValueError), match="^" + error):
         sampler_of("block").packed(**call)
+
+
+def test_positions_are_given_once():
+    call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 4, 5, 8]), "row_positions": torch.arange(8)}
+    sampler_of("block").packed(**call)
+    with pytest.raises(ValueError, match=r"^row_positions: given beside positions"):
+        sampler_of("block").packed(**call, positions=torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^row_starts: needed beside slots, num_draft_tokens and row_positions"):
+        sampler_of("block").warmup(torch.zeros(1, 1, 9), torch.zeros(1, 0).long(), row_positions=torch.zeros(1).long())
 
 
 def test_checks_do_not_depend_on_the_default_device():

@@ -244,17 +244,24 @@ def test_packed_gets_vllms_own_tensors_and_nothing_that_changes_nothing():
     assert got["num_draft_tokens"] == 4
     assert set(got) == {
         *("target_logits", "draft_token_ids", "row_starts", "draft_logits"),
-        *("num_draft_tokens", "slots", "temperature", "seeds", "positions"),
+        *("num_draft_tokens", "slots", "temperature", "seeds", "row_positions"),
     }
     for request, own in enumerate(drafts):
         start = int(case["cu_num_logits"][request])
         assert got["draft_token_ids"][start : start + len(own)].tolist() == own
-        assert got["positions"][request] == case["pos"][start] + 1
-    assert got["positions"].dtype == torch.int64
-    starts = torch.cat([case["cu_num_logits"], case["cu_num_logits"][-1:]])  # of one more request, which has no rows
-    slots = torch.cat([case["idx_mapping"], case["idx_mapping"][:1]])
-    padded = packed_arguments("probabilistic", states, case | {"cu_num_logits": starts, "idx_mapping": slots})
-    assert torch.equal(padded["positions"][:-1], got["positions"])
+    assert got["draft_token_ids"].data_ptr() == case["verify_draft_sampled"][1:].data_ptr()  # not a copy
+    assert got["row_positions"] is case["pos"]
+
+
+def test_a_batch_may_be_filled_up_with_requests_without_rows():
+    case, _, _ = ragged_case()
+    sampler = rejection_sampler("strict", sampling_states(64, 50), 4)
+    _, token_ids, num_tokens = sampler._verify(draft_logits=None, **case)
+    case["cu_num_logits"] = torch.cat([case["cu_num_logits"], case["cu_num_logits"][-1:]])
+    case["idx_mapping"] = torch.cat([case["idx_mapping"], case["idx_mapping"][:1]])
+    _, padded_ids, padded_nums = sampler._verify(draft_logits=None, **case)
+    assert torch.equal(padded_ids[:-1], token_ids)
+    assert torch.equal(padded_nums[:-1], num_tokens)
 
 
 def test_forbidden_drafts_reach_the_sampler_as_none():
@@ -296,7 +303,7 @@ def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
     assert [call["draft_logits"] is None for call in calls] == [True, True, False, False]
     assert ["draft_sampling" in call for call in calls] == [False, False, False, True]
     for call in calls:
-        assert len(call["slots"]) == len(call["positions"]) == len(call["row_starts"]) - 1 == 1
+        assert len(call["slots"]) == len(call["row_starts"]) - 1 == 1
         real.packed(**call)
     case["logits"] = case["logits"].float()
     result._verify(draft_logits=None, **case)

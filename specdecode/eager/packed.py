@@ -54,7 +54,9 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     logits, ids = batch.target_logits, batch.draft_token_ids
     first, num_drafts, slots = locate(packing, len(logits))
     if len(logits) == 0:  # so that there is a row to look at for requests that have none
-        logits, ids = logits.new_zeros(1, logits.shape[1]), ids.new_zeros(1)
+        logits = logits.new_zeros(1, logits.shape[1])
+    if len(ids) < len(logits):
+        ids = torch.nn.functional.pad(ids, (0, 1))
     offsets = torch.arange(packing.num_draft_tokens + 1, device=first.device)
     # A row behind a request's last is never looked at: any will do.
     rows = torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None])
@@ -64,6 +66,10 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         draft_logits = IndexedRows(
             batch.draft_logits, (slots[:, None].expand_as(token_ids), offsets[:-1].expand_as(token_ids))
         )
+
+    positions = batch.positions
+    if packing.row_positions is not None:
+        positions = torch.nn.functional.pad(packing.row_positions, (0, 1))[first] + 1
 
     def each(value: Any) -> Any:
         return value[slots] if isinstance(value, Tensor) else value
@@ -78,7 +84,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         each(batch.draft_logsumexp),
         each(batch.temperature),
         batch.seeds if packing.seeds_by_request else each(batch.seeds),
-        batch.positions,
+        positions,
         each_limit(batch.truncation),
         each(batch.draft_temperature),
         each_limit(batch.draft_truncation),

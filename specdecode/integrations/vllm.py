@@ -5,8 +5,8 @@ temperatures and seeds are by slot, lengths stay on the device.
 
 | vLLM | the sampler's `packed` |
 |---|---|
-| row `start + i` judges `draft_sampled[start + i + 1]` | a row and the draft that it judges have the same index |
-| `pos`, of the token that is fed | `positions`, of the first draft: one more |
+| `draft_sampled`, the token that is fed at each row | `draft_token_ids`, the draft that each row judges: the next one |
+| `pos`, of the token that is fed | `row_positions` |
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 """
@@ -118,7 +118,7 @@ class TokenSampling:
         tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
         if self.verifier.method != "strict":
             return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
-        if why_processed(self, idx_mapping_np, return_logprobs) is None:
+        if why_processed(self, idx_mapping_np, return_logprobs and processes_logprobs(self)) is None:
             sampling = requested(self.sampling_states, idx_mapping_np)
         else:
             logits = self.apply_sampling_params(logits, *mappings, *tokens)
@@ -130,7 +130,7 @@ class TokenSampling:
             "num_draft_tokens": 0,
             "slots": expanded_idx_mapping,
             "seeds": self.sampling_states.seeds.gpu,
-            "positions": pos + 1,
+            "row_positions": pos,
         }
         warm_up_once(self.warm, self.verifier, call, self.sampling_states)
         return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
@@ -189,8 +189,9 @@ class DraftVerification:
             int32, how many of them each request emits.
         """
         sampler, is_strict = self.sampler, self.verifier.method == "strict"
-        wants_logprobs = bool((sampler.sampling_states.num_logprobs[idx_mapping_np] >= 0).any())
-        other_rule, processed = self.other_rule(), why_processed(sampler, idx_mapping_np, wants_logprobs)
+        states = sampler.sampling_states
+        for_logprobs = processes_logprobs(sampler) and bool((states.num_logprobs[idx_mapping_np] >= 0).any())
+        other_rule, processed = self.other_rule(), why_processed(sampler, idx_mapping_np, for_logprobs)
         if other_rule is not None or (processed is not None and not is_strict):
             self.fallbacks.add(other_rule or str(processed), "vLLM verifies such a step, by its own method and noise")
             rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
@@ -198,7 +199,7 @@ class DraftVerification:
             left = (*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
             return super()._verify(*left)  # type: ignore[misc, no-any-return]
         if processed is None:
-            sampling = requested(sampler.sampling_states, idx_mapping_np)
+            sampling = requested(states, idx_mapping_np)
         else:  # only strict: it promises that the noise is the same in every step
             self.fallbacks.add(
                 processed, "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that"
@@ -206,7 +207,7 @@ class DraftVerification:
             where = expanded_idx_mapping, idx_mapping, idx_mapping_np
             tokens = pos, draft_sampled, expanded_local_pos, seq_lens_upper_bound_np
             logits = sampler.apply_sampling_params(logits, *where, *tokens)
-            sampling = of_processed(sampler.sampling_states)
+            sampling = of_processed(states)
         drafts = verify_draft_sampled, None if is_strict else draft_logits
         return logits, *self.verified(logits, *drafts, pos, cu_num_logits, idx_mapping, sampling)
 
@@ -227,14 +228,13 @@ class DraftVerification:
             logits, draft_logits = logits[:, :vocab], draft_logits[..., :vocab]
         call = {
             "target_logits": logits,
-            "draft_token_ids": draft_sampled.roll(-1),
+            "draft_token_ids": draft_sampled[1:],
             "row_starts": cu_num_logits,
             "draft_logits": draft_logits,
             "num_draft_tokens": self.num_speculative_steps,
             "slots": idx_mapping,
             "seeds": states.seeds.gpu,
-            # Requests that fill up the batch have no rows: what lies behind the last one is not looked at.
-            "positions": pos.index_select(0, cu_num_logits[:-1].clamp(max=len(pos) - 1)) + 1,
+            "row_positions": pos,
         }
         warm_up_once(self.warm, self.verifier, call, states)
         output = self.verifier.packed(**call, **for_drafts(sampling, draft_logits))
@@ -251,12 +251,17 @@ class DraftVerification:
         return None
 
 
-def why_processed(sampler: Any, requests: np.ndarray, wants_logprobs: bool) -> str | None:
+def processes_logprobs(sampler: Any) -> bool:
+    """Return whether log-probabilities, if asked for, are of logits that vLLM has processed."""
+    return sampler.logprobs_mode in ("processed_logits", "processed_logprobs")
+
+
+def why_processed(sampler: Any, requests: np.ndarray, for_logprobs: bool) -> str | None:
     """Return why a step of these requests needs logits that vLLM has processed, or None."""
     # A sampler that is not ours does not tell processors from temperatures: then both count.
     if getattr(sampler, "other_processing", sampler.needs_logits_processing)[requests].any():
         return "logits processors (penalties, biases, bad words, thinking budgets, custom ones)"
-    if wants_logprobs and sampler.logprobs_mode in ("processed_logits", "processed_logprobs"):
+    if for_logprobs:
         return f"logprobs_mode {sampler.logprobs_mode!r}"
     if sampler.return_sampling_mask:
         return "return_sampling_mask"
@@ -301,7 +306,7 @@ def warm_up_once(warm: set[Any], verifier: RejectionSampler, call: dict[str, Any
     if kind in warm:
         return
     warm.add(kind)
-    one = {"row_starts": call["row_starts"][:2], "slots": call["slots"][:1], "positions": call["positions"][:1]}
+    one = {"row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     for sampling in ({"temperature": states.temperature.gpu}, truncated(states)):
         verifier.warmup(**call | one, **for_drafts(sampling, draft_logits))
 

@@ -130,6 +130,7 @@ def verify(
     if packing is not None:
         tensors["row_starts"] = packing.row_starts.contiguous()
         tensors["slots"] = None if packing.slots is None else packing.slots.contiguous()
+        tensors["row_positions"] = None if packing.row_positions is None else packing.row_positions.contiguous()
     if num_draft_tokens == 0:
         run(BY_SAMPLE, outputs, tensors, batch, SELECT)
         return output

@@ -73,6 +73,7 @@ class Requests(NamedTuple):
     SEEDS_BY_REQUEST: Constant  # in a packed call, too
     first_seed: Int64
     positions_ptr: Pointer  # [batch] int64 absolute position of the token at offset 0, or None: 0; always by request
+    row_positions_ptr: Pointer  # [num_rows] int64 that of the token fed at each row, one before the one drawn; or None
     block_domain: Int32  # domains of the noise by which emitted tokens are drawn
     token_domain: Int32
 

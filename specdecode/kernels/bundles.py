@@ -42,6 +42,7 @@ OPTIONAL = (
     "temperatures",
     "seeds",
     "positions",
+    "row_positions",
     "draft_vocab_ids",
 )
 TENSORS = ("target", *OPTIONAL)
@@ -52,7 +53,9 @@ EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
 OF_TRUNCATION = (*EACH_LIMIT, "draft_cutoff")
 """The tensors that a step that truncates may be given besides."""
 
-VECTORS = frozenset(("rates", "row_starts", "slots", "temperatures", "seeds", "positions", *EACH_LIMIT))
+VECTORS = frozenset(
+    ("rates", "row_starts", "slots", "temperatures", "seeds", "positions", "row_positions", *EACH_LIMIT)
+)
 """Those that are given as contiguous vectors, of which kernels load single elements: they may start at any address."""
 VECTOR_LAYOUTS: dict[torch.dtype, Layout] = {dtype: (dtype, (1,), False) for dtype in (*FLOATS, *INTEGERS)}
 
@@ -97,7 +100,7 @@ def inputs_of(
     names = TENSORS + OF_TRUNCATION
     pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
     target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, *others = pointers
-    temperatures, seeds, positions, draft_vocab_ids, *limits = others
+    temperatures, seeds, positions, row_positions, draft_vocab_ids, *limits = others
     target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
     if row_starts is not None:
         target, of_drafts[0] = row_layout(target), row_layout(of_drafts[0])
@@ -111,7 +114,7 @@ def inputs_of(
         rows_of(draft, draft_ptr, vocab_size if draft_vocab_size is None else draft_vocab_size),
         draft_vocabulary_of(layouts[TENSORS.index("draft_vocab_ids")], draft_vocab_ids, draft_vocab_size),
         Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
-        Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, numbers[2], numbers[3]),
+        Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, row_positions, *numbers[2:]),
         limits_of(limits[:3], LIMITS[:3]),
         limits_of(limits[3:], LIMITS[3:]),
     )

@@ -16,7 +16,7 @@ from tests.differential import Case, case, like_a_device
 from tests.kernels.addresses import apart, reads_and_writes_inside
 from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
 from tests.kernels.test_block import in_question
-from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, in_slots, is_sound, packed_rows, with_counts
+from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, fed_positions, in_slots, is_sound, packed_rows, with_counts
 
 NO_LIMITS = {
     "top_k": None,
@@ -51,14 +51,19 @@ def both(kind: str, batch: Case, counts: list[int], slots: Tensor, num_slots: in
     padded = {"target_logits": batch.target_logits, "draft_token_ids": batch.draft_token_ids, **by_request}
     usual = call(kind, padded, {**numbers, "positions": batch.positions}, (), **way)
     rows = packed_rows(batch, counts, torch.int32)
+    fed = fed_positions(batch.positions, rows)
     where = rows.pop("row_starts"), rows.pop("num_draft_tokens"), slots
     end = where[0][-1]  # nothing follows the rows of the last request
+    positions = {"positions": batch.positions}
+    if kind in ("strict", "block"):  # as engines have them
+        positions, where = {}, (*where, apart(fed[:end]))
+        rows["draft_token_ids"] = rows["draft_token_ids"][: end - 1]
     rows = {name: apart(value[:end]) for name, value in rows.items()}
     by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_request.items()}
     by_slot = {name: value if value is None else apart(value) for name, value in by_slot.items()}
     numbers = {name: in_slots(value, slots, num_slots) for name, value in numbers.items()}
     with nullcontext() if ON_GPU else reads_and_writes_inside():
-        packed = call(kind, {**rows, **by_slot}, {**numbers, "positions": batch.positions}, where, **way)
+        packed = call(kind, {**rows, **by_slot}, {**numbers, **positions}, where, **way)
     return packed, usual
 
 
@@ -125,8 +130,9 @@ def eight_rows(truncated: bool) -> tuple[dict, dict]:
 )
 def test_places_that_cannot_be_are_never_read(kind, truncated, way):
     tensors, numbers = eight_rows(truncated)
+    tensors["draft_token_ids"] = tensors["draft_token_ids"][:7].clone()  # the last row judges none
     for starts, slots in zip(HOSTILE_STARTS, HOSTILE_SLOTS):
-        where = torch.tensor(starts), 3, torch.tensor(slots)
+        where = torch.tensor(starts), 3, torch.tensor(slots), torch.arange(8)
         with like_a_device(), reads_and_writes_inside() as launched:
             output = call(kind, tensors, numbers, where, **way)
         assert launched
@@ -146,7 +152,8 @@ def test_there_may_be_no_rows_and_no_requests(kind, truncated, logprobs, way):
     for requests in (0, 2):
         starts = torch.zeros(requests + 1, dtype=torch.int32, device=DEVICE)
         with nullcontext() if ON_GPU else reads_and_writes_inside():
-            output = call(kind, {**tensors, **nothing}, {**numbers, "logprobs": logprobs}, (starts, 3, None), **way)
+            where = starts, 3, None, nothing["draft_token_ids"].clone()
+            output = call(kind, {**tensors, **nothing}, {**numbers, "logprobs": logprobs}, where, **way)
         assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
         assert output.logprobs.nan_to_num(nan=9).tolist() == [[0, 9, 9, 9]] * requests
         assert output.invalid.all()
