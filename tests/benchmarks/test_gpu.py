@@ -124,6 +124,60 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
     return call
 
 
+def sglang(inputs: Inputs) -> Callable[[], Tensor]:
+    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain."""
+    from sglang.kernels.ops.sampling import softmax
+    from sglang.kernels.ops.speculative.verify_sampling import chain_speculative_sampling_triton
+
+    token_ids = inputs.drafts("probabilistic").token_ids
+    candidates = torch.nn.functional.pad(token_ids, (1, 0))  # before each request's drafts, its last token
+    batch, num_rows = candidates.shape
+    rows = torch.arange(batch * num_rows, device="cuda").view(batch, num_rows)
+    temperature = torch.full((batch, 1), inputs.temperature, device="cuda")
+
+    def probabilities(logits: Tensor) -> Tensor:
+        temperatures = temperature.repeat_interleave(logits.shape[1], dim=0)
+        return softmax(logits.flatten(0, 1).float(), temperatures).view(logits.shape)
+
+    def call() -> Tensor:
+        predicts = torch.zeros(batch * num_rows, dtype=torch.int32, device="cuda")
+        chain_speculative_sampling_triton(
+            predicts=predicts,
+            accept_index=torch.full_like(rows, -1, dtype=torch.int32),
+            accept_token_num=torch.empty(batch, dtype=torch.int32, device="cuda"),
+            candidates=candidates,
+            retrive_index=rows,
+            retrive_next_token=None,  # as its siblings, not looked at in a chain
+            retrive_next_sibling=None,
+            uniform_samples=torch.rand(batch, num_rows, device="cuda"),
+            uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
+            target_probs=probabilities(inputs.target_logits),
+            draft_probs=probabilities(inputs.draft_logits),
+            threshold_single=1.0,
+            threshold_acc=1.0,
+            deterministic=True,
+        )
+        return predicts
+
+    return call
+
+
+def flashinfer(inputs: Inputs) -> Callable[[], Tensor]:
+    """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain."""
+    from flashinfer.sampling import chain_speculative_sampling, softmax
+
+    token_ids = inputs.drafts("probabilistic").token_ids.to(torch.int32)
+
+    def probabilities(logits: Tensor) -> Tensor:
+        return softmax(logits.flatten(0, 1), inputs.temperature).view(logits.shape)
+
+    def call() -> Tensor:
+        target_probs, draft_probs = probabilities(inputs.target_logits), probabilities(inputs.draft_logits)
+        return chain_speculative_sampling(draft_probs, token_ids, target_probs, seed=0, offset=0)[0]
+
+    return call
+
+
 PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "triton": Verifier("probabilistic"),
     "triton with draft_logsumexp": Verifier("probabilistic", with_logsumexp=True),
@@ -137,11 +191,13 @@ PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
     "straightforward": plain,
     "straightforward compiled": compiled,
     "vllm": vllm,
+    "sglang": sglang,
+    "flashinfer": flashinfer,
     "nothing": lambda inputs: do_nothing(launches=2),
 }
 FAST = ["triton", "triton with draft_logsumexp", "triton block", "triton block with draft_logsumexp", "triton strict"]
 FAST.append("triton one-hot")
-SLOW = ["eager", "straightforward", "vllm"]
+SLOW = ["eager", "straightforward", "vllm", "sglang", "flashinfer"]
 
 
 def cases():
