@@ -19,7 +19,7 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import leave_logprob, normalizer_of
+from specdecode.kernels.logprobs import leave_logprob, load_raw_statistics, normalizer_of
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
@@ -164,12 +164,13 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     await_launch(tuning.OVERLAPS)
     if offset < num_drafts:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
+        raw = load_raw_statistics(place, workspace, sizes)  # in flight while the terms are computed
         terms = acceptance_terms(place, inputs, workspace, sizes)
         store_terms(
             numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
         )
         if workspace.logprobs_ptr is not None:
-            leave_logprob(place, normalizer_of(terms.p), inputs, workspace, sizes)
+            leave_logprob(place, normalizer_of(terms.p), raw, inputs, workspace, sizes)
 
 
 @triton.jit

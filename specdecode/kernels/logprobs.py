@@ -76,8 +76,8 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
 
 
 @triton.jit
-def leave_logprob(place, p, inputs, workspace, sizes):
+def leave_logprob(place, p, raw, inputs, workspace, sizes):
     """Leave the log-probability of the draft at a place in the output, for the case that it is emitted."""
-    normalizer = normalizer_asked(place, p, load_raw_statistics(place, workspace, sizes), inputs, workspace, sizes)
+    normalizer = normalizer_asked(place, p, raw, inputs, workspace, sizes)
     value = logprob_asked(place, place.token, normalizer, inputs, workspace, sizes)
     tl.store(workspace.logprobs_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, value)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import leave_logprob
+from specdecode.kernels.logprobs import leave_logprob, load_raw_statistics
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
@@ -140,7 +140,8 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
             post_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
-                leave_logprob(place, p, inputs, workspace, sizes)
+                raw = load_raw_statistics(place, workspace, sizes)
+                leave_logprob(place, p, raw, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)
 
