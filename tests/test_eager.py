@@ -13,17 +13,18 @@ from specdecode.eager import philox, probabilistic, selection
 from tests.test_philox import EXTREMES, counter_of
 
 FUSED = {
-    "uniform_bits": philox.uniform_bits,
+    "negated_uniform_bits": philox.negated_uniform_bits,
     "log_uniform_bits": philox.log_uniform_bits,
     "exp_scaled": selection.exp_scaled,
     "logprob": probabilistic.logprob,
+    "logprob_difference": probabilistic.logprob_difference,
     "log_sum_ratio": probabilistic.log_sum_ratio,
     "log_difference": probabilistic.log_difference,
     "weight_change": probabilistic.weight_change,
     "weight_left": probabilistic.weight_left,
-    "weight_kept": probabilistic.weight_kept,
+    "most_left": probabilistic.most_left,
 }
-NOISE = ("uniform_bits", "log_uniform_bits")
+NOISE = ("negated_uniform_bits", "log_uniform_bits")
 INF = torch.inf
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 PRELUDE = """
@@ -50,6 +51,9 @@ def arguments(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
         row_max = first + second.abs()
         row_max[:4], first[:4] = torch.tensor([INF, INF, -INF, 3e38]), torch.tensor([INF, 2, -INF, -INF])
         return [*(each.to(dtype) for each in (first, row_max, temperature, 1 + normal[3].abs())), normal[4] > 0]
+    elif name == "logprob_difference":
+        first[:5], second[:5] = torch.tensor([-INF, -INF, 0, INF, torch.nan]), torch.tensor([-INF, 0, -INF, -3, 1])
+        numbers = [first, second]
     elif name == "log_sum_ratio":
         second = second.abs() + 1
         first[:4], second[:6] = torch.nan, torch.tensor([3, 0, torch.nan, INF, 0, 1e-6])
@@ -61,9 +65,9 @@ def arguments(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
     elif name == "weight_change":
         second[:8] = torch.tensor([0, 1, -1, 1.0001, -1.0001, 3e38, -3e38, 1e-6])
         numbers = [normal[3].abs(), second]
-    elif name == "weight_kept":
+    elif name == "most_left":
         second[:4], first[:4] = torch.tensor([INF, INF, INF, 1]), torch.tensor([INF, 0, -3, INF])
-        numbers = [normal[3].abs(), second, first]
+        numbers = [second, first]
     else:
         second[:4], first[:4] = torch.tensor([3e38, -3e38, 3e38, 1e-6]), torch.tensor([INF, INF, 0, 0])
         numbers = [normal[3].abs(), second, first, normal[4].abs()]
@@ -80,7 +84,7 @@ def numbers_of(name: str) -> list[dict[str, int]]:
 
 
 def assert_same(name: str, got: torch.Tensor, expected: torch.Tensor, is_double: int = 1, **_: int) -> None:
-    if name == "uniform_bits":
+    if name == "negated_uniform_bits":
         assert torch.equal(got, expected)
     else:  # two libraries' exponentials and logarithms may differ in the last bits
         if name in NOISE:
@@ -145,3 +149,24 @@ def test_a_gpu_computes_the_definition_in_one_kernel(name, dtype):
         got = function(*(tensor.clone() for tensor in tensors), **numbers)
         assert function.compiles
         assert_same(name, got, function.definition(*(tensor.clone() for tensor in tensors), **numbers), **numbers)
+
+
+@pytest.mark.parametrize("width", [7, 1024, 5 * 1024])
+def test_of_equal_maxima_the_first_counts(place, width):
+    logits = torch.randint(0, 3, (2, 4, width), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, :2], logits[0, 2, width // 2 :], logits[1, 0, [3, -1]] = -INF, -INF, INF
+    row_max, first = (found.cpu().numpy() for found in selection.row_maxima(logits.to(place[1])))
+    assert (row_max == logits.amax(dim=-1, keepdim=True).numpy()).all()
+    assert (first == logits.numpy().argmax(axis=-1, keepdims=True)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_ratio_wins_a_race_and_of_equal_ones_the_first(place, dtype):
+    weights = torch.rand(64, 300, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    weights[:2], weights[2:4, :200] = 0, 0
+    seeds, positions = torch.arange(64)[:, None], torch.tensor([[5]])
+    numbers = [tensor.to(place[1]) for tensor in (seeds, positions, torch.arange(300))]
+    winners = philox.race(weights.to(place[1]), *numbers, 3).cpu()
+    ratios = weights / philox.exponential(*numbers, 3).cpu()
+    assert (winners.numpy() == ratios.numpy().argmax(axis=-1, keepdims=True)).all()
+    assert winners[:2].tolist() == [[0], [0]]

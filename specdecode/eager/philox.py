@@ -28,9 +28,9 @@ template <typename T> float philox(T seed, T position, T index, T domain) {
     return ::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f);
 }
 """
-UNIFORM = """
-template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
-    return __double_as_longlong((double)philox<T>(seed, position, index, domain));
+NEGATED_UNIFORM = """
+template <typename T> T negated_uniform_bits(T seed, T position, T index, T domain) {
+    return __double_as_longlong(-(double)philox<T>(seed, position, index, domain));
 }
 """
 LOG_UNIFORM = """
@@ -58,26 +58,31 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return even[0], odd[0], even[1], odd[1]
 
 
-@fused(PHILOX + UNIFORM, domain=0)
-def uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
-    """Return uniforms in (0, 1): the bits of float64 numbers, of which float32 can hold each, as int64."""
+def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float32 uniforms in (0, 1)."""
     counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
     high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
     number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
-    return number.clamp(2.0**-65, 1 - 2.0**-24).to(torch.float64).view(torch.int64)
+    return number.clamp_(2.0**-65, 1 - 2.0**-24)
+
+
+@fused(PHILOX + NEGATED_UNIFORM, domain=0)
+def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
+    """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
+    return philox(seeds, positions, index, domain).neg_().to(torch.float64).view(torch.int64)
 
 
 @fused(PHILOX + LOG_UNIFORM, domain=0, is_double=0)
 def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int) -> Tensor:
     """Return log(u) of the uniforms u, computed in float32 or in float64: the bits of float64 numbers as int64."""
-    numbers = uniform_bits.definition(seeds, positions, index, domain=domain).view(torch.float64)
     dtype = torch.float64 if is_double else torch.float32
-    return numbers.to(dtype).log().to(torch.float64).view(torch.int64)
+    return philox(seeds, positions, index, domain).to(dtype).log().to(torch.float64).view(torch.int64)
 
 
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
-    return uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
+    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    return -numbers.to(torch.float32)
 
 
 def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
@@ -86,13 +91,19 @@ def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dt
     return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
 
 
+def negated_exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return log(1 - u) in float64, which is -E of `exponential`."""
+    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
+    return numbers.log1p_()
+
+
 def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float64 standard exponential numbers E = -log(1 - u); -log E is the Gumbel number of the same counter."""
-    numbers = uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
-    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
-    return numbers.neg_().log1p_().neg_()
+    return negated_exponential(seeds, positions, index, domain).neg_()
 
 
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return float64 w / E of float32 or float64 weights, E being `exponential`."""
-    return weights / exponential(seeds, positions, index, domain)
+    """Run the exponential race of [..., n] float32 or float64 weights; return which has the largest w / E, [..., 1]."""
+    # To negate E would take a GPU one more kernel.
+    return (weights / negated_exponential(seeds, positions, index, domain)).argmin(dim=-1, keepdim=True)

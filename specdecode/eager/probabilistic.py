@@ -84,6 +84,20 @@ def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tenso
     return logits if cutoff is None else logits.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
 
 
+@fused(
+    """
+    template <typename T> T logprob_difference(T target_logprob, T draft_logprob) {
+        T difference = target_logprob - draft_logprob;
+        return ::fabs(difference) < T(INFINITY) ? difference : -T(INFINITY);
+    }
+    """
+)
+def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
+    """Return log(p(x) / q(x)) of both logarithms, -inf where p(x) or q(x) is 0."""
+    difference = target_logprob - draft_logprob
+    return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+
+
 def log_quotient(
     target: Tensor,
     draft: Tensor | None,
@@ -104,7 +118,7 @@ def log_quotient(
         (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, samplings[:2], greedy)
         if greedy is not None:
             draft_logprob = draft_logprob.masked_fill(greedy, 0)
-        return target_logprob - draft_logprob, is_empty
+        return logprob_difference(target_logprob, draft_logprob), is_empty
 
     def by_logsumexp(
         target: Tensor,
@@ -117,17 +131,17 @@ def log_quotient(
     ) -> tuple[Tensor, Tensor]:
         (target_logprob,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
         draft_logprob = kept_logits(draft, token_ids, cutoff) / draft_sampling.temperature - logsumexp
-        return target_logprob - draft_logprob, is_empty
+        return logprob_difference(target_logprob, draft_logprob), is_empty
 
     if draft is None:
         (quotient,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
-    elif draft_logsumexp is None:
-        quotient, is_empty = by_rows(target, draft, token_ids, sampling, draft_sampling)
-    else:
-        trusted = (draft_logsumexp.abs() <= LARGEST_LOGSUMEXP).all(dim=1)
-        tensors = (target, draft, token_ids, sampling, draft_sampling, draft_logsumexp, draft_cutoff)
-        quotient, is_empty = by_case(trusted, by_logsumexp, by_rows, *tensors)
-    return quotient.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf), is_empty
+        return quotient, is_empty
+    if draft_logsumexp is None:
+        return by_rows(target, draft, token_ids, sampling, draft_sampling)
+    trusted = (draft_logsumexp.abs() <= LARGEST_LOGSUMEXP).all(dim=1)
+    tensors = (target, draft, token_ids, sampling, draft_sampling, draft_logsumexp, draft_cutoff)
+    quotient, is_empty = by_case(trusted, by_logsumexp, by_rows, *tensors)
+    return quotient, is_empty
 
 
 def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
@@ -270,22 +284,20 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
 
 @fused(
     """
-    template <typename T> T weight_kept(T weight, T log_sum_ratio, T log_ratio) {
-        return log_sum_ratio - log_ratio == T(INFINITY) ? T(0) : weight;
+    template <typename T> T most_left(T log_sum_ratio, T log_ratio) {
+        return log_sum_ratio - log_ratio == T(INFINITY) ? T(0) : T(INFINITY);
     }
     """
 )
-def weight_kept(weights: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
-    """Return the weight of the token that a draft row's point mass is on: 0, unless c is infinite; w of other draft rows."""
-    return weights.masked_fill(log_sum_ratio - log_ratio == torch.inf, 0)
+def most_left(log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return the most that the residual can weigh at one token: 0 if q is a point mass on it, unless c is infinite."""
+    difference = log_sum_ratio - log_ratio
+    return torch.full_like(difference, torch.inf).masked_fill_(difference == torch.inf, 0)
 
 
 def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
-    """Apply `weight_kept` to one token of each row, in place: [rows, vocab] weights, and [rows] each."""
-    token_ids = token_ids[:, None]
-    return weights.scatter_(
-        1, token_ids, weight_kept(weights.gather(1, token_ids), log_sum_ratio[:, None], log_ratio[:, None])
-    )
+    """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, and [rows] each."""
+    return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_ratio)[:, None], "amin")
 
 
 class Residual(NamedTuple):
@@ -340,7 +352,7 @@ def residual(
         rows, _ = read((target,), (sampling,))
         row_max = mark_greedy(rows, greedy).row_max[0]
         weights = exp_scaled(rows.logits[0], row_max, sampling.temperature[:, None])
-        weights = leave_out(weights, token_ids, torch.full_like(log_ratio, torch.inf), log_ratio)
+        weights = leave_out(weights, token_ids, weights.new_full(log_ratio.shape, torch.inf), log_ratio)
         # If nothing is left, all of p is on the token that was left out, which is then the first.
         found = Residual(weights, None, None, token_ids[:, None] if rows.first is None else rows.first[0])
         return found, rows.row_max[0, :, 0] == -torch.inf
@@ -376,7 +388,14 @@ def recover(
     return found.draw(seeds, positions), is_empty
 
 
-def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) -> tuple[Tensor, ...]:
+def infinite_at(is_bonus: Tensor, log_ratio: Tensor | None) -> Tensor:
+    """Return log c for the tokens of `emit`: infinite for bonus tokens, else as given, or 0."""
+    if log_ratio is None:
+        return torch.xlogy(is_bonus, torch.inf)  # 1 log inf or 0 log inf, which is 0, in one kernel
+    return log_ratio.masked_fill(is_bonus, torch.inf)
+
+
+def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
     A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
@@ -385,7 +404,7 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
     Args:
         steps: the batch.
         num_accepted: [batch] int64.
-        log_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q).
+        log_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q); None: c = 1.
 
     Returns:
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
@@ -403,16 +422,16 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | float = 0.0) ->
         )
         return token_ids, is_empty
 
-    rejected = num_accepted < steps.num_drafts
+    is_bonus = num_accepted >= steps.num_drafts
     if isinstance(steps.greedy, Tensor):
-        rejected &= ~steps.greedy
+        is_bonus |= steps.greedy
     scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, steps.point_masses)
-    tensors = (steps.requests, num_accepted, log_ratio - rejected.log(), *scalars)
+    tensors = (steps.requests, num_accepted, infinite_at(is_bonus, log_ratio), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:
         return bonus(*tensors)
-    if on_host(rejected):
-        return by_case(rejected, recovered, bonus, *tensors)
+    if on_host(is_bonus):
+        return by_case(is_bonus, bonus, recovered, *tensors)
     return recovered(*tensors)
 
 

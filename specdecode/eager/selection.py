@@ -123,12 +123,13 @@ class Rows(NamedTuple):
 def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
     """Copy rows of raw logits, [..., vocab] of each model, and find their maxima. NaN counts as -inf."""
     logits = copy(models, dtype)
+    if logits.is_cuda:
+        return Rows(logits, *row_maxima(logits))
     if on_host(logits):
         row_max = logits.amax(dim=-1, keepdim=True)
         if bool(row_max.isfinite().all()):
             return Rows(logits, row_max, None)
-    if not logits.is_cuda:
-        logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    logits.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     return Rows(logits, *logits.max(dim=-1, keepdim=True))
 
 
@@ -144,6 +145,18 @@ def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         else:
             rows[..., :vocab] = raw
     return logits
+
+
+def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the maximum of each row of [..., padded vocab] logits without NaN, and its first entry, [..., 1] each.
+
+    Rows are reduced block by block. `logits.max` splits a few long rows over several thread blocks of a GPU each, whose
+    semaphores it sets to 0 first: in a CUDA graph the next kernel starts 5 us after that.
+    """
+    blocks = in_blocks(logits)
+    block_max, index = blocks.max(dim=-1)
+    row_max, block = block_max.max(dim=-1, keepdim=True)
+    return row_max, torch.add(index.gather(-1, block), block, alpha=blocks.shape[-1])
 
 
 def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
@@ -196,10 +209,15 @@ def exp_scaled(logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor:
     return logits.sub_(row_max).div_(temperature).exp_()
 
 
+def in_blocks(rows: Tensor) -> Tensor:
+    """View [..., padded vocab] rows as [..., num_blocks, block size]."""
+    size = min(BLOCK_SIZE, rows.shape[-1])
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // size, size)
+
+
 def block_sums(weights: Tensor) -> Tensor:
     """Return the sum of each block of [..., padded vocab] weights, [..., num_blocks]."""
-    size = min(BLOCK_SIZE, weights.shape[-1])
-    return weights.view(*weights.shape[:-1], weights.shape[-1] // size, size).sum(dim=-1)
+    return in_blocks(weights).sum(dim=-1)
 
 
 def select(
@@ -232,12 +250,17 @@ def select(
         weighs = sums.any(dim=-1, keepdim=True)
         if not on_host(weighs) or not weighs.all():
             rows, sums = (weights, otherwise[0]), torch.where(weighs, sums, otherwise[1])
-    ids = torch.arange(max(size, num_blocks), device=sums.device)
+    num_rows = sums.shape[:-1].numel()
+    ids = torch.arange(max(size, num_blocks, num_rows), device=sums.device)
     token_ids = ids[:size]
     if num_blocks > 1:
-        block = race(sums, seeds, positions, ids[:num_blocks], domains[0]).argmax(dim=-1, keepdim=True)
+        block = race(sums, seeds, positions, ids[:num_blocks], domains[0])
         token_ids = torch.add(token_ids, block, alpha=size)
-        rows = tuple(each.gather(-1, token_ids) for each in rows)
+        if weights.is_cuda:  # whole blocks by one index, as in `rows_at`
+            index = torch.add(block.flatten(), ids[:num_rows], alpha=num_blocks)
+            rows = tuple(each.view(-1, size)[index].view(token_ids.shape) for each in rows)
+        else:
+            rows = tuple(each.gather(-1, token_ids) for each in rows)
     weights = rows[0] if len(rows) == 1 else torch.where(weighs, rows[0], rows[1])
-    best = race(weights, seeds, positions, token_ids, domains[1]).argmax(dim=-1, keepdim=True)
+    best = race(weights, seeds, positions, token_ids, domains[1])
     return token_ids.expand_as(weights).gather(-1, best).squeeze(-1)

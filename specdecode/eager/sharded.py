@@ -26,6 +26,7 @@ from specdecode.eager.philox import exponential
 from specdecode.eager.probabilistic import (
     LARGEST_LOGSUMEXP,
     Comparison,
+    infinite_at,
     log_difference,
     log_sum_ratio,
     weight_change,
@@ -410,7 +411,7 @@ class ShardedRows:
         mass = self.layout.whole(sent).sum(dim=-1)
         return log_ratio.exp() * (mass / self.target_sum[rows])
 
-    def emit(self, num_accepted: Tensor, log_ratio: Tensor | float) -> tuple[Tensor, Tensor]:
+    def emit(self, num_accepted: Tensor, log_ratio: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw the token after each request's accepted drafts: `eager.probabilistic.emit`."""
         steps = self.steps
         requests = torch.arange(len(num_accepted), device=num_accepted.device)
@@ -428,7 +429,7 @@ class ShardedRows:
             token_ids = torch.where(is_bonus, self.bonus[at_stop], self.recovered[at_stop])
         else:
             subtracted = requests, num_accepted.clamp(max=steps.num_draft_tokens - 1)
-            ratios = log_ratio - (~is_bonus).log()  # infinite where the token is a bonus token
+            ratios = infinite_at(is_bonus, log_ratio)
             draft, sums = self.sources[1].at(*subtracted), (self.target_sum[subtracted], self.log_sum_ratio[subtracted])
             tensors = positions, steps.seeds, ratios, target, draft, *sums, self.greedy
             offers = self.shard.gather(self.layout, *by_chunks(self._candidates, 2 * self.layout.width, *tensors))

@@ -36,7 +36,8 @@ class Steps:
             self.vocab = batch.shard.vocab_size
         self.sharded: ShardedRows | None = None
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
-        self.requests = torch.arange(size, device=batch.target_logits.device)
+        counts = torch.arange(max(size, rows), device=batch.target_logits.device)
+        self.requests, self.offsets = counts[:size], counts[:rows]
         self.seeds, self.positions = seeds_and_positions(batch, self.requests)
 
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
@@ -50,7 +51,6 @@ class Steps:
         self.point_masses = None if isinstance(self.greedy, bool) or on_host(self.greedy) else self.greedy
 
         self.num_draft_tokens = rows - 1
-        self.offsets = torch.arange(rows, device=self.seeds.device)
         self.draft_token_ids = batch.draft_token_ids.clamp(0, self.vocab - 1).to(torch.int64)
         self.num_drafts = self.leading(self.draft_token_ids == batch.draft_token_ids)
 
