@@ -39,6 +39,8 @@ TITLES = {
     "straightforward": "PyTorch, uncompiled",
     "straightforward compiled": "PyTorch, compiled",
     "vllm": "vLLM",
+    "sglang": "SGLang",
+    "flashinfer": "FlashInfer",
     "triton one-hot": "`probabilistic`, one-hot drafts",
     "triton, top-p .95": "`probabilistic`, top-p .95",
 }
