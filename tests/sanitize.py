@@ -26,7 +26,7 @@ from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.launch import Plan
 from tests.differential import Case, case
-from tests.packing import in_slots, packed_rows, with_counts
+from tests.packing import fed_positions, in_slots, packed_rows, with_counts
 
 BATCH, DRAFTS = 6, 3
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
@@ -118,12 +118,13 @@ def packed(call: dict[str, Any], batch: Case, layout: str) -> dict[str, Any]:
     rows = packed_rows(with_counts(batch, counts), counts, dtype)
     of_requests = {name: value for name, value in call.items() if name not in ("positions", "draft_vocab_ids")}
     result = call | {name: in_slots(value, slots, 2 * BATCH) for name, value in of_requests.items()} | rows
-    result["slots"] = slots
+    result |= {"slots": slots, "positions": None, "row_positions": fed_positions(batch.positions, rows)}
+    result["draft_token_ids"] = rows["draft_token_ids"][:-1]
     if layout != "packed":
         result["row_starts"] = torch.tensor([-1, 2, 10**6, 3, 9, 9, 8], dtype=dtype)
         result["slots"] = torch.tensor([99, -1, 0, 3, 2**31 - 1, 0])
     if layout == "packed empty":
-        result |= {name: rows[name][:0].clone() for name in ("target_logits", "draft_token_ids")}
+        result |= {name: result[name][:0] for name in ("target_logits", "draft_token_ids", "row_positions")}
     return result
 
 

@@ -21,7 +21,7 @@ from specdecode.eager.sharded import ShardedRows
 from specdecode.sharding import Layout
 from tests.differential import assert_same_tokens, like_a_device
 from tests.differential import case as random_case
-from tests.packing import in_slots, packed_rows, with_counts
+from tests.packing import fed_positions, in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, groups, made_once, on_ranks
 from tests.test_fuzz import FLOATS, make_call, pick
 from tests.test_logprobs import assert_right
@@ -163,6 +163,8 @@ def test_packed_calls_give_the_bits_of_one_process(method, ranks_of):
         options = numbers_of(batch, draw, method, ("eager", "cpu"))
         by_slot = {n: v if n == "positions" else in_slots(v, slots, requests + 2) for n, v in options.items()}
         call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots}
+        if trial % 2 and (positions := call.pop("positions")) is not None:
+            call["row_positions"] = fed_positions(positions + 1, call)
         assert_equal(verified(ranks, method, call), sampler_of(method).packed(**call))
         starts = call["row_starts"].clone()
         starts[-1] += 99

@@ -503,7 +503,7 @@ def is_kernel(cell: Cell) -> bool:
 
 def is_own(cell: Cell) -> bool:
     """Tell whether a result is of this package's code, in any backend: not of PyTorch's operations or another engine."""
-    return not cell.provider.startswith(("straightforward", "vLLM", "vllm", "SGLang", "sglang", "FlashInfer", "flashinfer"))
+    return not cell.provider.lower().startswith(("straightforward", "vllm", "sglang", "flashinfer"))
 
 
 def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "3") -> str:

@@ -23,7 +23,7 @@ from tests.differential import case, like_a_device
 from tests.kernels.addresses import apart, inside
 from tests.kernels.common import DEVICE, SCHEDULE, given, impossible_drafts, memory_of_ones, needs_gpu, small
 from tests.kernels.test_block import in_question
-from tests.packing import in_slots, packed_rows, with_counts
+from tests.packing import fed_positions, in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, made_once
 
 NAN, INF = float("nan"), float("inf")
@@ -575,7 +575,8 @@ def test_residuals_of_packed_requests_are_summed_on_the_ranks_that_have_them(bou
     counts, slots = [2, 0, 1, 2], torch.tensor([3, 0, 4, 1])
     batch = in_question(4, 2, bounds[0][-1], torch.bfloat16)
     by_slot = {name: in_slots(getattr(batch, name), slots, 5) for name in ("draft_logits", "temperature", "seeds")}
-    call = packed_rows(with_counts(batch, counts), counts) | by_slot | {"slots": slots, "positions": batch.positions}
+    rows = packed_rows(with_counts(batch, counts), counts)
+    call = rows | by_slot | {"slots": slots, "row_positions": fed_positions(batch.positions, rows)}
     assert_ranks_agree(ranks_of(*bounds), partial(packed_of, "block"), call)
 
 
