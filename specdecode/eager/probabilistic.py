@@ -68,7 +68,9 @@ def logprobs(
     sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature)).sum(dim=-1, keepdim=True)
     if rows.outside is not None:
         sums[-1, ..., 0] += rows.outside
-    is_first = None if rows.first is None else rows.first == token_ids
+    is_first = None
+    if rows.first is not None:  # 1 or 0: beside a bool a GPU would cast each argument of `logprob`
+        is_first = torch.eq(rows.first, token_ids, out=torch.empty_like(rows.row_max))
     result, is_empty = logprob(logit, rows.row_max, temperature, sums, is_first), rows.row_max[0, ..., 0] == -torch.inf
     if greedy is not None and is_first is not None:
         result = torch.where(greedy[..., None], is_first.log(), result)

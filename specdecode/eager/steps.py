@@ -130,7 +130,7 @@ class Steps:
 def seeds_and_positions(batch: RowBatch | VerificationBatch, requests: Tensor) -> tuple[Tensor, Tensor]:
     """Return every request's seed and position, [batch] int64, given 0, 1, ..."""
     seeds = batch.seeds if isinstance(batch.seeds, Tensor) else requests + batch.seeds
-    return seeds, torch.zeros_like(requests) if batch.positions is None else batch.positions
+    return seeds, requests[:1].expand_as(requests) if batch.positions is None else batch.positions  # zeros, and no kernel
 
 
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tensor, Tensor | bool]:
