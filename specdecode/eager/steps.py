@@ -130,7 +130,9 @@ class Steps:
 def seeds_and_positions(batch: RowBatch | VerificationBatch, requests: Tensor) -> tuple[Tensor, Tensor]:
     """Return every request's seed and position, [batch] int64, given 0, 1, ..."""
     seeds = batch.seeds if isinstance(batch.seeds, Tensor) else requests + batch.seeds
-    return seeds, requests[:1].expand_as(requests) if batch.positions is None else batch.positions  # zeros, and no kernel
+    if batch.positions is None:
+        return seeds, requests[:1].expand_as(requests)  # zeros, for which a GPU launches nothing
+    return seeds, batch.positions
 
 
 def row_temperature(temperature: Tensor | float, *logits: Tensor) -> tuple[Tensor, Tensor | bool]:
