@@ -57,7 +57,17 @@ def draw(seeds, positions, index, offset, domain):
     words = torch.zeros(requests, 2, count, dtype=torch.int64, device=DEVICE)
     floats = torch.zeros(requests, 3, count, device=DEVICE)
     uniforms, exponentials = floats[:, :2].contiguous(), floats[:, 2].contiguous()
-    of_requests = Requests(None, 0, integers[0], False, 0, integers[1], 0, 0)
+    of_requests = Requests(
+        temperature_ptr=None,
+        temperature=0,
+        seeds_ptr=integers[0],
+        SEEDS_BY_REQUEST=False,
+        first_seed=0,
+        positions_ptr=integers[1],
+        row_positions_ptr=None,
+        block_domain=0,
+        token_domain=0,
+    )
     index = torch.tensor(index, dtype=torch.int32, device=DEVICE)
     run_kernel(
         draw_kernel, requests, Numbers(of_requests, index, words, uniforms, exponentials, offset, domain, count, count)
