@@ -13,7 +13,8 @@ def speed_up() -> None:
     """Change Triton's interpreter, once per process."""
     from triton.runtime import interpreter
 
-    parts = ("_patch_lang", "_patch_lang_tensor", "GridExecutor", "ReduceOps", "_get_np_dtype", "interpreter_builder")
+    parts = ("_patch_attr", "_patch_lang", "_patch_lang_tensor", "GridExecutor", "ReduceOps", "_get_np_dtype")
+    parts += ("interpreter_builder", "interpreter_semantic")
     if hasattr(interpreter, "is_faster") or not all(hasattr(interpreter, part) for part in parts):
         return
     interpreter.is_faster = True
@@ -21,6 +22,8 @@ def speed_up() -> None:
     reduce_whole_tensors(interpreter)
     look_up_types_once(interpreter)
     describe_types_once()
+    call_operations_directly(interpreter)
+    agree_on_types_once(interpreter.interpreter_semantic)
     leave_out_what_is_not_asserted(interpreter.interpreter_builder)
     count_with_any_scalar(interpreter)
 
@@ -142,6 +145,60 @@ def describe_types_once() -> None:
 
     core.block_type.__init__, core.tensor.__init__, core.tuple.__init__ = init_type, init_tensor, init_tuple
     core.tuple.type = property(type_of_tuple, lambda self, type: vars(self).update(its_type=type))
+
+
+def call_operations_directly(interpreter: Any) -> None:
+    """Call operations of `triton.language` without asking each time whether they are called inside a kernel."""
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, operation = interpreter.interpreter_semantic, getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return operation(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def agree_on_types_once(semantic: Any) -> None:
+    """Let operands of one type pass as they are, and make the tensor of a number once for each type that it meets.
+
+    For every operation Triton works out the type of the result, casts both operands to it and gives them one shape, which
+    changes nothing where they are of one type already.
+    """
+    check, check_bits = semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl
+    broadcast = semantic.broadcast_impl_value
+    are_plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
+    of_numbers: dict[tuple, Any] = {}
+
+    def check_operands(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
+        is_number, kinds = [type(side) in (bool, int, float) for side in (lhs, rhs)], (type(lhs), type(rhs))
+        if not any(is_number):
+            if lhs.type.name == rhs.type.name and lhs.dtype.name in are_plain:
+                return lhs, rhs
+        elif not all(is_number):
+            number, tensor = (lhs, rhs) if is_number[0] else (rhs, lhs)
+            key = kinds, repr(number), tensor.type.name, flags, *named.items()
+            if key in of_numbers:
+                return (of_numbers[key], rhs) if is_number[0] else (lhs, of_numbers[key])
+            first, second = check(lhs, rhs, *flags, **named)
+            if (second if is_number[0] else first) is tensor:  # it is not cast
+                of_numbers[key] = first if is_number[0] else second
+            return first, second
+        return check(lhs, rhs, *flags, **named)
+
+    def check_integers(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        lhs, rhs = check_operands(lhs, rhs)
+        are_alike = lhs.type.name == rhs.type.name and lhs.dtype.is_int()
+        return (lhs, rhs) if are_alike else check_bits(lhs, rhs)
+
+    def broadcast_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.type.name == rhs.type.name else broadcast(lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl = check_operands, check_integers
+    semantic.broadcast_impl_value = broadcast_values
 
 
 def leave_out_what_is_not_asserted(builder: Any) -> None:

@@ -2,8 +2,8 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a small and a large
-batch with draft logits take. What is in Triton's cache is not compiled again.
+to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a large batch with draft
+logits takes, and a small one of `block`. What is in Triton's cache is not compiled again.
 """
 
 import sys
@@ -67,7 +67,7 @@ def compile_all(methods: list[str], few: bool = False) -> None:
     for method in methods:
         sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
         if few:
-            for size in (1, 512):
+            for size in (1, 512) if method == "block" else (512,):
                 sampler(*[each.expand(size, *each.shape[1:]) for each in (target, ids, draft)], seeds=0)
         else:
             for logits, logsumexp in ((draft, None), (draft, torch.zeros(1, DRAFTS)), (None, None)):

@@ -68,3 +68,39 @@ def test_types_are_described_as_triton_describes_them():
     pair = tl.tuple([tl.tensor(0, tl.int32), tl.tensor(0, tl.float32)])
     assert pair.type.types == [tl.int32, tl.float32]
     assert (pair + tl.tuple([tl.tensor(0, tl.int64)])).type.types == [tl.int32, tl.float32, tl.int64]
+
+
+class Operands(NamedTuple):
+    """Numbers of three types, and what operations make of them."""
+
+    floats_ptr: Pointer  # [4] float32
+    integers_ptr: Pointer  # [4] int32
+    longs_ptr: Pointer  # [4] int64
+    results_ptr: Pointer  # [13, 4] float64
+
+
+@triton.jit
+def operate_kernel(operands):
+    lanes = tl.arange(0, 4)
+    x, i = tl.load(operands.floats_ptr + lanes), tl.load(operands.integers_ptr + lanes)
+    n, scalar = tl.load(operands.longs_ptr + lanes), tl.load(operands.integers_ptr)
+    results = (
+        *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),
+        *(i >> 1, (i < scalar).to(tl.int32) | (i > 0), tl.where(i > 0, n, scalar)),
+    )
+    for index in tl.static_range(len(results)):
+        tl.store(operands.results_ptr + index * 4 + lanes, results[index].to(tl.float64))
+
+
+def test_operands_of_all_types_give_what_they_should_again_and_again():
+    x, i, n = torch.tensor([0.5, -2, 3, 1e-30]), torch.tensor([7, -5, 0, 9]).int(), torch.tensor([2**40, -1, 6, 3])
+    want = [
+        *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),
+        *(i >> 1, (i < i[0]) | (i > 0), torch.where(i > 0, n, i[0])),
+    ]
+    for _ in range(2):  # what is kept from the first time is used in the second
+        results = torch.full((13, 4), torch.nan, dtype=torch.float64, device=DEVICE)
+        run_kernel(operate_kernel, 1, Operands(*[each.to(DEVICE) for each in (x, i, n)], results))
+        for got, expected in zip(results.cpu(), want, strict=True):
+            assert torch.equal(got, expected.double())
+            assert torch.equal(got.signbit(), expected.double().signbit())
