@@ -2,8 +2,8 @@
 
 Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
 may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a large batch with draft
-logits takes, and a small one of `block`. What is in Triton's cache is not compiled again.
+to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a large batch with
+draft logits takes, and a small one of `block`. What is in Triton's cache is not compiled again.
 """
 
 import sys
