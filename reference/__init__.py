@@ -1,13 +1,13 @@
 """The text-book version: every algorithm of specdecode for one request, in NumPy and float64.
 
 The setting. A language model, the *target*, produces one token per call: it turns the tokens so far into logits, and
-the token is drawn from p = softmax(logits / temperature). A cheaper model, the *draft*, proposes the next K tokens,
+the token is drawn from p = softmax(logits / temperature). A cheaper *draft model* proposes the next K tokens, the *drafts*,
 each drawn from its own distribution q. The target then scores all of them in a single call, which gives K + 1 rows of
 logits. Row i, counted from 0, is the target's distribution of the token at the position of draft i, given the text and
 drafts 0 to i - 1. The last row is that of the token after all drafts.
 
-*Verification* accepts the first n drafts, for some n from 0 to K, and adds one token: a *recovered* token where draft n
-was rejected, a *bonus* token where all K were accepted. It must not change the distribution of the text: the tokens
+*Verification* accepts the first tau drafts, for some tau from 0 to K, and adds one token: a *recovered* token where draft
+tau was rejected, a *bonus* token where all K were accepted. It must not change the distribution of the text: the tokens
 must be distributed as if the target alone had drawn them. The more drafts it accepts, the fewer calls of the target a
 text needs.
 

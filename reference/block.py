@@ -2,10 +2,10 @@
 
 Token verification stops at the first draft that it rejects. It does not look at the drafts after that one, although
 they may be so much more likely under p than under q that the drafts up to them need not be rejected. Block verification
-looks at them: it follows a *running ratio*. Let p and q be the distributions given the text and the drafts so far. Start
-with c_0 = 1, and after draft x_i let
+looks at them: it follows a *running ratio*. Count drafts from 0: x_0 ... x_{K-1}. Let p and q be the distributions given the
+text and the drafts so far. Start with c_0 = 1, and after draft x_i let
 
-    c_i = min(1, c_{i-1} p(x_i) / q(x_i)).
+    c_{i+1} = min(1, c_i p(x_i) / q(x_i)).
 
 Let tau be the number of accepted drafts. The rule is: P(tau >= i, given the first i drafts) = c_i. For i < K the next token
 v is drafted from q, so tau >= i + 1 has the probability
@@ -36,9 +36,9 @@ the first step rejected, and the output would not be distributed as the target. 
 draft's offset in the step is part of the counter, as the index of the accept noise and in the domains of the draft's
 own noise ([`draft_domains`][reference.block.draft_domains]).
 
-For a deterministic drafter, q(x) = 1, no sum is needed: A_i = c_i (1 - p(x_{i+1})), and the number of accepted drafts
+For a deterministic drafter, q(x) = 1, no sum is needed: A_i = c_i (1 - p(x_i)), and the number of accepted drafts
 has the same distribution as in token verification. Left out: several draft paths. Source: Sun et al., "Block
-verification accelerates speculative decoding" (2024), algorithm 2, where the running ratio is called p_i.
+verification accelerates speculative decoding" (2024), algorithm 2, where drafts count from 1 and c_i is called p_i.
 """
 
 import numpy as np
@@ -61,7 +61,7 @@ def draft_domains(offset: int) -> tuple[int, int]:
 
 
 def running_ratio(before, target_prob, draft_prob):
-    """Return c_i = min(1, c_{i-1} p(x_i) / q(x_i)), and 0 if p(x_i) or q(x_i) is 0.
+    """Return c_{i+1} = min(1, c_i p(x_i) / q(x_i)), and 0 if p(x_i) or q(x_i) is 0; `before` is c_i.
 
     A draft with p > q makes up for earlier drafts with p < q, but not for later ones, because of the minimum:
 

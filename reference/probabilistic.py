@@ -74,10 +74,10 @@ def expected_tokens(alpha, num_draft_tokens: int):
 
 
 def spread(draft_logits, draft_vocab_ids, vocab_size: int):
-    """Return a draft's row over the target's tokens, where the draft has tokens of its own: -inf where it has none.
+    """Return a draft row over the target's tokens, where the draft model has tokens of its own: -inf where it has none.
 
-    Draft token i is the target's token draft_vocab_ids[i]. Then q(v) = 0 for every token v that the draft lacks, and nothing
-    above asks for more. A row that is truncated is truncated before.
+    Draft id i is the target's token draft_vocab_ids[i]. Then q(v) = 0 for every token v that the draft model lacks, and
+    nothing above asks for more. A row that is truncated is truncated before.
 
     >>> spread([0.5, 1.5], draft_vocab_ids=[3, 1], vocab_size=4).tolist()
     [-inf, 1.5, -inf, 0.5]

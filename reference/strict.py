@@ -4,11 +4,11 @@ The target's sample y at each position is a function of its logits, the seed and
 equals y. Otherwise reject it and emit y. So the output equals, token for token, the output of plain seeded sampling,
 whatever the drafter does. Exactness follows at once.
 
-How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p_j q_j, which is small. But a
+How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p(j) q(j), which is small. But a
 drafter may use the same Gumbel noise as the target. Where p and q are close, the same token then has the largest score
 in both: this is the Gumbel coupling. Verification does not need q for it. Let TV be the total variation between p and q.
-However x is drawn from q and y from p, the probability that they are equal is at most 1 - TV = sum_j min(p_j, q_j). With
-one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it
+However x is drawn from q and y from p, the probability that they are equal is at most 1 - TV = sum_j min(p(j), q(j)).
+With one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it
 may be less.
 
 Left out: draft logits, which this method does not use. Source: Daliri, Musco, Suresh, "Coupling without communication and
@@ -25,10 +25,10 @@ from reference.truncation import Sampling, truncate_rows
 def match_probabilities(target_weights, draft_weights):
     """Return, for each token j, the probability that target and draft both select j with shared Gumbel noise.
 
-    A Gumbel number is G_i = -log E_i with E_i exponential, so the token with the largest log p_i + G_i is the one with
-    the smallest E_i / p_i (an exponential race). Token j is selected by both if and only if E_i > E_j max(p_i / p_j,
-    q_i / q_j) for every other i. Given E_j, this has probability exp(-E_j sum_{i != j} max(...)). Integrated over the
-    exponential E_j it is 1 / sum_i max(p_i / p_j, q_i / q_j), where the term of i = j is 1. The weights need not be
+    A Gumbel number is G_i = -log E_i with E_i exponential, so the token with the largest log p(i) + G_i is the one with
+    the smallest E_i / p(i) (an exponential race). Token j is selected by both if and only if E_i > E_j max(p(i) / p(j),
+    q(i) / q(j)) for every other i. Given E_j, this has probability exp(-E_j sum_{i != j} max(...)). Integrated over the
+    exponential E_j it is 1 / sum_i max(p(i) / p(j), q(i) / q(j)), where the term of i = j is 1. The weights need not be
     normalised.
 
     >>> from fractions import Fraction as F

@@ -7,8 +7,8 @@ In this order of rules, p = softmax(logits / T):
 
 1. min_p: keep v iff p(v) >= min_p max p.
 2. top_k: of these keep the first k; of equal logits those with lower ids.
-3. top_p: of these keep v iff the mass before it is less than top_p times their whole mass. So the token that reaches
-   top_p is kept, and the mass kept is at least that share.
+3. top_p: of these keep v iff the mass (sum of probabilities) before it is less than top_p times their whole mass. So the
+   token that reaches top_p is kept, and the mass kept is at least that share.
 
 At least one token is kept. The rest of this package needs no other change than this: a logit beyond the cutoff becomes
 -inf. Then softmax gives the truncated distribution p', normalised over what is kept, and every method is exact for p' as it
@@ -83,7 +83,7 @@ def num_kept(logprobs, sampling: Sampling) -> Choice:
 
 
 def truncate(logits, sampling: Sampling):
-    """Return the logits with -inf in place of what is left out, and the margin of that decision.
+    """Return the logits with -inf where a token is left out, and the margin of that decision.
 
     >>> truncate(np.log([0.1, 0.4, 0.2, 0.3]), Sampling(top_p=0.65))[0].round(3).tolist()
     [-inf, -0.916, -inf, -1.204]

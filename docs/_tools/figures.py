@@ -1,7 +1,7 @@
 """Drawings that explain, as a fence.
 
 `step` is one verification step, `launches` what a step launches, `schedule` the order in which rows are read, `packed` where
-the rows and the state of requests are, `shards` a step on two ranks.
+the rows and the state of requests are, `shards` a step on two ranks, `level` which tokens may be the last one kept.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from reference import greedy  # noqa: TID251 - the reference computes what figur
 from reference.block import running_ratio  # noqa: TID251
 from reference.philox import Domain, uniform  # noqa: TID251
 from reference.probabilistic import acceptance_probability, accepts, residual  # noqa: TID251
+from reference.truncation import Sampling, cutoff, token_order  # noqa: TID251
 
 
 def figure_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
@@ -489,6 +490,7 @@ def noise_figure() -> str:
     seed, positions, token = 7, (12, 13, 14), 0
     columns = [136 + 44 * i for i in range(3)]
     parts.append(text(4, 84, f"u at seed {seed}, index {token}", "label", "start"))
+    parts.append(text(columns[1], 70, "position", "small muted"))
     for column, position in zip(columns, positions):
         parts.append(text(column, 84, str(position), "small muted"))
     uses = [294, 386]
@@ -681,8 +683,9 @@ def band_figure() -> str:
     for log_uniform in (np.log(0.9), np.log(0.2) + 2e-5, np.log(0.2) - 3e-3, np.log(0.05)):
         decision = accepts(log_uniform, np.log(0.1), np.log(0.5))
         slack = decision.margin if decision.index else -decision.margin
-        parts += [mark(x_of(slack), y - 14, "s1"), text(x_of(slack), y - 26, f"{decision.margin:.1g}", "small")]
-        told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.1g} nats")
+        label = f"{slack:.2g}".replace("-", "−", 1) if slack < 0 else f"{slack:.2g}"
+        parts += [mark(x_of(slack), y - 14, "s1"), text(x_of(slack), y - 26, label, "small")]
+        told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.2g} nats")
     parts.append(text(middle, y + 40, "log p(x) − log q(x) − log u, in nats (logarithmic on both sides)", "label"))
     return picture(
         parts,
@@ -690,6 +693,51 @@ def band_figure() -> str:
         "Accept decisions and the rounding band",
         f"Four decisions about a draft with p = 0.1 and q = 0.5: {', '.join(told)}. Only the one within 0.0001 nats of 0 "
         "may be different in another backend.",
+    )
+
+
+LEVEL_ROW = ((3, 1, 0, 2), (7, 2, 6, 1), (2, 4, 1, 0), (1, 8, 3, 5), (5.5, 0, 2, 1), (1, 2, 2.5, 0))
+"""Logits in blocks of four."""
+
+
+def level_figure() -> str:
+    """Draw the maxima of blocks, the level that k of them reach, and the tokens from the level on."""
+    k, left, pitch, width, bottom, unit = 3, 40, 66, 54, 170, 16
+    level = sorted(map(max, LEVEL_ROW))[-k]
+    logits = np.array(LEVEL_ROW, dtype=float).ravel()
+    last = cutoff(logits, Sampling(top_k=k))
+    kept = set(token_order(logits)[:k].tolist())
+    parts = [text(4, 14, f"top_k = {k}; bars: largest logit of each block", "label", "start")]
+    for logit in (0, 4, 8):
+        parts += [text(left - 8, bottom - unit * logit + 4, str(logit), "tick", "end")]
+    for block, row in enumerate(LEVEL_ROW):
+        x, height, is_read = left + pitch * block, unit * max(row), max(row) >= level
+        parts.append(rect(x, bottom - height, width, height, "box row" if is_read else "box unread", 1))
+        parts.append(text(x + width / 2, bottom + 15, f"block {block}", "tick"))
+        parts.append(text(x + width / 2, bottom + 30, *(("read", "small") if is_read else ("not read", "small muted"))))
+        for index, logit in enumerate(row):
+            if logit < level:
+                continue
+            token, at, y = len(row) * block + index, x + 9 + 12 * index, bottom - unit * logit
+            parts.append(mark(at, y, "s1" if token in kept else "s3"))
+            if token == last:
+                parts.append(f'<circle cx="{at:.1f}" cy="{y:.1f}" r="8" class="ring"/>')
+    y, end = bottom - unit * level, left + pitch * len(LEVEL_ROW)
+    parts += [path([(left, bottom), (end, bottom)], "axis"), path([(left, y), (end, y)], "line s0")]
+    parts.append(text(end, y - 6, f"level θ = {level:g}", "small", "end"))
+    candidates = [token for token in range(logits.size) if logits[token] >= level]
+    y = bottom + 52
+    parts += [mark(left, y, "s1"), text(left + 9, y + 4, "kept", "small", "start")]
+    parts += [mark(left + 66, y, "s3"), text(left + 75, y + 4, "candidate, not kept", "small", "start")]
+    parts += [f'<circle cx="{left + 206}" cy="{y}" r="7" class="ring"/>']
+    parts.append(text(left + 218, y + 4, f"cutoff: token {last}, logit {logits[last]:g}", "small", "start"))
+    return picture(
+        parts,
+        y + 10,
+        "A level, and the candidates above it",
+        f"Six blocks of four tokens. {k} block maxima are at least {level:g}; these blocks are read. The candidates, with "
+        f"logits of {level:g} or more, are the tokens {', '.join(map(str, candidates))}; the first {k} in the order are "
+        f"kept, and token {last} with the logit {logits[last]:g} is the cutoff.",
     )
 
 
@@ -748,5 +796,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "block-tree": block_tree_figure,
     "block-bars": block_bars_figure,
     "band": band_figure,
+    "level": level_figure,
     "shards": shards_figure,
 }
