@@ -66,9 +66,9 @@ SHOWN_TOKENS = 64
 
 EXPLANATION = f"""\
 first four rows: strict generated the texts; all four decided on its drafts
-accepted: drafts accepted per step, on average
-difference: from probabilistic, with its standard error over the steps
-positions: steps that accepted the 1st draft, the first 2, ..., in %
+accepted per step: drafts, on average
+vs probabilistic: the difference, with its standard error over the steps
+accepted through draft: share of steps that accepted it and all before it
 calls saved: a call of the target gives 1 + accepted tokens instead of 1
 synthetic: accepts by a schedule of mean rate {MEAN_RATE}, whatever the logits are
 prompt lookup: strict, with drafts from the text so far, where it has any
@@ -417,7 +417,9 @@ def acceptance_table(methods: dict[str, torch.Tensor], others: dict[str, torch.T
         box=SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    for heading in ("method", "accepted", "difference", "positions", "calls saved"):
+    numbers = " ".join(str(i + 1) for i in range(num_draft_tokens))
+    through = f"accepted through\ndraft {numbers}, %"
+    for heading in ("method", "accepted\nper step", "vs\nprobabilistic", through, "calls\nsaved"):
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     for name, accepted in (methods | others).items():
         if name == next(iter(others)):

@@ -78,11 +78,12 @@ def hear_notes(listened, others, exchange):
 
 
 @triton.jit
-def keep_known(index, row_max, notes, rank, token, other, other_rank, workspace, exchange):
+def keep_known(index, largest, notes, token, other, other_rank, workspace, exchange):
     """Keep what is known of a row: its maximum and the token, its draft, and the first largest token of the other row.
 
-    Given what each rank noted of it, and which has its maximum, and that of the other row.
+    Given the maximum and the rank that has it, what each rank noted of the row, and which has the other row's maximum.
     """
+    row_max, rank = largest
     draft_logits, firsts, other_logits, _ = notes
     known_ptr = workspace.known_ptr + index * KNOWN
     tl.store(known_ptr, row_max)
@@ -133,13 +134,13 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
             first = at(noted[1], rank)
-            keep_known(draft_index, draft_max, draft_noted, draft_rank, token, first, rank, workspace, exchange)
+            keep_known(draft_index, (draft_max, draft_rank), draft_noted, token, first, rank, workspace, exchange)
             if inputs.drafts.cutoff_ptr is not None:
                 tl.store(workspace.progress_ptr + draft_index * PROGRESS + GIVEN, tl.max(draft_noted[3], 0))
             other, other_rank = at(draft_noted[1], draft_rank), draft_rank
     # Nothing is waited for any more. Before, a large launch that does not fit would keep all launches of other groups back.
     admit_next_launch(exchange.OVERLAPS)
-    keep_known(index, row_max, noted, rank, token, other, other_rank, workspace, exchange)
+    keep_known(index, (row_max, rank), noted, token, other, other_rank, workspace, exchange)
     return token
 
 

@@ -1,6 +1,6 @@
 """Block verification in Triton: accept the longest block of drafts that passes.
 
-    c_i = min(1, c_{i-1} p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
+    c_{i+1} = min(1, c_i p(x_i) / q(x_i))    h_i = A_i / (A_i + 1 - c_i)    A_i = sum max(0, c_i p - q)
 
 The accepted number is the largest i with eta_i <= h_i, and h_i <= c_i <= 1. So most i are decided without reading logits: i
 is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and eta_i <= c_i; and A_i is known if p or q is a
@@ -38,10 +38,18 @@ from specdecode.kernels.residual import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import INFINITY, LOG2_E, draft_row_at, load_logit, load_temperature, target_row_at
+from specdecode.kernels.rows import (
+    INFINITY,
+    LOG2_E,
+    both_rows_at,
+    draft_row_at,
+    load_logit,
+    load_temperature,
+    target_row_at,
+)
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, load_empty, load_stop
-from specdecode.kernels.statistics import at, load_statistics, sum_in_order, target_statistics
+from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 
@@ -73,11 +81,11 @@ def shared_logprob(place, terms, inputs, workspace, sizes):
     if p.one_hot >= 0:
         logit = 0.0
         if inputs.draft.ptr is not None:
-            draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
+            draft_row = draft_row_at(place, inputs, workspace, sizes)
             logit = load_logit(draft_row, p.one_hot, q.one_hot < 0)
         shared = logprob(logit, p.one_hot, q, place.temperature)
     elif residual.subtracted >= 0:
-        row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
+        row = target_row_at(place, inputs, workspace, sizes)
         is_token = True
         if workspace.places_ptr is not None:
             is_token = residual.subtracted != NO_PLACE
@@ -180,7 +188,8 @@ def decide_kernel(inputs, workspace, sizes, tuning):
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
+    place = Place(request, offset, None, load_key(inputs.requests, request), temperature)
+    uniforms = uniform(place.key, counts - 1, counts - 1, ACCEPT)
     log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
     admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
@@ -196,9 +205,9 @@ def decide_kernel(inputs, workspace, sizes, tuning):
             # From the row up to which all is accepted the token is drawn, if no more is.
             stops = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if tuning.SUMMED != ALL:
-                rest = load_residual(numbers_ptr, at(log_c, offset))
+                residual = load_residual(numbers_ptr, at(log_c, offset))
                 decision, wanted, stops = decide_by_blocks(
-                    decision, wanted, stops, mass, rest, request, offset, temperature, inputs, workspace, sizes, tuning
+                    decision, wanted, stops, mass, residual, place, inputs, workspace, sizes, tuning
                 )
             if tuning.SUMMED != OPEN_ONES:
                 wanted |= stops
@@ -209,9 +218,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def decide_by_blocks(
-    decision, wanted, may_stop, least, residual, request, offset, temperature, inputs, workspace, sizes, tuning
-):
+def decide_by_blocks(decision, wanted, may_stop, least, residual, place, inputs, workspace, sizes, tuning):
     """Return what few blocks decide about a number of drafts, and whether its residual is to be summed, to decide or draw.
 
     If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
@@ -220,17 +227,15 @@ def decide_by_blocks(
     if tuning.SUMMED == SPREAD:
         is_seen |= may_stop
     if is_seen:
-        statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
-        block_sums = relative_sums(residual.row_max, statistics, temperature)
+        statistics = load_target_statistics(place, workspace, sizes)
+        block_sums = relative_sums(residual.row_max, statistics, place.temperature)
         if tuning.SUMMED == SPREAD:
             is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * LARGEST_PART
             may_stop &= is_spread
             is_seen = wanted & (is_spread == 0)
         if tuning.ROUNDS > 0:
             if is_seen:
-                decision = decide_by_bounds(
-                    least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning
-                )
+                decision = decide_by_bounds(least, residual, block_sums, place, inputs, workspace, sizes, tuning)
                 wanted = decision == OPEN
     return decision, wanted, may_stop
 
@@ -244,23 +249,22 @@ def load_residual(numbers_ptr, log_c):
 
 
 @triton.jit
-def decide_by_bounds(least, residual, block_sums, request, offset, temperature, inputs, workspace, sizes, tuning):
+def decide_by_bounds(least, residual, block_sums, place, inputs, workspace, sizes, tuning):
     """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
 
     No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
     would not be with all that is left. If `ROUNDS` of them do not decide, it stays open.
     """
-    row = target_row_at(request, offset, inputs, workspace, sizes)
-    draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
+    rows, temperature = both_rows_at(place, inputs, workspace, sizes), place.temperature
     block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
     left = tl.sum(block_sums, 0)
     margin = left * SLACK  # `left` becomes a difference, and is rounded
     top, remaining = take_top(keys_of(block_sums, sizes), tuning)
-    top_target, top_draft = load_both(inputs, row, draft_row, blocks_of(top, sizes), tuning.LANES)
+    top_target, top_draft = load_both(inputs, rows, blocks_of(top, sizes), tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+    target, draft = load_both(inputs, rows, blocks, tuning.LANES)
     found = tl.sum(residual_sums(top_target, top_draft, residual, temperature), 0)
     left -= tl.sum(least_of(top, sizes), 0)
     enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
@@ -271,7 +275,7 @@ def decide_by_bounds(least, residual, block_sums, request, offset, temperature, 
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         largest = tl.max(remaining, 0)
         blocks = blocks_of(largest, sizes)
-        next_target, next_draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+        next_target, next_draft = load_both(inputs, rows, blocks, tuning.LANES)
         found += tl.sum(residual_sums(target, draft, residual, temperature), 0)
         enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
         target, draft = next_target, next_draft
@@ -280,13 +284,11 @@ def decide_by_bounds(least, residual, block_sums, request, offset, temperature, 
 
 @triton.jit
 def listed_residual(request, offset, inputs, workspace, sizes):
-    """Return what it takes to sum a listed residual: the `Residual`, T, and both rows."""
+    """Return what it takes to sum a listed residual: the `Residual`, both rows, and T."""
     numbers_ptr = numbers_at(workspace, request, offset, sizes)
     residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-    temperature = load_temperature(inputs.requests, request)
-    row = target_row_at(request, offset, inputs, workspace, sizes)
-    draft_row = draft_row_at(request, offset, inputs, workspace, sizes)
-    return residual, temperature, row, draft_row
+    place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
+    return residual, both_rows_at(place, inputs, workspace, sizes), place.temperature
 
 
 @triton.jit
@@ -297,9 +299,9 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         request, offset = listed_place(share // chunks, workspace, sizes)
-        residual, temperature, row, draft_row = listed_residual(request, offset, inputs, workspace, sizes)
+        residual, rows, temperature = listed_residual(request, offset, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature)
         sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)
@@ -335,8 +337,8 @@ def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
     """Return that the draft at a place is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+    row = target_row_at(place, inputs, workspace, sizes)
+    statistics = load_target_statistics(place, workspace, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)

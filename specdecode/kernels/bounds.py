@@ -13,7 +13,7 @@ from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.rows import INFINITY, LARGEST
 from specdecode.kernels.state import post_acceptance
-from specdecode.kernels.statistics import draft_statistics, load_statistics, target_statistics
+from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.truncation import load_draft_limits, load_limits, weights_of_maxima
 
@@ -81,7 +81,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
         is_sure = accepted & (temperature == 0)
     else:
         limits = load_limits(inputs.limits, place.request, sizes)
-        block_max, _ = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        block_max, _ = load_target_statistics(place, workspace, sizes)
         log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
         log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
         accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
@@ -93,8 +93,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
             is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
             if inputs.drafts.logsumexp_ptr is None:
                 if is_sure:
-                    statistics_ptr = draft_statistics(workspace, place.request, place.offset, sizes)
-                    block_max, _ = load_statistics(statistics_ptr, True, sizes)
+                    block_max, _ = load_draft_statistics(place, True, workspace, sizes)
                     q_max, q_sumexp = terms.q.row_max, tl.exp(terms.q.log_sum)
                     log_draft_kept = log_least_kept(block_max, q_max, q_sumexp, temperature, limits, sizes)
             else:  # it tells the mass of what is kept, but not what that is

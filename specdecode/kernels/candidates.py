@@ -237,24 +237,24 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
 
 
 @triton.jit
-def cut_candidates(list_ptr, found, level, is_floor, unseen, p, temperature, limits, sizes, MOST: tl.constexpr):
+def cut_candidates(list_ptr, found, level, unseen, summary, sizes, MOST: tl.constexpr):
     """Return the last candidate that is kept, a number in their order; and whether that is all that is kept.
 
     And whether it could be, from a lower level on: not if top-p keeps more tokens than can be compared.
     """
-    top_k, top_p, min_p = limits
-    row_max, total, scale = p.row_max, p.sumexp, base_2_scale(temperature)
+    top_k, top_p, min_p = summary.limits
+    row_max, total, scale = summary.p.row_max, summary.p.sumexp, base_2_scale(summary.temperature)
     logits, _, order = load_candidates(list_ptr, 0, found, MOST)
     rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
-    passed = (logits > -INFINITY) & (scaled(logits, row_max, temperature) >= tl.log(min_p))
+    passed = (logits > -INFINITY) & (scaled(logits, row_max, summary.temperature) >= tl.log(min_p))
     in_top_k = passed & (rank < top_k)
     weights = tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0)
     number, parts = tl.reduce((passed.to(tl.int32), in_parts(weights)), 0, add_both)
     mass = mass_of(parts)
-    is_complete = is_floor | (number < found) | (number >= top_k)
+    is_complete = (level.logit <= summary.floor) | (number < found) | (number >= top_k)
     missing = tl.where(is_complete, 0, top_k - number)
-    level_weight = tl.exp2((level - row_max) * scale)
-    lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, limits, sizes)
+    level_weight = tl.exp2((level.logit - row_max) * scale)
+    lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, summary.limits, sizes)
     kept = in_top_k & ((mass_before < top_p * lower) | (rank == 0))
     kept_at_most = in_top_k & ((mass_before < top_p * upper) | (rank == 0))
     num_kept, most = tl.reduce((kept.to(tl.int32), kept_at_most.to(tl.int32)), 0, add_both)

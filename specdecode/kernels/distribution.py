@@ -23,7 +23,7 @@ from specdecode.kernels.rows import (
     scaled,
     target_row_at,
 )
-from specdecode.kernels.statistics import load_statistics, sum_blocks, sum_in_order, target_statistics
+from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Distribution
 
 
@@ -53,9 +53,8 @@ def combine_below(row_max, statistics, row, temperature, sizes):
 @triton.jit
 def target_distribution(place, inputs, workspace, sizes):
     """Return the target row at a place, and its distribution."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-    return row, combine(statistics, row, place.temperature, sizes)
+    row = target_row_at(place, inputs, workspace, sizes)
+    return row, combine(load_target_statistics(place, workspace, sizes), row, place.temperature, sizes)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from specdecode.kernels.block import stop_of
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
-from specdecode.kernels.packed import locate
+from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.rows import INFINITY, load_temperature
 from specdecode.kernels.selection import noise_at, sample
@@ -41,9 +41,15 @@ from specdecode.kernels.values import Place
 
 
 @triton.jit
-def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
+def with_draft(place, offset, token):
+    """Return the place of a request at an offset, with the draft there."""
+    return Place(place.request, offset, token, place.key, place.temperature)
+
+
+@triton.jit
+def emit_sample(place, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
-    place = Place(request, 0, -1, key, temperature)
+    request = place.request
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
     raw = load_raw_statistics(place, workspace, sizes)
@@ -51,8 +57,8 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
     tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
     if outputs.logsumexp_ptr is not None:
         logsumexp = 0.0
-        if temperature > 0:
-            logsumexp = p.row_max / temperature + p.log_sum
+        if place.temperature > 0:
+            logsumexp = p.row_max / place.temperature + p.log_sum
         tl.store(outputs.logsumexp_ptr + request.index, logsumexp)
     if outputs.logprobs_ptr is not None:
         asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
@@ -66,12 +72,12 @@ def emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tu
 
 
 @triton.jit
-def emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning):
+def emit_row(place, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
     IS_DRAWN: tl.constexpr = tuning.DRAW is None
     ASKED: tl.constexpr = outputs.logprobs_ptr is not None
-    draft = load_draft_ids(inputs.drafts, request, offset, sizes)
-    place = Place(request, offset, draft, key, temperature)
+    request, offset = place.request, place.offset
+    place = with_draft(place, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
     noise = noise_at(place, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
@@ -106,7 +112,7 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
                     logprob = logprob_asked(place, token, p, inputs, workspace, sizes)
                 bits = hand_in(outputs, bits_ptr, place, token, logprob, sizes)
         elif ASKED:
-            store_logprob(outputs, place, logprob_asked(place, draft, p, inputs, workspace, sizes), sizes)
+            store_logprob(outputs, place, logprob_asked(place, place.token, p, inputs, workspace, sizes), sizes)
     if IS_DRAWN or stops == 0:
         bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN or ASKED)
     if is_to_finish(bits_ptr, place, bits, sizes, IS_DRAWN):
@@ -115,12 +121,13 @@ def emit_row(request, offset, key, temperature, inputs, outputs, workspace, size
 
 
 @triton.jit
-def emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning):
+def emit_request(place, inputs, outputs, workspace, sizes, tuning):
     """Draw the token where a request stops, and write its output."""
+    request = place.request
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
     stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
-    place = Place(request, stop, draft_at(counted, inputs.drafts, request, stop, sizes), key, temperature)
+    place = with_draft(place, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
     noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at
     _, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
@@ -141,13 +148,12 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
     programs = 1
     if tuning.PER_ROW:
         programs = sizes.num_draft_tokens + 1
-    request = locate((tl.program_id(0) // programs).to(tl.int64), inputs.packing, sizes)
+    request, offset = locate_program(programs, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
-    key = load_key(inputs.requests, request)
+    place = Place(request, offset, -1, load_key(inputs.requests, request), temperature)
     if inputs.drafts.ids_ptr is None:
-        emit_sample(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
+        emit_sample(place, inputs, outputs, workspace, sizes, tuning)
     elif tuning.PER_ROW:
-        offset = tl.program_id(0) % programs
-        emit_row(request, offset, key, temperature, inputs, outputs, workspace, sizes, tuning)
+        emit_row(place, inputs, outputs, workspace, sizes, tuning)
     else:
-        emit_request(request, key, temperature, inputs, outputs, workspace, sizes, tuning)
+        emit_request(place, inputs, outputs, workspace, sizes, tuning)

@@ -22,10 +22,10 @@ from specdecode.kernels.values import Normalizer
 
 
 @triton.jit
-def untruncated_target_row_at(request, offset, inputs, workspace, sizes):
-    """Return the target row at an offset of a request, all of it."""
-    row = whole_target_row_at(request, offset, inputs)
-    return with_known(row, workspace, row_index(request, offset, False, sizes), sizes)
+def untruncated_target_row_at(place, inputs, workspace, sizes):
+    """Return the target row at a place, all of it."""
+    row = whole_target_row_at(place.request, place.offset, inputs)
+    return with_known(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def normalizer_asked(place, p, raw, inputs, workspace, sizes):
     """Return what gives the log-probabilities asked for at a place: of `p`, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(place, workspace):
-            row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
+            row = untruncated_target_row_at(place, inputs, workspace, sizes)
             p = normalizer_of(combine_below(p.row_max, raw, row, tl.full([], 1.0, tl.float32), sizes))
     return p
 
@@ -68,10 +68,10 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
     """Return the log-probability of a token at a place, given what `normalizer_asked` returns."""
     is_there = token < place.request.vocab_size  # a request without rows emits token 0, of which it has no logit
     if workspace.raw_statistics_ptr is None:
-        row, temperature = target_row_at(place.request, place.offset, inputs, workspace, sizes), place.temperature
+        row, temperature = target_row_at(place, inputs, workspace, sizes), place.temperature
         return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
     else:
-        row = untruncated_target_row_at(place.request, place.offset, inputs, workspace, sizes)
+        row = untruncated_target_row_at(place, inputs, workspace, sizes)
         return logprob(load_logit(row, token, is_there), token, normalizer, tl.full([], 1.0, tl.float32))
 
 

@@ -35,7 +35,7 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.selection import best_score, select_block, select_token, token_weights
-from specdecode.kernels.statistics import draft_statistics, load_statistics, target_statistics
+from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
@@ -74,18 +74,18 @@ def acceptance_terms(place, inputs, workspace, sizes):
     request, offset, token, _, temperature = place
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
-    row = target_row_at(request, offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, request, offset, sizes), True, sizes)
+    row = target_row_at(place, inputs, workspace, sizes)
+    statistics = load_target_statistics(place, workspace, sizes)
     logit = load_logit(row, token, token >= 0)
     if inputs.draft.ptr is not None:
         has_draft_row = (temperature > 0) & (token >= 0)
-        draft_row = own_draft_row_at(request, offset, inputs, workspace, sizes)
+        draft_row = own_draft_row_at(place, inputs, workspace, sizes)
         draft_logit = load_logit(by_target(draft_row, workspace, sizes), token, has_draft_row)
         summarised = has_draft_row
         if inputs.drafts.logsumexp_ptr is not None:
             logsumexp = load_logsumexp(inputs.drafts, request, offset, has_draft_row)
             summarised = tl.where(is_trusted(logsumexp), False, summarised)
-        summary = load_statistics(draft_statistics(workspace, request, offset, sizes), summarised, sizes)
+        summary = load_draft_statistics(place, summarised, workspace, sizes)
 
     if inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None:
         p, q = combine_both(statistics, summary, row, draft_row, has_draft_row, temperature, sizes)
@@ -129,16 +129,18 @@ def accepts(terms, place, uniform, drafts):
 
 
 @triton.jit
-def recover(place, exponentials, p, residual, rivals, inputs, workspace, sizes, tuning):
+def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tuning):
     """Draw the token at a place from p less what is subtracted, or from p if nothing is left.
 
     Return it; the score of its block, as the bits of a float32; and whether it is drawn from a residual.
     """
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
+    p, residual = source
+    row = target_row_at(place, inputs, workspace, sizes)
     block, score, has_residual = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32), tl.full([], False, tl.int1)
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
-        draft_row = draft_row_at(place.request, place.offset, inputs, workspace, sizes)
+        draft_row = draft_row_at(place, inputs, workspace, sizes)
+        rows = row, draft_row
         if tuning.SETTLES:
             is_summed = subtracted == SUMMED_ROW
             subtracted = tl.where(is_summed, ROW, subtracted)
@@ -150,11 +152,11 @@ def recover(place, exponentials, p, residual, rivals, inputs, workspace, sizes, 
                     block, score = select_summed_block(place, exponentials, workspace, sizes)
                 else:
                     block, score = select_residual_block(
-                        place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning
+                        place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning
                     )
             else:
                 block, score = select_residual_block(
-                    place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning
+                    place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning
                 )
             has_residual = block >= 0
             if block < 0:
@@ -193,6 +195,5 @@ def decide(place, noise, inputs, workspace, sizes):
 @triton.jit
 def draw(place, noise, source, inputs, workspace, sizes, tuning):
     """Draw the token of a place whose draft is not accepted."""
-    p, residual = source
-    token, _, _ = recover(place, noise.exponentials, p, residual, (), inputs, workspace, sizes, tuning)
+    token, _, _ = recover(place, noise.exponentials, source, (), inputs, workspace, sizes, tuning)
     return token

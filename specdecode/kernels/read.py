@@ -69,12 +69,13 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning):
+def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
 
-    The draft row is read where `token` is a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of both
-    arguments at least one is None.
+    The draft row is read where the place has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
+    the draft and that argument at least one is None.
     """
+    request, offset, token, _, temperature = place
     row = whole_target_row_at(request, offset, inputs)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
@@ -169,7 +170,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
     if matters:
-        summarise(chunk, request, offset, token, logsumexp, temperature, inputs, workspace, sizes, tuning)
+        place = Place(request, offset, token, None, temperature)
+        summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning)
         if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
             await_launch(tuning.OVERLAPS)
         if DECIDES:

@@ -38,7 +38,7 @@ from specdecode.kernels.search import (
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
 from specdecode.kernels.state import LISTED
-from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_blocks, sum_in_order, target_statistics
+from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Request
 
 OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -76,8 +76,9 @@ def one_minus_exp2(x):
 
 
 @triton.jit
-def load_both(inputs, row, draft_row, blocks, LANES: tl.constexpr):
+def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
+    row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
     p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
     q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
@@ -159,8 +160,8 @@ def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
     """
     score = tl.full([], 0, tl.int32)
     if inputs.drafts.logsumexp_ptr is None:
-        statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
-        summary = load_statistics(draft_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+        statistics = load_target_statistics(place, workspace, sizes)
+        summary = load_draft_statistics(place, True, workspace, sizes)
         p_sums = relative_sums(residual.row_max, statistics, place.temperature)
         q_sums = relative_sums(residual.draft_max, summary, place.temperature) * tl.exp(-residual.log_sum_ratio)
         least = p_sums * (1 - SLACK) - q_sums * (1 + SLACK)
@@ -170,13 +171,15 @@ def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
 
 
 @triton.jit
-def select_residual_block(place, exponentials, p, residual, rivals, row, draft_row, inputs, workspace, sizes, tuning):
+def select_residual_block(place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning):
     """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
     sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
     blocks that are surely beaten by another rank's, any will do: `rivals` say how far these have come, () on one GPU.
     """
+    p, residual = source
+    row, _ = rows
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
@@ -184,11 +187,11 @@ def select_residual_block(place, exponentials, p, residual, rivals, row, draft_r
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
-    first_target, first_draft = load_both(inputs, row, draft_row, first, tuning.LANES)
+    first_target, first_draft = load_both(inputs, rows, first, tuning.LANES)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+    target, draft = load_both(inputs, rows, blocks, tuning.LANES)
     least_score = tl.full([], 0, tl.int32)
     if len(row) >= SHARDED:
         least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
@@ -200,7 +203,7 @@ def select_residual_block(place, exponentials, p, residual, rivals, row, draft_r
             remaining = tl.where(most_of(remaining, sizes) > hinted(rivals, remaining), remaining, -1)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
-        next_target, next_draft = load_both(inputs, row, draft_row, next_blocks, tuning.LANES)
+        next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
         best = tl.maximum(best, best_of(target, draft, blocks, place, residual, block_domain))
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1), score_of(best)

@@ -124,24 +124,30 @@ def with_known(row, workspace, index, sizes):
 
 
 @triton.jit
-def target_row_at(request, offset, inputs, workspace, sizes):
-    """Return the target row at an offset of a request, up to its cutoff."""
-    row = whole_target_row_at(request, offset, inputs)
-    return with_cutoff(row, workspace, row_index(request, offset, False, sizes), sizes)
+def target_row_at(place, inputs, workspace, sizes):
+    """Return the target row at a place, up to its cutoff."""
+    row = whole_target_row_at(place.request, place.offset, inputs)
+    return with_cutoff(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
 @triton.jit
-def own_draft_row_at(request, offset, inputs, workspace, sizes):
-    """Return the draft row at an offset of a request, up to its cutoff; there may be none, beyond the last."""
-    inside = tl.minimum(offset, sizes.num_draft_tokens - 1)
-    row = whole_draft_row_at(request, offset, inputs, sizes)
-    return with_cutoff(row, workspace, row_index(request, inside, True, sizes), sizes)
+def own_draft_row_at(place, inputs, workspace, sizes):
+    """Return the draft row at a place, up to its cutoff; there may be none, beyond the last."""
+    inside = tl.minimum(place.offset, sizes.num_draft_tokens - 1)
+    row = whole_draft_row_at(place.request, place.offset, inputs, sizes)
+    return with_cutoff(row, workspace, row_index(place.request, inside, True, sizes), sizes)
 
 
 @triton.jit
-def draft_row_at(request, offset, inputs, workspace, sizes):
+def draft_row_at(place, inputs, workspace, sizes):
     """Return that row as it is read by the target's tokens."""
-    return by_target(own_draft_row_at(request, offset, inputs, workspace, sizes), workspace, sizes)
+    return by_target(own_draft_row_at(place, inputs, workspace, sizes), workspace, sizes)
+
+
+@triton.jit
+def both_rows_at(place, inputs, workspace, sizes):
+    """Return the target row and the draft row at a place, read by the same tokens."""
+    return target_row_at(place, inputs, workspace, sizes), draft_row_at(place, inputs, workspace, sizes)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from specdecode.kernels.distribution import combine, combine_again
 from specdecode.kernels.philox import accept_uniform, exponential
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
 from specdecode.kernels.search import with_blocks
-from specdecode.kernels.statistics import load_statistics, target_statistics
+from specdecode.kernels.statistics import load_target_statistics
 from specdecode.kernels.values import Noise, Normalizer
 
 
@@ -93,8 +93,8 @@ def guess_block(statistics, exponentials, scale):
 @triton.jit
 def sample(place, noise, inputs, workspace, sizes):
     """Draw the token at a place from its target row; return it, and the row's normalizer."""
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
-    statistics = load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+    row = target_row_at(place, inputs, workspace, sizes)
+    statistics = load_target_statistics(place, workspace, sizes)
     token_domain = inputs.requests.token_domain
     if place.temperature > 0:
         # The logits of a block are loaded while it is computed which block they are wanted of.

@@ -101,12 +101,12 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
 
 
 @triton.jit
-def list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes):
+def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
     """List this rank's candidates of a row, and tell them; return the row's state."""
-    attempt, overflows = first_attempt(summary, limits, sizes), tl.full([], False, tl.int1)
-    level = level_of(attempt, overflows, summary.floor, summary, temperature, limits, sizes, cutting.WARPS)
+    attempt, overflows = first_attempt(summary, sizes), tl.full([], False, tl.int1)
+    level = level_of(attempt, overflows, summary.floor, summary, sizes, cutting.WARPS)
     state = tl.full([], UNDECIDED, tl.int32)
-    if (attempt < ATTEMPTS) & may_decide(level, summary, limits, sizes):
+    if (attempt < ATTEMPTS) & may_decide(level, summary, sizes):
         state = tl.full([], LISTED, tl.int32)
         list_ptr, progress_ptr = list_at(workspace, index), progress_at(workspace, index)
         block_max = tl.where(are_here(sizes), summary.block_max, -INFINITY)
@@ -154,8 +154,8 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
         p = combine(statistics, row, temperature, sizes)
         logit, token = p.row_max, p.one_hot
         if token < 0:
-            summary = summary_of(statistics[0], p, floor_of(p.row_max, temperature, limits), temperature)
-            state = list_row(row, summary, index, temperature, limits, line, workspace, exchange, cutting, sizes)
+            summary = summary_of(statistics[0], p, temperature, limits, floor_of(p.row_max, temperature, limits))
+            state = list_row(row, summary, index, line, workspace, exchange, cutting, sizes)
     keep_cutoff(workspace, index, logit, token)
     tl.store(progress_at(workspace, index) + STATE, state.to(tl.float32))
 
@@ -214,12 +214,10 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             statistics = load_statistics(statistics_ptr, True, sizes)
             p = combine(statistics, row, temperature, sizes)
-            summary = summary_of(statistics[0], p, tl.load(progress_ptr + FLOOR), temperature)
+            summary = summary_of(statistics[0], p, temperature, limits, tl.load(progress_ptr + FLOOR))
             blocks = tl.load(progress_ptr + BLOCKS).to(tl.int32)
             level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
-            last, resolved, _is_few = cut_listed(
-                list_ptr, found, level, summary, temperature, limits, sizes, cutting.WARPS
-            )
+            last, resolved, _is_few = cut_listed(list_ptr, found, level, summary, sizes, cutting.WARPS)
             if resolved:
                 is_gathered = tl.full([], False, tl.int1)
                 logit, token = token_in_order(last)

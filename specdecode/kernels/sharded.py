@@ -96,7 +96,7 @@ def decide_sample_here(place, noise, inputs, workspace, sizes):
 
     What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
     """
-    row = target_row_at(place.request, place.offset, inputs, workspace, sizes)
+    row = target_row_at(place, inputs, workspace, sizes)
     index = row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
     blocks = tl.arange(0, sizes.MAX_BLOCKS) - sizes.shard.start // BLOCK_SIZE
     pointers = workspace.statistics_ptr + (index + blocks) * 2
@@ -130,10 +130,8 @@ def offer(place, noise, source, rivals, inputs, workspace, sizes, tuning):
     decides, and of equal ones the first block: so does `recover` among the blocks of one GPU.
     """
     p, residual = source
-    p = only_here(p, sizes)
-    token, score, has_residual = recover(
-        place, noise.exponentials, p, residual, rivals, inputs, workspace, sizes, tuning
-    )
+    here = only_here(p, sizes), residual
+    token, score, has_residual = recover(place, noise.exponentials, here, rivals, inputs, workspace, sizes, tuning)
     token = token.to(tl.int32)
     number = (score.to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
     number = tl.where(has_residual, number | RESIDUAL_BIT, number)

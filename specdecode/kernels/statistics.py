@@ -159,6 +159,18 @@ def load_statistics(pointer, wanted, sizes):
 
 
 @triton.jit
+def load_target_statistics(place, workspace, sizes):
+    """Return the statistics of the target row at a place."""
+    return load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+
+
+@triton.jit
+def load_draft_statistics(place, wanted, workspace, sizes):
+    """Return the statistics of the draft row at a place, if they are wanted."""
+    return load_statistics(draft_statistics(workspace, place.request, place.offset, sizes), wanted, sizes)
+
+
+@triton.jit
 def at(values, index):
     """Return the value at an index."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), 0)

@@ -174,9 +174,9 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
         request, offset = listed_place(share // chunks, workspace, sizes)
-        residual, temperature, row, draft_row = listed_residual(request, offset, inputs, workspace, sizes)
+        residual, rows, temperature = listed_residual(request, offset, inputs, workspace, sizes)
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, row, draft_row, first + blocks, tuning.LANES)
+        target, draft = load_both(inputs, rows, first + blocks, tuning.LANES)
         sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
         place = draft_index(request, offset, sizes) * exchange.blocks_told + blocks

@@ -91,25 +91,26 @@ def floor_of(row_max, temperature, limits):
 
 
 @triton.jit
-def summary_of(block_max, p, floor, temperature):
+def summary_of(block_max, p, temperature, limits, floor):
     """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
     weights = weights_of_maxima(block_max, p.row_max, temperature)
-    return Summary(block_max, weights, p, floor, tl.sum((block_max >= floor).to(tl.int32), 0))
+    num_blocks = tl.sum((block_max >= floor).to(tl.int32), 0)
+    return Summary(block_max, weights, p, temperature, limits, floor, num_blocks)
 
 
 @triton.jit
-def first_attempt(summary, limits, sizes):
+def first_attempt(summary, sizes):
     """Return the number of the first attempt to make: 0, or 1 if two would be the same, or `ATTEMPTS` if none is of use."""
-    top_k, top_p, _ = limits
+    top_k, top_p, _ = summary.limits
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (summary.num_blocks > MORE_BLOCKS)
     return tl.where(is_hopeless, ATTEMPTS, tl.where(has_k | has_p, 0, 1))
 
 
 @triton.jit
-def level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WARPS: tl.constexpr):
+def level_of(attempt, overflows, lowest, summary, sizes, WARPS: tl.constexpr):
     """Return the level of an attempt; from `lowest` on if an earlier one had too many candidates."""
-    top_k, top_p, _ = limits
+    top_k, top_p, _ = summary.limits
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
     is_by_count = has_k & (counts_first | (attempt > 0)) & (overflows == 0)
@@ -118,24 +119,24 @@ def level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WA
     mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * summary.p.sumexp, INFINITY)
     most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
     logit, blocks, found_mass = choose_level(
-        summary.block_max, summary.weights, summary.p.row_max, lowest, temperature, count, mass, most, WARPS
+        summary.block_max, summary.weights, summary.p.row_max, lowest, summary.temperature, count, mass, most, WARPS
     )
     return Level(logit, blocks, found_mass)
 
 
 @triton.jit
-def may_decide(level, summary, limits, sizes):
+def may_decide(level, summary, sizes):
     """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little."""
-    top_k, top_p, min_p = limits
+    top_k, top_p, min_p = summary.limits
     within_reach = sum_in_order(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0))
     is_within_reach = within_reach >= top_p * summary.p.sumexp * (1 - ROUNDING)
     return (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
 
 
 @triton.jit
-def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARPS: tl.constexpr):
+def cut_listed(list_ptr, found, level, summary, sizes, WARPS: tl.constexpr):
     """Return what `cut_candidates` does, given the list of a level's candidates and how many were found."""
-    top_k, _top_p, min_p = limits
+    top_k, _top_p, min_p = summary.limits
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
         missing = level.blocks + top_k - found
@@ -144,41 +145,36 @@ def cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARP
             summary.weights,
             summary.p.row_max,
             summary.floor,
-            temperature,
+            summary.temperature,
             ANY_NUMBER,
             INFINITY,
             missing,
             WARPS,
         )
         unseen = tl.maximum(mass - level.mass, 0.0)
-    is_floor, p = level.logit <= summary.floor, summary.p
     if found <= FEW:
-        last, is_known, is_few = cut_candidates(
-            list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, FEW
-        )
+        last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, FEW)
     else:
-        last, is_known, is_few = cut_candidates(
-            list_ptr, found, level.logit, is_floor, unseen, p, temperature, limits, sizes, CANDIDATES
-        )
+        last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, CANDIDATES)
     return last, is_known, is_few
 
 
 @triton.jit
-def cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
+def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
+    p, temperature, limits = summary.p, summary.temperature, summary.limits
     top_k, top_p, _ = limits
-    summary = summary_of(statistics[0], p, floor_of(p.row_max, temperature, limits), temperature)
     too_high, too_low = p.row_max, summary.floor  # levels from which on there are too few candidates, and too many
     overflows, resolved = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    attempt = first_attempt(summary, limits, sizes)
+    attempt = first_attempt(summary, sizes)
     logit, token = p.row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < ATTEMPTS):
         lowest = tl.where(overflows, too_high / 2 + too_low / 2, summary.floor)
-        level = level_of(attempt, overflows, lowest, summary, temperature, limits, sizes, WARPS)
+        level = level_of(attempt, overflows, lowest, summary, sizes, WARPS)
         found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
-        if may_decide(level, summary, limits, sizes):
+        if may_decide(level, summary, sizes):
             found = list_tokens(level.logit, level.blocks, row, summary.block_max, list_ptr, sizes)
-            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, temperature, limits, sizes, WARPS)
+            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, sizes, WARPS)
             if resolved:
                 logit, token = token_in_order(last)
                 store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
@@ -218,7 +214,9 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
     logit, token = p.row_max, p.one_hot
     if token < 0:
         list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
-        logit, token = cut(row, statistics, p, statistics_ptr, list_ptr, temperature, limits, sizes, WARPS)
+        floor = floor_of(p.row_max, temperature, limits)
+        summary = summary_of(statistics[0], p, temperature, limits, floor)
+        logit, token = cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS)
     return logit, token
 
 

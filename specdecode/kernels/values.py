@@ -115,8 +115,19 @@ class Summary(NamedTuple):
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
     weights: Any  # [MAX_BLOCKS] what that token weighs, relative to the row's maximum
     p: Distribution  # before truncation
+    temperature: Any
+    limits: Any  # top_k, top_p and min_p
     floor: Any  # a little below the least logit that min-p keeps
     num_blocks: Any  # that reach the floor
+
+
+class WeighedRow(NamedTuple):
+    """A row with what its tokens weigh: exp2((l - row_max) * scale)."""
+
+    row: Any
+    row_max: Any
+    scale: Any  # log2(e) / T
+    total: Any  # what all tokens weigh
 
 
 class Level(NamedTuple):

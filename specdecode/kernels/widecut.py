@@ -28,6 +28,7 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.values import WeighedRow
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
@@ -130,11 +131,12 @@ def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def suggest(row, row_max, by_count, goal, total, least, scale, sizes):
+def suggest(weighed, by_count, goal, least, sizes):
     """Return two logits between which one with the amount `goal` probably is, by a few blocks of the row.
 
     Tokens that each weigh less than `least` have less than what is left out of a mass.
     """
+    row, row_max, scale, total = weighed
     blocks = tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE
     logits = load_logits(row, part_of_blocks(blocks, 0, BLOCK_SIZE, BLOCK_SIZE), True)
     logits = tl.reshape(logits, [SAMPLE * BLOCK_SIZE])
@@ -168,13 +170,14 @@ def narrow(bracket, number, amount, goal):
 
 
 @triton.jit
-def guess(bracket, by_count, goal, is_near, row_max, scale, SHIFT: tl.constexpr):
+def guess(bracket, by_count, goal, is_near, weighed, SHIFT: tl.constexpr):
     """Return three numbers, of which the second has the amount `goal` if amounts follow a straight line.
 
     The logarithm of a count does, over logits; a mass over logits, if the bracket is near what was suggested, else over
     weights: far from there a few tokens have most of it.
     """
     low, high, from_low, beyond_high = bracket
+    row_max, scale = weighed.row_max, weighed.scale
     lowest, highest = logit_at(low, SHIFT), tl.minimum(logit_at(high + 1, SHIFT), row_max)
     part = (from_low - goal) / tl.maximum(from_low - beyond_high, 1e-30)
     lightest, heaviest = amounts(lowest, row_max, scale), amounts(highest, row_max, scale)
@@ -199,14 +202,15 @@ def within(numbers, low, high):
 
 
 @triton.jit
-def search(low, by_count, goal, mass, row, row_max, total, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
 
     From `low` on the mass is `mass`.
     """
+    row, row_max, scale, _ = weighed
     high = tl.maximum(number_of(row_max, SHIFT), low)
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
-    logit_more, logit_less = suggest(row, row_max, by_count, goal, total, least, scale, sizes)
+    logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
     more, less = number_of(logit_more, SHIFT), number_of(logit_less, SHIFT) + 1
     is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; else that is tried
     first = tl.where(is_enough, number_of(logit_more / 2 + logit_less / 2, SHIFT), low)
@@ -225,7 +229,7 @@ def search(low, by_count, goal, mass, row, row_max, total, scale, sizes, SHIFT: 
         # Not enough from the lowest on: then that is it.
         searching = (low < high) & (from_low >= goal)
         is_near = (low >= more) & (high < less)
-        first, second, third = guess(bracket, by_count, goal, is_near, row_max, scale, SHIFT)
+        first, second, third = guess(bracket, by_count, goal, is_near, weighed, SHIFT)
         second = tl.where((high - low) * 8 > width, (low + high + 1) >> 1, second)  # too slow: at least halve it
         numbers, width = within((first, second, third), low + 1, high), high - low
     low, high, from_low, beyond_high = bracket
@@ -247,8 +251,9 @@ def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kept_mass(number, ties, row, row_max, scale, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+def kept_mass(number, ties, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the mass from a number on, of whose own tokens so many are kept."""
+    row, row_max, scale, _ = weighed
     this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
     with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes, BLOCKS)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
@@ -278,18 +283,17 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
+    weighed = WeighedRow(row, row_max, scale, total)
     number = least_number(row_max, min_p, temperature, SHIFT)
     ties, mass = EVERY_TIE, total
     for criterion in range(2):  # the number that top-k keeps, then top-p's share of the mass of that
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
-                mass = kept_mass(number, ties, row, row_max, scale, sizes, SHIFT, BLOCKS)
+                mass = kept_mass(number, ties, weighed, sizes, SHIFT, BLOCKS)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = number
-            number, from_number, beyond = search(
-                before, by_count, goal, mass, row, row_max, total, scale, sizes, SHIFT, BLOCKS
-            )
+            number, from_number, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT, BLOCKS)
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_number >= goal, needed, EVERY_TIE)

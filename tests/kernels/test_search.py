@@ -57,7 +57,8 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     request = locate(index, inputs.packing, sizes)
     temperature = tl.load(inputs.requests.temperature_ptr + index)
     place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
-    row, draft_row = whole_target_row_at(request, 0, inputs), whole_draft_row_at(request, 0, inputs, sizes)
+    rows = whole_target_row_at(request, 0, inputs), whole_draft_row_at(request, 0, inputs, sizes)
+    row, draft_row = rows
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
     q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)
     q = combine(q_statistics, draft_row, temperature, sizes)
@@ -65,7 +66,7 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     sums_ptr = found.sums_ptr + index * sizes.num_blocks
     for first in range(0, sizes.num_blocks, tuning.BLOCKS):
         blocks = first + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, row, draft_row, blocks, tuning.LANES)
+        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
         tl.store(sums_ptr + blocks, residual_sums(target, draft, residual, temperature), mask=blocks < sizes.num_blocks)
     tl.debug_barrier()
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
@@ -79,9 +80,7 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     )
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(place, inputs.requests, sizes).exponentials
-    searched, _ = select_residual_block(
-        place, exponentials, p, residual, (), row, draft_row, inputs, workspace, sizes, tuning
-    )
+    searched, _ = select_residual_block(place, exponentials, (p, residual), (), rows, inputs, workspace, sizes, tuning)
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
     tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
@@ -89,9 +88,7 @@ def search_kernel(inputs, workspace, sizes, tuning, settling, found):
     tl.store(found.masses_ptr + 2 * index + 1, p.sumexp)
     for test in range(found.tests):
         least = mass * tl.load(found.fractions_ptr + test)
-        decision = decide_by_bounds(
-            least, residual, p.block_sums, request, 0, temperature, inputs, workspace, sizes, settling
-        )
+        decision = decide_by_bounds(least, residual, p.block_sums, place, inputs, workspace, sizes, settling)
         tl.store(found.decisions_ptr + index * found.tests + test, decision)
 
 
