@@ -21,6 +21,7 @@ from specdecode import RejectionSampler, SamplerOutput, Sampling, sample
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.engines import Fallbacks
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling
+from tests import distributions
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()
@@ -264,11 +265,33 @@ def test_a_batch_may_be_filled_up_with_requests_without_rows():
     assert torch.equal(padded_nums[:-1], num_tokens)
 
 
-def test_forbidden_drafts_reach_the_sampler_as_none():
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_drafts_that_vllm_leaves_out_are_none_but_for_drawn_ones_that_their_row_masks(method):
     case, _, _ = ragged_case()
-    case["verify_draft_sampled"] = torch.full_like(case["draft_sampled"], -1)
-    got = packed_arguments("probabilistic", sampling_states(64, 50), case)
-    assert (got["draft_token_ids"] == -1).all()
+    fed, case["verify_draft_sampled"] = case["draft_sampled"], torch.full_like(case["draft_sampled"], -1)
+    draft_logits = torch.randn(64, 4, 50)
+    assert (packed_arguments(method, sampling_states(64, 50), case)["draft_token_ids"] == -1).all()
+    assert (packed_arguments(method, sampling_states(64, 50), case, draft_logits)["draft_token_ids"] == -1).all()
+    row = int(case["cu_num_logits"][1])
+    case["logits"] = case["logits"].clone()
+    case["logits"][row, int(fed[row + 1])] = -torch.inf
+    got = packed_arguments(method, sampling_states(64, 50), case, draft_logits)["draft_token_ids"]
+    assert int(got[row]) == (-1 if method == "strict" else int(fed[row + 1]))
+    assert (got == -1).sum() == len(got) - (method != "strict")
+
+
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_steps_whose_drafts_a_grammar_masks_have_the_distribution_of_the_masked_target(method):
+    requests, target, draft = 100_000, torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.4, 1e-30, 0.6])
+    drafts = torch.multinomial(draft, requests, replacement=True, generator=torch.Generator().manual_seed(0)).int()
+    rows = target.log().expand(requests, 2, 3)
+    case = step(drafts[:, None].tolist(), rows, list(range(requests)), [9] * requests)
+    is_masked = (case["draft_sampled"] == 2) & (case["expanded_local_pos"] == 1)
+    case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(is_masked, -1)
+    result = rejection_sampler(method, sampling_states(requests, 3), 1)
+    _, token_ids, _ = result._verify(draft_logits=draft.log().expand(requests, 1, 3), **case)
+    counts = np.bincount(token_ids[:, 0], minlength=3)
+    distributions.assert_distribution(counts, target.double().numpy())
 
 
 def test_truncation_is_passed_if_a_request_of_the_step_that_is_not_greedy_truncates():

@@ -208,13 +208,15 @@ class DraftVerification:
             tokens = pos, draft_sampled, expanded_local_pos, seq_lens_upper_bound_np
             logits = sampler.apply_sampling_params(logits, *where, *tokens)
             sampling = of_processed(states)
-        drafts = verify_draft_sampled, None if is_strict else draft_logits
-        return logits, *self.verified(logits, *drafts, pos, cu_num_logits, idx_mapping, sampling)
+        drafts, draft_logits = verify_draft_sampled[1:], None if is_strict else draft_logits
+        if draft_logits is not None and verify_draft_sampled.data_ptr() != draft_sampled.data_ptr():
+            drafts = with_masked_drafts(drafts, draft_sampled[1:], logits)
+        return logits, *self.verified(logits, drafts, draft_logits, pos, cu_num_logits, idx_mapping, sampling)
 
     def verified(
         self,
         logits: Tensor,
-        draft_sampled: Tensor,
+        draft_token_ids: Tensor,
         draft_logits: Tensor | None,
         pos: Tensor,
         cu_num_logits: Tensor,
@@ -228,7 +230,7 @@ class DraftVerification:
             logits, draft_logits = logits[:, :vocab], draft_logits[..., :vocab]
         call = {
             "target_logits": logits,
-            "draft_token_ids": draft_sampled[1:],
+            "draft_token_ids": draft_token_ids,
             "row_starts": cu_num_logits,
             "draft_logits": draft_logits,
             "num_draft_tokens": self.num_speculative_steps,
@@ -249,6 +251,22 @@ class DraftVerification:
         if self.fly_window_size > 0:
             return "rejection_sample_method 'fly'"
         return None
+
+
+def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
+    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever a grammar has masked it.
+
+    A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
+    It is sure to be: p(x) = 0. Other drafts that vLLM leaves out, as after the first that is masked, remain -1.
+
+    Args:
+        drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
+        drawn: [num_rows - 1] the ids that were drawn there.
+        logits: [num_rows, vocab] with the grammar's masks applied.
+    """
+    ids = drawn.long().clamp(0, logits.shape[1] - 1)
+    is_masked = logits[:-1].gather(1, ids[:, None]).squeeze(1) == -torch.inf
+    return torch.where(is_masked, drawn, drafts)
 
 
 def processes_logprobs(sampler: Any) -> bool:
