@@ -4,11 +4,13 @@ Compiled code that calls the sampler calls such an operator, which then checks t
 Calls that are not being compiled never come here. A call with a shard of the vocabulary is an error.
 
 An argument of an operator is either a tensor or a number, so temperature, truncation and seeds are two arguments each, of
-which one is used. Seeds that the caller does not give are drawn outside the operator: the compiler may replace two equal
-calls of an operator by one, and does not do that to PyTorch's own random numbers.
+which one is used. What an operator cannot take is refused by another one, which raises the error when the compiled code
+runs: an error in the compiled function itself would make the compiler try its parts, one after the other. Seeds that the
+caller does not give are drawn outside the operator: the compiler may replace two equal calls of an operator by one, and does
+not do that to PyTorch's own random numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,9 +19,10 @@ from torch import Tensor
 from specdecode import backends
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import check_logits, draw_seeds
-from specdecode.packing import Packing
-from specdecode.sampling import Sampling
+from specdecode.checks import MOST_DRAFT_TOKENS, check_count, check_logits, check_seeds, draw_seeds
+from specdecode.noise import SELECT
+from specdecode.packing import Packing, check_starts
+from specdecode.sampling import Sampling, check_draft_sampling
 from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -43,31 +46,42 @@ def verify(
     logprobs: Logprobs | None,
     draft_vocab_ids: Tensor | None,
     shard: VocabShard | None,
-    row_starts: Tensor | None = None,
-    num_draft_tokens: int = 0,
-    slots: Tensor | None = None,
-    row_positions: Tensor | None = None,
+    *where: Any,
 ) -> SamplerOutput:
     """Verify one step of drafts in code that is being compiled; arguments are those of a call of the sampler.
 
-    With row_starts they are those of a packed call.
+    In a packed call `where` is row_starts, num_draft_tokens, slots and row_positions.
     """
     joint_rates = [] if schedule is None else list(schedule.joint_rates)
-    batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    row_starts, num_draft_tokens, slots, row_positions = where or (None, 0, None, None)
+    errors: list[str] = []
     with torch.no_grad():
-        sampling = Sampling(temperature, top_k, top_p, min_p)
-        target_logits = _accepted(target_logits, shard, sampling, draft_sampling)
+        # In place of an argument that is refused any other will do: it is traced, but not used.
+        _fails(errors, check_no_shard, shard)
+        _fails(errors, check_numbers, sampling)
+        if draft_sampling is not None and (
+            _fails(errors, check_draft_sampling, draft_sampling, draft_logits)
+            or _fails(errors, check_numbers, draft_sampling, "draft_sampling.")
+        ):
+            draft_sampling = None
+        if where and _fails(errors, check_count, "num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, 0):
+            num_draft_tokens = 0
+        if where and _fails(errors, check_starts, row_starts):
+            row_starts = target_logits.new_zeros(1, dtype=torch.int64)
+        batch = target_logits.shape[:1] if row_starts is None else (row_starts.shape[0] - 1,)
+        tensor_and_number = _seeds(errors, seeds, batch, target_logits.device)
         tensors = _verify(
             method,
             backend,
             joint_rates,
-            target_logits,
+            _refused(target_logits, errors),
             draft_token_ids,
             draft_logits,
             draft_logsumexp,
             *_tensors_and_numbers(sampling),
             *(([], []) if draft_sampling is None else _tensors_and_numbers(draft_sampling)),
-            *_tensor_or_number(draw_seeds(batch, target_logits.device) if seeds is None else seeds),
+            *tensor_and_number,
             positions,
             draft_cutoff,
             draft_vocab_ids,
@@ -96,18 +110,34 @@ def sample(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row in code that is being compiled; return what a backend's `sample` returns."""
     sampling = Sampling(temperature, top_k, top_p, min_p)
+    errors: list[str] = []
     with torch.no_grad():
-        logits = _accepted(logits, shard, sampling)
+        _fails(errors, check_no_shard, shard)
+        _fails(errors, check_numbers, sampling)
+        tensor_and_number = _seeds(errors, seeds, logits.shape[:1], logits.device)
         token_ids, logsumexp, cutoff = _sample(
             backend,
-            int(domains[0]),
-            int(domains[1]),
-            logits,
+            *domains,
+            _refused(logits, errors),
             *_tensors_and_numbers(sampling),
-            *_tensor_or_number(draw_seeds(logits.shape[:1], logits.device) if seeds is None else seeds),
+            *tensor_and_number,
             positions,
         )
-        return token_ids, logsumexp, None if sampling[1:] == (None, None, None) else cutoff
+        return token_ids, logsumexp, cutoff if _truncates(sampling, logits.shape[-1]) else None
+
+
+def draft(
+    backend: Backend,
+    domains_of: Callable[[int], tuple[int, int]],
+    offset: int,
+    shard: VocabShard | None,
+    logits: Tensor,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one draft per row, as `sample` does, with noise of the domains of its offset, which must have some."""
+    errors: list[str] = []
+    domains = SELECT if _fails(errors, domains_of, offset) else domains_of(offset)
+    return sample(backend, domains, shard, _refused(logits, errors), *arguments)
 
 
 def _tensors_and_numbers(sampling: Sampling) -> tuple[list[Tensor | None], list[float]]:
@@ -118,6 +148,12 @@ def _tensors_and_numbers(sampling: Sampling) -> tuple[list[Tensor | None], list[
     return tensors, numbers
 
 
+def _truncates(sampling: Sampling, vocab: int) -> bool:
+    """Return whether a call has cutoffs: not if top_k, top_p and min_p are numbers that leave nothing out."""
+    tensors, (_, top_k, top_p, min_p) = _tensors_and_numbers(sampling)
+    return any(tensor is not None for tensor in tensors[1:]) or 0 < top_k < vocab or top_p != 1 or min_p != 0
+
+
 def _sampling_of(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> Sampling:
     temperature, top_k, top_p, min_p = (
         number if tensor is None else tensor for tensor, number in zip(tensors, numbers)
@@ -125,36 +161,60 @@ def _sampling_of(tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> 
     return Sampling(temperature, top_k if isinstance(top_k, Tensor) else int(top_k), top_p, min_p)
 
 
-def _tensor_or_number(value: float | Tensor) -> tuple[Tensor | None, float]:
-    return (value, 0) if isinstance(value, Tensor) else (None, value)
+def _seeds(
+    errors: list[str], seeds: int | Tensor | None, batch: tuple[int, ...], device: torch.device
+) -> tuple[Tensor | None, int]:
+    """Return seeds as a tensor and as a number, of which an operator uses one; fresh ones if none are given."""
+    if seeds is None:
+        return draw_seeds(batch, device), 0
+    if isinstance(seeds, Tensor):
+        return seeds, 0
+    return None, 0 if _fails(errors, check_seeds, seeds, 0, device) else seeds
 
 
-NOT_COMPILED = "shard: calls with a shard cannot be compiled; put them in torch.compiler.disable"
+def _fails(errors: list[str], check: Callable[..., object], *arguments: object) -> bool:
+    """Return whether a check raises, and then add its error to the list."""
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
+        errors.append(f"{type(error).__name__}: {error.args[0]}")
+        return True
+    return False
 
 
-def _accepted(logits: Tensor, shard: VocabShard | None, *samplings: Sampling | None) -> Tensor:
-    """Return the logits, of a step that raises an error if another argument can be said to be wrong by its type alone."""
-    message = "" if shard is None else NOT_COMPILED
-    for sampling in samplings:
-        for name, field in zip(Sampling._fields, () if sampling is None else sampling):
-            if not (message or isinstance(field, Tensor) or _is_number(name, field)):
-                message = f"{name}: expected a number or a tensor in code that is compiled, got {type(field).__name__}"
-    refused: Tensor = _refuse(logits, message) if message else logits
-    return refused
+def check_no_shard(shard: VocabShard | None) -> None:
+    """Raise if there is one."""
+    if shard is not None:
+        raise ValueError("shard: calls with a shard cannot be compiled; put them in torch.compiler.disable")
+
+
+def check_numbers(sampling: Sampling, of: str = "") -> None:
+    """Raise unless each field is a tensor or a number; `of` comes before its name in the error."""
+    for name, field in zip(Sampling._fields, sampling):
+        if not (isinstance(field, Tensor) or _is_number(name, field)):
+            expected = "a number or a tensor in code that is compiled"
+            raise TypeError(f"{of}{name}: expected {expected}, got {type(field).__name__}")
 
 
 def _is_number(name: str, field: object) -> bool:
     return type(field) is int or (type(field) is float and name != "top_k") or (field is None and name != "temperature")
 
 
+def _refused(logits: Tensor, errors: list[str]) -> Tensor:
+    """Return the logits, of a step that raises the first error if there are any."""
+    refused: Tensor = _refuse(logits, errors[0]) if errors else logits
+    return refused
+
+
 @torch.library.custom_op("specdecode::refuse", mutates_args=())
-def _refuse(logits: Tensor, message: str) -> Tensor:
-    """Raise. An error in the compiled function itself would make the compiler try its parts, one after the other."""
-    raise (ValueError if message == NOT_COMPILED else TypeError)(message)
+def _refuse(logits: Tensor, error: str) -> Tensor:
+    """Raise an error, given its type and its message."""
+    kind, _, message = error.partition(": ")
+    raise (ValueError if kind == "ValueError" else TypeError)(message)
 
 
 @_refuse.register_fake
-def _(logits: Tensor, message: str) -> Tensor:
+def _(logits: Tensor, error: str) -> Tensor:
     return torch.empty_like(logits)
 
 
@@ -247,8 +307,9 @@ def _sample(
     batch = RowBatch.check(logits, cast("Any", temperature), seed, positions, *cast("Any", truncation))
     chosen = backends.choose(cast("Backend", backend), batch.logits)
     token_ids, logsumexp, *cutoff = chosen.sample(batch, (block_domain, token_domain))
+    # A number that leaves nothing out has no cutoff, which -1 says, too.
     is_truncated = cutoff and cutoff[0] is not None
-    return token_ids, logsumexp, cutoff[0] if is_truncated else torch.zeros_like(token_ids)
+    return token_ids, logsumexp, cutoff[0] if is_truncated else torch.full_like(token_ids, -1)
 
 
 @_sample.register_fake

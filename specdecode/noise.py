@@ -25,10 +25,11 @@ class Domain(IntEnum):
     DRAFT_TOKEN = 4
 
 
-SELECT = (Domain.SELECT_BLOCK, Domain.SELECT_TOKEN)
+# As plain ints, to which compiled code can add.
+SELECT = (int(Domain.SELECT_BLOCK), int(Domain.SELECT_TOKEN))
 """Domains of a token that the target emits, and of drafts that share its noise (strict)."""
 
-DRAFT = (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN)
+DRAFT = (int(Domain.DRAFT_BLOCK), int(Domain.DRAFT_TOKEN))
 """Domains of drafts that must not share the target's noise (every other method)."""
 
 

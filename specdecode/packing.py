@@ -79,13 +79,10 @@ def check_packed(
     device = target_logits.device
     check_draft_token_ids(draft_token_ids, num_rows, device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)
-    check_type("row_starts", row_starts, INTEGERS)
-    starts = row_starts.shape
-    if len(starts) != 1 or starts[0] == 0:
-        raise ValueError(f"row_starts: expected shape [batch + 1], got {list(starts)}")
+    check_starts(row_starts)
     if row_starts.device != device:  # without a call where it is right
         check_device("row_starts", row_starts, device)
-    batch = starts[0] - 1
+    batch = row_starts.shape[0] - 1
     if slots is not None:
         check_tensor("slots", slots, INTEGERS, (batch,), device)
         slots = plain(slots)
@@ -123,6 +120,13 @@ def count_slots(
     return None, batch
 
 
+def check_starts(row_starts: Tensor) -> None:
+    """Raise unless they are of a type and a shape that says how many requests there are."""
+    check_type("row_starts", row_starts, INTEGERS)
+    if row_starts.ndim != 1 or row_starts.shape[0] == 0:
+        raise ValueError(f"row_starts: expected shape [batch + 1], got {list(row_starts.shape)}")
+
+
 def check_draft_token_ids(draft_token_ids: Tensor, num_rows: int, device: torch.device) -> None:
     """Raise unless there is an id for each row, or for all but the last, which judges no draft."""
     all_but_last = isinstance(draft_token_ids, Tensor) and draft_token_ids.shape == (num_rows - 1,)
@@ -141,10 +145,12 @@ def check_row_starts(row_starts: Tensor, num_rows: int, most: int) -> None:
     """Raise unless the rows of every request are rows, and no more than it may have."""
     inside = (row_starts >= 0) & (row_starts <= num_rows)
     check_values("row_starts", row_starts, inside, f"numbers in [0, {num_rows}], the number of rows")
+    follows = row_starts.diff(prepend=row_starts[:1]) >= 0
+    check_values("row_starts", row_starts, follows, "numbers that do not decrease")
     counts = row_starts.diff()
-    check_values("row_starts", row_starts[1:], counts >= 0, "numbers that do not decrease")
-    expected = f"at most num_draft_tokens + 1 = {most + 1} rows for each request"
-    check_values("row_starts", counts, counts <= most + 1, expected)
+    if (counts > most + 1).any():
+        request, expected = int(counts.argmax()), f"at most num_draft_tokens + 1 = {most + 1} rows for each request"
+        raise ValueError(f"row_starts: expected {expected}, got {int(counts[request])} for request {request}")
 
 
 def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:

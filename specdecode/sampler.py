@@ -47,8 +47,9 @@ class RejectionSampler:
 
     Args:
         method: `"strict"`, `"probabilistic"`, `"block"` or `"synthetic"`.
-        backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32; `"eager"` is batched PyTorch for any
-            device; `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
+        backend: `"triton"` is kernels for NVIDIA GPUs, which compute in float32: float64 logits are rounded to it, so those
+            that differ by less are ties, for greedy requests, too. `"eager"` is batched PyTorch for any device, in float64
+            for float64 logits. `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
             with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless on the
@@ -303,13 +304,13 @@ class RejectionSampler:
                     [ 3, -1, -1],
                     [ 3, -1, -1]])
         """
-        if row_starts is None:  # which below means that a call is not packed
-            raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if torch.compiler.is_compiling():
             return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
+        if row_starts is None:  # which to `check` means that a call is not packed
+            raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         return self._verify(VerificationBatch.check(*arguments, *others, *where))
 
     def warmup(
@@ -392,10 +393,13 @@ class RejectionSampler:
             backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
             how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
-            numbers: Any = (how.temperature, seeds, positions if row_positions is None else row_positions, *how[1:])
-            # Of one row, because some of them may be by slot and others by request.
-            *scalars, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
-            self.draft(draft_logits[:1, 0], *scalars, top_k=top_k, top_p=top_p, min_p=min_p)
+            numbers: Any = (how.temperature, seeds, *how[1:])
+            # Of one row: these are by slot, and positions by request, of which there may be none, or by row.
+            temperature, seeds, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
+            rows = draft_logits[:1, 0]
+            if positions is not None or row_positions is not None:
+                positions = rows.new_zeros(rows.shape[:1], dtype=torch.int64)
+            self.draft(rows, temperature, seeds, positions, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Have a backend verify what has been checked."""
@@ -461,10 +465,14 @@ class RejectionSampler:
             >>> RejectionSampler("strict").draft(logits, seeds=0, positions=positions, top_p=0.95).cutoff
             tensor([1])
         """
-        offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
-        domains = SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         if torch.compiler.is_compiling():
-            return DraftOutput(*compiled.sample(self.backend, domains, self.shard, *arguments))
+            return DraftOutput(*compiled.draft(self.backend, self._draft_domains, offset, self.shard, *arguments))
+        domains = self._draft_domains(offset)
         batch = RowBatch.check(*arguments, self.shard)
         return DraftOutput(*backends.choose(self.backend, batch.logits).sample(batch, domains))
+
+    def _draft_domains(self, offset: int) -> tuple[int, int]:
+        """Return the domains of the noise of the draft at an offset in its step, or raise if it is none."""
+        offset = check_count("offset", offset, most=MOST_DRAFT_TOKENS - 1, least=0)
+        return SELECT if self.method == "strict" else draft_domains(offset if self.method == "block" else 0)

@@ -111,7 +111,7 @@ class VocabShard:
         return layout
 
     def check(self) -> None:
-        """Raise if in any step so far, replayed ones included, a rank was waited for in vain. It does not wait for the GPU.
+        """Raise if in any step so far, replayed ones included, a rank did not answer in time. It does not wait for the GPU.
 
         Calls do so themselves; between replays of a graph, which run no host code, call this.
 
@@ -148,7 +148,7 @@ class VocabShard:
             packed = packed.index_select(0, layout.order)
         results = list(tensors)
         for i, part in zip(order, torch.split(packed, [len(part) for part in parts], dim=1)):
-            results[i] = part.contiguous().view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
+            results[i] = part.reshape(-1).view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
         return results
 
     def whole_rows(self, logits: Tensor) -> Tensor:

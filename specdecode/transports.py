@@ -90,7 +90,7 @@ class SymmetricMemory:
 
         Raises:
             RuntimeError: more words are needed than in any step before, while a graph is captured.
-            torch.distributed.DistBackendError: in a step before, a rank was waited for in vain.
+            torch.distributed.DistBackendError: in a step before, a rank did not answer in time.
         """
         self.check()
         if words > self.half:
@@ -130,7 +130,7 @@ class SymmetricMemory:
         self.half = half  # at last: after an error it is that of the memory that is there
 
     def check(self) -> None:
-        """Raise if a rank was waited for in vain."""
+        """Raise if a rank did not answer in time."""
         if self.failed[0]:
             message = "specdecode: a rank did not tell its part of a step in time; this shard cannot be used any more"
             raise distributed.DistBackendError(message)
@@ -153,9 +153,17 @@ def start_over(memory: Tensor) -> None:
     memory[:HEADER] = 0
 
 
+def backend_of(group: "ProcessGroup", device: torch.device) -> object:
+    """Return what a group sends a device's tensors by, None if it has nothing for them."""
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return None
+
+
 def timeout_of(group: "ProcessGroup", device: torch.device) -> timedelta:
     """Return how long a group's collectives wait."""
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(backend_of(group, device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else distributed.constants.default_pg_timeout
 
@@ -194,7 +202,7 @@ def why_not_symmetric(group: "ProcessGroup", device: torch.device) -> str | None
         return "it takes NVIDIA GPUs"
     if group.size() == 1:
         return "there is one rank"
-    if not isinstance(group._get_backend(device), getattr(distributed, "ProcessGroupNCCL", ())):  # builds may lack it
+    if not isinstance(backend_of(group, device), getattr(distributed, "ProcessGroupNCCL", ())):  # builds may lack it
         return "the group's backend is not NCCL"
     # The boot id tells hosts apart, whose names may be the same; in a container it is its host's.
     boot_id = Path("/proc/sys/kernel/random/boot_id")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
+from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling, sample
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
 BATCH, DRAFTS, VOCAB = 4, 3, 1100
@@ -125,6 +125,51 @@ def test_compiled_drafts_and_samples_are_those_of_a_call(place, method, form):
     assert draft.logsumexp.dtype == torch.float32
 
 
+ONES, ZEROS = torch.ones(BATCH), torch.zeros(BATCH)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.0, torch.tensor([0.0, 0.5, 1.0, 0.0]), ZEROS], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_p": 1.0},
+        {"top_k": 0, "top_p": 1, "min_p": 0.0},
+        {"top_k": VOCAB},
+        {"top_k": VOCAB - 1},
+        {"top_k": 1},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+        {"top_p": ONES},
+        {"top_k": ZEROS.long(), "min_p": ZEROS},
+        {"top_k": VOCAB, "top_p": torch.tensor([1.0, 0.5, 0.9, 1.0])},
+    ],
+    ids=lambda options: ", ".join(options) or "whole",
+)
+def test_compiled_drafts_have_the_cutoffs_of_a_call(place, options, temperature):
+    # Where nothing is left out a cutoff is None or -1: 0 would say that token 0 alone is kept.
+    sampler, rows = make("block", place), inputs(place, draft_logits=False)["target_logits"][:, 0]
+    on_device = {name: value.to(place[1]) if isinstance(value, Tensor) else value for name, value in options.items()}
+    on_device["temperature"] = temperature.to(place[1]) if isinstance(temperature, Tensor) else temperature
+    draft = partial(sampler.draft, seeds=0, **on_device)
+    for got, expected in zip(compiled(draft)(rows), draft(rows), strict=True):
+        assert got is expected or torch.equal(got, expected)
+
+
+def test_the_operator_that_draws_keeps_all_tokens_where_nothing_is_left_out(place):
+    rows = inputs(place, draft_logits=False)["target_logits"][:, 0]
+    neutral = [None] * 4, [0.7, 0.0, 1.0, 0.0]
+    *_, cutoff = torch.ops.specdecode.sample(place[0], 3, 4, rows, *neutral, None, 5, None)
+    assert cutoff.tolist() == [-1] * BATCH
+
+
+@each_method
+def test_the_offset_of_a_compiled_draft_may_change(place, method):
+    sampler, rows = make(method, place), inputs(place, draft_logits=False)["target_logits"][:, 0]
+    step = compiled(lambda offset: sampler.draft(rows, seeds=0, offset=offset).token_ids)
+    for offset in range(5):
+        assert torch.equal(step(offset), sampler.draft(rows, seeds=0, offset=offset).token_ids)
+
+
 def test_compiled_calls_without_seeds_have_fresh_ones_each_time(place):
     even = torch.zeros(8, 1, 2048, device=place[1])  # two draws of 8 tokens agree with probability 2,048^-8
     no_drafts = torch.zeros(8, 0, dtype=torch.int64, device=place[1])
@@ -188,6 +233,43 @@ def test_errors_of_compiled_calls_name_the_argument(place):
         expected = rf"^{name}: expected a number or a tensor in code that is compiled, got {type(value).__name__}"
         with pytest.raises(TypeError, match=expected):
             compiled(sampler)(call["target_logits"], ids, seeds=seeds, **{name: value})
+
+
+WRONG = [
+    ("seeds", True, TypeError, r"expected an int, a \[batch\] int64 tensor or None, got bool"),
+    ("seeds", 1.5, TypeError, r"expected an int, .*, got float"),
+    ("seeds", "x", TypeError, r"expected an int, .*, got str"),
+    ("seeds", 2**63, ValueError, "expected an int of 64 bits"),
+    ("draft_sampling", (1.0, None, None, None), TypeError, "expected a Sampling, got tuple"),
+    ("draft_sampling", Sampling(top_p=2.0), ValueError, "top_p: expected a float"),
+    ("num_draft_tokens", None, TypeError, "expected an int >= 0, got None"),
+    ("num_draft_tokens", -1, ValueError, "expected an int >= 0, got -1"),
+    ("num_draft_tokens", 5000, ValueError, "expected at most 4096, got 5000"),
+    ("row_starts", None, TypeError, "expected a torch.Tensor, got NoneType"),
+    ("row_starts", [0, 4], TypeError, "expected a torch.Tensor, got list"),
+    ("row_starts", torch.zeros(0, dtype=torch.int64), ValueError, r"expected shape \[batch \+ 1\], got \[0\]"),
+    ("offset", -3, ValueError, "expected an int >= 0, got -3"),
+    ("offset", "x", TypeError, "expected an int >= 0, got 'x'"),
+    ("offset", 4096, ValueError, "expected at most 4095, got 4096"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), WRONG, ids=str)
+def test_wrong_arguments_of_compiled_calls_raise_the_errors_of_a_call(place, name, value, error, message):
+    sampler, call = make("block", place), inputs(place, draft_logits=True)
+    rows = {"target_logits": call["target_logits"].flatten(0, 1), "draft_token_ids": ZEROS.long().repeat(4)}
+    rows |= {"row_starts": torch.arange(0, 17, 4), "num_draft_tokens": DRAFTS, "seeds": 0}
+    rows = {name: value.to(place[1]) if isinstance(value, Tensor) else value for name, value in rows.items()}
+    calls = {
+        "padded": lambda: sampler(**call | {name: value}).token_ids[0, 1],
+        "packed": lambda: sampler.packed(**rows | {name: value}).num_accepted,
+        "draft": lambda: sampler.draft(call["target_logits"][:, 0], **{name: value}).token_ids[1],
+    }
+    use = {"num_draft_tokens": ["packed"], "row_starts": ["packed"], "offset": ["draft"], "draft_sampling": ["padded"]}
+    for each in use.get(name, calls):
+        for step in (calls[each], compiled(calls[each])):
+            with pytest.raises(error, match=f"^{name}.*{message}"):
+                step()
 
 
 def test_outputs_of_compiled_calls_need_no_gradients(place):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
+from tests.conftest import HAS_TRITON, ON_GPU
 from tests.differential import Case, case, like_a_device
 from tests.packing import (
     HOSTILE_SLOTS,
@@ -151,7 +152,7 @@ def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, m
 @pytest.mark.parametrize(
     ("argument", "value", "error"),
     [
-        ("row_starts", [0, 5, 3, 6, 8], r"row_starts: expected numbers that do not decrease, got 3 at \[1\]"),
+        ("row_starts", [0, 5, 3, 6, 8], r"row_starts: expected numbers that do not decrease, got 3 at \[2\]"),
         (
             "row_starts",
             [-1, 1, 3, 6, 8],
@@ -164,8 +165,8 @@ def test_requests_whose_place_cannot_be_are_invalid_and_touch_no_others(place, m
         ),
         (
             "row_starts",
-            [0, 5, 5, 6, 8],
-            r"row_starts: expected at most num_draft_tokens \+ 1 = 4 rows for each.*got 5 at \[0\]",
+            [0, 1, 6, 6, 8],
+            r"row_starts: expected at most num_draft_tokens \+ 1 = 4 rows for each request, got 5 for request 1",
         ),
         ("row_starts", torch.empty(0, dtype=torch.int64), r"row_starts: expected shape \[batch \+ 1\], got \[0\]"),
         ("row_starts", [[0, 1]], r"row_starts: expected shape \[batch \+ 1\], got \[1, 2\]"),
@@ -295,3 +296,16 @@ def test_warm_up_takes_what_a_packed_call_takes():
         sampler_of("block").warmup(**{**call, "slots": torch.tensor([4, 5])})
     with pytest.raises(ValueError, match=r"^row_starts: needed beside"):
         sampler_of("block").warmup(torch.zeros(1, 1, 9), torch.zeros(1, 0, dtype=torch.int64), slots=torch.tensor([0]))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the eager backend warms nothing up")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("num_rows", [0, 8])
+@pytest.mark.parametrize("starts", [[0], [0, 0]], ids=["no requests", "no rows"])
+def test_warm_up_takes_batches_without_requests_or_rows(starts, num_rows):
+    device = "cuda" if ON_GPU else "cpu"
+    call = {**eight_rows(device), "row_starts": torch.tensor(starts, device=device)}
+    call |= {name: call[name][:num_rows] for name in ("target_logits", "draft_token_ids")}
+    sampler = sampler_of("strict", "triton")
+    sampler.warmup(**call, positions=torch.zeros(len(starts) - 1, dtype=torch.int64, device=device))
+    sampler.warmup(**call, row_positions=torch.zeros(num_rows, dtype=torch.int64, device=device))

@@ -844,6 +844,18 @@ def test_inputs_are_never_written_to(place, method, dtype, drafter):
 
 
 @each_method
+@pytest.mark.parametrize("temperature", [None, 0.0], ids=["mixed", "greedy"])
+def test_no_two_outputs_share_memory(place, method, temperature):
+    sampler, call = make(method, place), make_call(place)
+    if temperature is not None:
+        call["temperature"] = temperature
+    for options in ({}, {"top_k": 3}, {"logprobs": "processed"}, {"logprobs": "raw"}):
+        output = sampler(**call, **options)
+        outputs = [value for value in (*output, output.num_tokens) if value is not None]
+        assert len({value.untyped_storage().data_ptr() for value in outputs}) == len(outputs), options
+
+
+@each_method
 def test_gradients_are_neither_needed_nor_made(place, method):
     call = make_call(place)
     expected = make(method, place)(**call)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,24 @@ def test_compiled_calls_are_errors_that_say_what_to_do(fullgraph, ranks_of):
     disabled = torch.compiler.disable(sampler)
     step = torch.compile(lambda: disabled(logits * 2, drafts, seeds=0), backend="aot_eager")
     assert_equal(step(), sampler(logits * 2, drafts, seeds=0))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_takes_calls_of_any_size(method, ranks_of):
+    ranks = ranks_of([0, 64])  # what it receives from itself is not copied
+    for batch, drafts, dtype in itertools.product((1, 2, 3), (0, 1, 2), (torch.float32, torch.float64)):
+        call = vars(random_case(batch, drafts, 64, dtype))
+        for others in ({}, {"draft_logits": None, "logprobs": "raw"}):
+            assert_equal(verified(ranks, method, call | others), sampler_of(method)(**call | others))
+
+
+def test_a_drafts_token_and_its_cutoff_are_tensors_of_their_own(ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[1])
+    call = {"logits": torch.randn(3, ranks.vocab_size), "temperature": 0.0, "seeds": 0, "top_k": 2}
+    for draft in ranks.run(partial(drafter_of, "strict"), call):
+        expected = draft.cutoff.clone()
+        draft.token_ids.fill_(-7)
+        assert torch.equal(draft.cutoff, expected)
 
 
 def test_eight_ranks_agree_with_one_process(ranks_of):

@@ -72,6 +72,17 @@ def test_the_dtype_of_draft_logits_does_not_matter(place):
     )
 
 
+def test_a_drafts_token_and_its_cutoff_are_tensors_of_their_own(place):
+    sampler, logits = RejectionSampler("strict", backend=place[0]), torch.randn(3, 40, device=place[1])
+    zeros, mixed = torch.zeros(3, device=place[1]), torch.tensor([0.0, 0.5, 1.0], device=place[1])
+    for temperature in (0.0, zeros, mixed, 0.7):
+        for options in ({"top_k": 2}, {"top_k": 1}, {"top_p": 0.9}, {"min_p": zeros}):
+            draft = sampler.draft(logits, temperature, seeds=0, **options)
+            expected = draft.cutoff.clone()
+            draft.token_ids.fill_(-7)
+            assert torch.equal(draft.cutoff, expected), (temperature, options)
+
+
 @pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
 @pytest.mark.parametrize(("vocab", "drafts", "history"), distributions.CASES, ids=distributions.IDS)
 def test_tokens_and_accepted_length_have_their_distributions(place, vocab, drafts, history, own_drafts):

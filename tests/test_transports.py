@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -127,7 +128,8 @@ def test_symmetric_memory_takes_nvidia_gpus_of_one_host_and_nccl():
         mock.patch.object(distributed, "ProcessGroupNCCL", Nccl, create=True),
     ):
         assert reason(1, Nccl, here) == "there is one rank"
-        assert reason(2, object, here) == "the group's backend is not NCCL"
+        for other in (object, Mock(side_effect=RuntimeError("No backend type associated with device type cuda"))):
+            assert reason(2, other, here) == "the group's backend is not NCCL"
         assert reason(2, Nccl, elsewhere) == "ranks are on several hosts"
         assert reason(2, Nccl, here) is None
         with mock.patch.object(torch.version, "hip", "7.0"):
@@ -142,8 +144,9 @@ def test_hosts_are_known_by_numbers_that_fit_int64():
 def test_kernels_wait_as_long_as_the_groups_collectives():
     (group,) = groups(1, seconds=7)
     assert transports.timeout_of(group, CPU) == timedelta(seconds=7)
-    unknown = SimpleNamespace(_get_backend=lambda device: object())
-    assert transports.timeout_of(unknown, CPU) == distributed.constants.default_pg_timeout
+    for backend_of in (lambda device: object(), Mock(side_effect=RuntimeError)):
+        unknown = SimpleNamespace(_get_backend=backend_of)
+        assert transports.timeout_of(unknown, CPU) == distributed.constants.default_pg_timeout
     assert SymmetricMemory(group, CPU).most_tries == 7 * TRIES_PER_SECOND
 
 

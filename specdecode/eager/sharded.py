@@ -219,7 +219,7 @@ def sample(
     """
     is_empty, temperature = source.row_max == -torch.inf, source.sampling.temperature
     if greedy is True:
-        return source.first, is_empty, torch.zeros_like(temperature), source.first
+        return source.first, is_empty, torch.zeros_like(temperature), source.first.clone()
     mask = None if greedy is False else greedy
 
     def compute(positions: Tensor, seeds: Tensor, source: Source, mask: Tensor | None) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ def sample(
     def pick(logits: Tensor, sampling: RowSampling, *_: Tensor | None) -> tuple[Tensor, ...]:
         token_ids, is_empty = argmax(logits)
         result = token_ids, token_ids.new_zeros(token_ids.shape, dtype=sampling.temperature.dtype), is_empty
-        return (*result, token_ids) if sampling.truncates else result
+        return (*result, token_ids.clone()) if sampling.truncates else result
 
     return by_kind(greedy, draw, pick, logits.shape[1:].numel(), logits, sampling, seeds, positions)
 

@@ -32,10 +32,14 @@ compares residual masses.
 
 | what happens | where |
 |---|---|
-| a NaN or an infinity in a row | `distribution.recompute_nonfinite` |
-| a row need not be read | `read.may_matter` |
+| a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
+| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it |
 | the token after a rejection | `probabilistic.recover`; in `strict.decide` it is drawn already |
-| a tie | `selection.first_largest` and `search.ranked` between scores, `greedy.argmax` between logits |
+| a tie between scores | `selection.first_largest`, `search.ranked` |
+| a tie between logits | `greedy.argmax`; at a cutoff `candidates.order_of` |
+| the cutoff of top-k, top-p and min-p | `candidates.cut_candidates`, or `widecut.wide_cutoff` in the whole row |
+| how many programs a launch has | `plan.add_reading` and what follows it there |
+| the rows and the slot of a request of a packed call | `packed.locate` |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.
@@ -118,7 +122,7 @@ def verify(
         many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
             a large one); None chooses by their number.
     """
-    if batch.shard is not None and takes_whole_rows(batch.shard, batch, batch.target_logits, draft_rows(method, batch)):
+    if batch.shard is not None and verifies_whole_rows(method, batch, batch.shard):
         return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
@@ -183,6 +187,11 @@ def is_greedy(temperature: Tensor | float) -> bool:
 def draft_rows(method: str, batch: VerificationBatch) -> Tensor | IndexedRows | None:
     """Return the draft logits that a method reads."""
     return None if METHODS[method][batch.draft_logits is None] is BY_SAMPLE else batch.draft_logits
+
+
+def verifies_whole_rows(method: str, batch: VerificationBatch, shard: VocabShard) -> bool:
+    """Return `takes_whole_rows` of the rows that a method reads."""
+    return takes_whole_rows(shard, batch, batch.target_logits, draft_rows(method, batch))
 
 
 def verify_whole_rows(
@@ -324,16 +333,15 @@ def add_limits(
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
     ways = [(False, False), (False, True), (True, False), (True, True)]
-    if batch.shard is not None and not takes_whole_rows(
-        batch.shard, batch, batch.target_logits, draft_rows(method, batch)
-    ):
+    if batch.shard is not None and not verifies_whole_rows(method, batch, batch.shard):
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call
         for large, many in ways:
             verify(method, batch, schedule, large=large, many=many)
         return
     most = batch.draft_token_ids.shape[1]
-    for num_draft_tokens in {0, min(most, 1), most}:
+    of_other_sizes = [2**i - 1 for i in range(5, most.bit_length())]  # see `bundles.MIN_DRAFTS`
+    for num_draft_tokens in {0, min(most, 1), *of_other_sizes, most}:
         drafts = slice(num_draft_tokens)
         fewer = batch._replace(
             target_logits=batch.target_logits[:, : num_draft_tokens + 1],

@@ -127,9 +127,7 @@ class Workspace(NamedTuple):
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    known_ptr: (
-        Pointer  # [rows, KNOWN] float32 what ranks told of single tokens, see `values.ShardedRow`; None: no shards
-    )
+    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.ShardedRow`; None: no shards
     progress_ptr: Pointer  # [rows, PROGRESS] float32, see `shard_cut`; None: no shards, or nothing truncates rows
 
 
@@ -173,11 +171,9 @@ class Exchange(NamedTuple):
     offers: Channel  # [rows or requests, OFFERS] int64 words
     verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
     sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, blocks_told]
-    peers_ptr: (
-        Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered between launches
-    )
+    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered
     received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
-    failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank is waited for in vain
+    failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank did not answer in time
     half: Int64  # words of a half
     most_tries: Int64  # how many times a word is looked for
     rank: Int32

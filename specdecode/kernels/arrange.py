@@ -103,9 +103,7 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
 
     As soon as nothing is waited for any more, the next launch is admitted.
     """
-    token = tl.full([], -1, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    token = load_draft_ids(inputs.drafts, request, offset, sizes)
     index, is_row = row_index(request, offset, False, sizes), offset >= 0
     # All is listened to before anything is waited for.
     statistics = listen_to_statistics(0, index, is_row, sources, step, exchange, sizes)
@@ -115,11 +113,11 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
         raw = listen_to_statistics(exchange.raw_start, index, is_row, sources, step, exchange, sizes)
     if inputs.draft.ptr is not None:
         others = listen_to_notes(1, index, is_row, step, exchange)
-        draft_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
+        draft_row_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
         summarised = is_summarised(request, offset, inputs, sizes)
-        of_draft = listen_to_statistics(0, draft_index, summarised, sources, step, exchange, sizes)
-        draft_notes = listen_to_notes(0, draft_index, is_draft_row, step, exchange)
-        draft_others = listen_to_notes(1, draft_index, is_draft_row, step, exchange)
+        of_draft = listen_to_statistics(0, draft_row_index, summarised, sources, step, exchange, sizes)
+        draft_notes = listen_to_notes(0, draft_row_index, is_draft_row, step, exchange)
+        draft_others = listen_to_notes(1, draft_row_index, is_draft_row, step, exchange)
     row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, temperature, sources, exchange, sizes)
     noted = hear_notes(notes, others, exchange)
     if workspace.raw_statistics_ptr is not None:
@@ -129,14 +127,14 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
         draft_max, draft_rank = tl.full([], -INFINITY, tl.float32), tl.full([], 0, tl.int64)
         if summarised:
             draft_max, draft_rank = hear_statistics(
-                of_draft, draft_index, workspace.statistics_ptr, temperature, sources, exchange, sizes
+                of_draft, draft_row_index, workspace.statistics_ptr, temperature, sources, exchange, sizes
             )
         draft_noted = hear_notes(draft_notes, draft_others, exchange)
         if is_draft_row:
             first = at(noted[1], rank)
-            keep_known(draft_index, (draft_max, draft_rank), draft_noted, token, first, rank, workspace, exchange)
+            keep_known(draft_row_index, (draft_max, draft_rank), draft_noted, token, first, rank, workspace, exchange)
             if inputs.drafts.cutoff_ptr is not None:
-                tl.store(workspace.progress_ptr + draft_index * PROGRESS + GIVEN, tl.max(draft_noted[3], 0))
+                tl.store(workspace.progress_ptr + draft_row_index * PROGRESS + GIVEN, tl.max(draft_noted[3], 0))
             other, other_rank = at(draft_noted[1], draft_rank), draft_rank
     # Nothing is waited for any more. Before, a large launch that does not fit would keep all launches of other groups back.
     admit_next_launch(exchange.OVERLAPS)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine, logprob, relative_sums
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import leave_logprob, load_raw_statistics, normalizer_of
+from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
@@ -45,6 +45,7 @@ from specdecode.kernels.rows import (
     draft_row_at,
     load_logit,
     load_temperature,
+    row_index,
     target_row_at,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
@@ -70,7 +71,7 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 @triton.jit
 def numbers_at(workspace, request, offset, sizes):
     """Return where the numbers of an offset are kept."""
-    return workspace.numbers_ptr + (request.index * (sizes.num_draft_tokens + 1) + offset) * NUMBERS
+    return workspace.numbers_ptr + row_index(request, offset, False, sizes) * NUMBERS
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def shared_logprob(place, terms, inputs, workspace, sizes):
         if workspace.places_ptr is not None:
             is_token = residual.subtracted != NO_PLACE
         logit = load_logit(row, residual.subtracted, is_token)
-        shared = logprob(logit, residual.subtracted, (p.row_max, tl.log(p.sumexp), p.one_hot), place.temperature)
+        shared = logprob(logit, residual.subtracted, normalizer_of(p), place.temperature)
         if workspace.places_ptr is not None:
             shared = tl.where(is_token, shared, -INFINITY)
     return shared
@@ -178,7 +179,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
             numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
         )
         if workspace.logprobs_ptr is not None:
-            leave_logprob(place, normalizer_of(terms.p), raw, inputs, workspace, sizes)
+            store_draft_logprob(place, normalizer_of(terms.p), raw, inputs, workspace, sizes)
 
 
 @triton.jit
@@ -283,12 +284,15 @@ def decide_by_bounds(least, residual, block_sums, place, inputs, workspace, size
 
 
 @triton.jit
-def listed_residual(request, offset, inputs, workspace, sizes):
-    """Return what it takes to sum a listed residual: the `Residual`, both rows, and T."""
+def sum_share(share, chunks, first, inputs, workspace, sizes, tuning):
+    """Return the request and the offset of a share of a listed residual, its blocks from `first` on, and their sums."""
+    request, offset = listed_place(share // chunks, workspace, sizes)
     numbers_ptr = numbers_at(workspace, request, offset, sizes)
     residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
-    return residual, both_rows_at(place, inputs, workspace, sizes), place.temperature
+    blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
+    target, draft = load_both(inputs, both_rows_at(place, inputs, workspace, sizes), first + blocks, tuning.LANES)
+    return request, offset, blocks, residual_sums(target, draft, residual, place.temperature)
 
 
 @triton.jit
@@ -298,11 +302,7 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     await_launch(tuning.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
-        request, offset = listed_place(share // chunks, workspace, sizes)
-        residual, rows, temperature = listed_residual(request, offset, inputs, workspace, sizes)
-        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-        sums = residual_sums(target, draft, residual, temperature)
+        request, offset, blocks, sums = sum_share(share, chunks, 0, inputs, workspace, sizes, tuning)
         sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)
 

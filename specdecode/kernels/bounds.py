@@ -16,13 +16,14 @@ from specdecode.kernels.state import post_acceptance
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.truncation import load_draft_limits, load_limits, weights_of_maxima
+from specdecode.kernels.values import Summary
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
 
 
 @triton.jit
-def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
+def log_least_kept(block_max, p, sumexp, temperature, limits, sizes):
     """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
 
     The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
@@ -30,12 +31,13 @@ def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
     top_k, top_p, min_p = limits
     least = 1.0
     if (top_k < sizes.vocab_size) | (min_p > 0):
-        weights = weights_of_maxima(block_max, row_max, temperature)
-        weights = tl.where(weights >= min_p, weights, 0.0)
+        weights = weights_of_maxima(block_max, p.row_max, temperature)
+        weights = tl.where(weights >= min_p * (1 + ERROR), weights, 0.0)  # surely kept by min-p
         floor = tl.full([], -LARGEST, tl.float32)
         # Four levels at once: a program that reads has few registers left.
-        _, _, mass = choose_level(block_max, weights, row_max, floor, temperature, ANY_NUMBER, INFINITY, top_k, 4)
-        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
+        summary = Summary(block_max, weights, p, temperature, limits, floor, sizes.num_blocks)
+        level = choose_level(summary, floor, ANY_NUMBER, INFINITY, top_k, 4)
+        least = tl.maximum(level.mass, 1.0) / sumexp  # the likeliest token, at least
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
 
@@ -57,7 +59,7 @@ def may_be_kept(log_share, block_max, p, temperature, limits):
     top_k, top_p, min_p = limits
     shares = weights_of_maxima(block_max, p.row_max, temperature) / p.sumexp
     share = tl.exp(log_share)
-    is_above = (shares > share * (1 + ERROR)) & (shares * p.sumexp >= min_p)
+    is_above = shares > share * (1 + ERROR)
     above, mass_above = tl.reduce((is_above.to(tl.int32), tl.where(is_above, shares, 0.0)), 0, add_both)
     is_kept = (above == 0) | ((above < top_k) & (mass_above < top_p * (1 + ERROR)))
     return is_kept & (share * p.sumexp >= min_p * (1 - ERROR))
@@ -83,7 +85,7 @@ def may_accept(place, noise, inputs, workspace, sizes):
         limits = load_limits(inputs.limits, place.request, sizes)
         block_max, _ = load_target_statistics(place, workspace, sizes)
         log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
-        log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
+        log_kept = log_least_kept(block_max, terms.p, terms.p.sumexp, temperature, limits, sizes)
         accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
         accepted &= may_be_kept(terms.log_p, block_max, terms.p, temperature, limits)
         is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
@@ -94,10 +96,10 @@ def may_accept(place, noise, inputs, workspace, sizes):
             if inputs.drafts.logsumexp_ptr is None:
                 if is_sure:
                     block_max, _ = load_draft_statistics(place, True, workspace, sizes)
-                    q_max, q_sumexp = terms.q.row_max, tl.exp(terms.q.log_sum)
-                    log_draft_kept = log_least_kept(block_max, q_max, q_sumexp, temperature, limits, sizes)
+                    q_sumexp = tl.exp(terms.q.log_sum)
+                    log_draft_kept = log_least_kept(block_max, terms.q, q_sumexp, temperature, limits, sizes)
             else:  # it tells the mass of what is kept, but not what that is
-                is_sure &= tl.full([], False, tl.int1)
+                is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
     if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
         post_acceptance(workspace.state_ptr, place, sizes)

@@ -32,7 +32,8 @@ Layout = tuple[torch.dtype, tuple[int, ...], bool]
 A plain tuple, because each call makes a few: a named one takes twice as long.
 """
 
-OPTIONAL = (
+TENSORS = (
+    "target",
     "draft",
     "ids",
     "draft_logsumexp",
@@ -45,7 +46,6 @@ OPTIONAL = (
     "row_positions",
     "draft_vocab_ids",
 )
-TENSORS = ("target", *OPTIONAL)
 """The tensors that a step may be given, see `arguments.Inputs`."""
 
 LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")

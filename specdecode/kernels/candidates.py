@@ -23,6 +23,7 @@ from specdecode.kernels.rows import (
     logit_of,
     scaled,
 )
+from specdecode.kernels.values import Level
 
 PARTS = tl.constexpr(162)
 """Of the square root of the depth: the levels that may be chosen. It takes three rounds of 8 at once, or five of 4."""
@@ -54,12 +55,21 @@ FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.conste
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
+NO_ORDER = tl.constexpr(2**63 - 1)
+"""Larger than the number of any token in their order."""
+
 FINE = tl.constexpr(2.0**23)
 """Masses are added up as integers, those of candidates as multiples of 1 / FINE. Unlike a sum of floats, one of integers is
 the same in any order. So what is decided by it depends neither on how the compiler distributes a tensor over threads, which
 differs from kernel to kernel, nor on the rank."""
 
 BITS_OF_ONE = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def list_at(workspace, index):
+    """Return where the lists of a row are, given its `row_index`."""
+    return workspace.kept_ptr + index * LISTS * CANDIDATES
 
 
 @triton.jit
@@ -85,15 +95,15 @@ def reached(levels, block_max, weights):
 
 
 @triton.jit
-def choose_level(block_max, weights, row_max, floor, temperature, count, mass, most, LEVELS: tl.constexpr):
-    """Return the highest level that `count` blocks or a `mass` reach, if at most `most` blocks reach it.
+def choose_level(summary, lowest, count, mass, most, LEVELS: tl.constexpr):
+    """Return the highest level, from `lowest` on, that `count` blocks or a `mass` reach, if at most `most` blocks do.
 
-    Else the lowest that at most so many reach; and how many reach it, and their mass. If more blocks than that have a token
-    as likely as the first, it is infinite. The floor is the lowest level: beyond it no token need be looked for.
+    Else the lowest that at most so many reach. If more blocks than that have a token as likely as the first, it is infinite.
 
     `LEVELS` are tried at once; the level does not depend on it.
     """
-    depth = tl.minimum(temperature * DEPTH, LARGEST)
+    block_max, row_max = summary.block_max, summary.p.row_max
+    depth = tl.minimum(summary.temperature * DEPTH, LARGEST)
     if count < ANY_NUMBER:  # however unlikely these tokens are
         depth = row_max - tl.min(tl.where(block_max > row_max - FAR, block_max, row_max), 0)
     index, last = tl.arange(0, LEVELS), LEVELS - 1
@@ -101,18 +111,18 @@ def choose_level(block_max, weights, row_max, floor, temperature, count, mass, m
     start, stride = 0, PARTS // (LEVELS - 2)
     while stride > 0:  # then between the last level that is not enough and the next
         part = tl.minimum(start + index * stride, PARTS) * (1 / PARTS)  # the square roots of how deep levels lie
-        levels = tl.maximum(row_max - depth * part * part, floor)
+        levels = tl.maximum(row_max - depth * part * part, lowest)
         is_first = stride == PARTS // (LEVELS - 2)
-        levels = tl.where((index == last) & is_first, floor, levels)
-        blocks, masses = reached(levels, block_max, weights)
+        levels = tl.where((index == last) & is_first, lowest, levels)
+        blocks, masses = reached(levels, block_max, summary.weights)
         chosen, short = choose(blocks, masses, count, mass, most)
         is_it = index == chosen
         num_blocks, found = tl.reduce((tl.where(is_it, blocks, 0), tl.where(is_it, masses, 0.0)), 0, add_both)
         level = tl.where(chosen < 0, INFINITY, tl.max(tl.where(is_it, levels, -INFINITY), 0))
         start += (tl.maximum(tl.minimum(short, tl.where(is_first, last - 1, last)), 1) - 1) * stride
-        is_last = (stride == 1) | (is_first & (short >= last) & (chosen == last))  # the floor will do
+        is_last = (stride == 1) | (is_first & (short >= last) & (chosen == last))  # the lowest will do
         stride = tl.where(is_last, 0, (stride + last - 1) // last)
-    return level, num_blocks, found
+    return Level(level, num_blocks, found)
 
 
 @triton.jit
@@ -189,6 +199,12 @@ def list_tokens(level, num_blocks, row, block_max, list_ptr, sizes):
 
 
 @triton.jit
+def order_of(keys, token_ids):
+    """Return numbers of which the largest is the first token in order, given tokens' keys and ids."""
+    return (keys.to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
+
+
+@triton.jit
 def token_in_order(order):
     """Return the logit and the id of a token, given its number in their order."""
     return logit_of((order >> 32).to(tl.int32)), (order & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
@@ -201,7 +217,7 @@ def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
     keys = tl.load(list_ptr + CANDIDATES + slots, mask=slots < found, other=-ANY_NUMBER - 1)
     token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=LAST_TOKEN)
     logits = tl.where(slots < found, logit_of(keys), -INFINITY)
-    return logits, token_ids, (keys.to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
+    return logits, token_ids, order_of(keys, token_ids)
 
 
 @triton.jit
@@ -260,7 +276,7 @@ def cut_candidates(list_ptr, found, level, unseen, summary, sizes, MOST: tl.cons
     num_kept, most = tl.reduce((kept.to(tl.int32), kept_at_most.to(tl.int32)), 0, add_both)
     is_known = num_kept == most
     is_all = is_complete | (num_kept < number) | (mass >= top_p * upper)
-    last = tl.min(tl.where(kept, order, 2**63 - 1), 0)
+    last = tl.min(tl.where(kept, order, NO_ORDER), 0)
     most_mass = mass - (found - CANDIDATES).to(tl.float32) * level_weight  # of as many tokens as there is room for
     is_few = (found <= CANDIDATES) & (most_mass >= top_p * lower)
     return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all, is_few | (top_k < sizes.vocab_size)

@@ -23,7 +23,7 @@ from specdecode.kernels.values import Line, Rivals
 
 STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
 """The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
-a rank was waited for in vain. No kernel reads one of the first two and writes it."""
+a rank did not answer in time. No kernel reads one of the first two and writes it."""
 
 HINTS, HEADER = tl.constexpr(transports.HINTS), tl.constexpr(transports.HEADER)
 """Where hints are, one for each offer; and how many words come before the two halves."""

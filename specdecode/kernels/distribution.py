@@ -17,6 +17,7 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     SHARDED,
+    WARP_BITS,
     base_2_scale,
     load_logits,
     part_of_blocks,
@@ -130,9 +131,9 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
     nonfinite = nonfinite.to(tl.int32)
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     if tl.max(nonfinite, 0) == 1:
-        # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this seldom runs, and
+        # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and
         # code that does not run should at least be short.
-        LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth
+        LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
         scale = base_2_scale(temperature)
         for block in range(sizes.num_blocks):
             if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:

@@ -32,9 +32,10 @@ from specdecode.kernels.state import (
     load_draft_ids,
     load_stop,
     state_of_bits,
-    store_cutoff,
     store_logprob,
+    store_normalizer,
     store_output,
+    store_sample,
     store_token,
 )
 from specdecode.kernels.values import Place
@@ -49,26 +50,16 @@ def with_draft(place, offset, token):
 @triton.jit
 def emit_sample(place, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
-    request = place.request
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
     raw = load_raw_statistics(place, workspace, sizes)
-    token, p = sample(place, noise, inputs, workspace, sizes)
-    tl.store(outputs.token_ids_ptr + request.index, token.to(tl.int64))
-    if outputs.logsumexp_ptr is not None:
-        logsumexp = 0.0
-        if place.temperature > 0:
-            logsumexp = p.row_max / place.temperature + p.log_sum
-        tl.store(outputs.logsumexp_ptr + request.index, logsumexp)
+    token, normalizer = sample(place, noise, inputs, workspace, sizes)
+    store_normalizer(outputs, place, normalizer, workspace)
+    logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
-        store_logprob(outputs, place, logprob_asked(place, token, asked, inputs, workspace, sizes), sizes)
-    if outputs.cutoff_ptr is not None:
-        store_cutoff(outputs, place, p, workspace)
-    if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + request.index, 0)
-        tl.store(outputs.num_drafts_ptr + request.index, 0)
-        tl.store(outputs.invalid_ptr + request.index, p.row_max == -INFINITY)
+        asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
+        logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
+    store_sample(outputs, place, token, logprob, normalizer.row_max == -INFINITY, sizes)
 
 
 @triton.jit
@@ -93,26 +84,26 @@ def emit_row(place, inputs, outputs, workspace, sizes, tuning):
         matters &= offset <= last
     if matters:
         raw = load_raw_statistics(place, workspace, sizes)  # in flight while it is decided
-        accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        stops, is_empty = accepted == 0, p.row_max == -INFINITY
+        accepted, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        stops, is_empty = accepted == 0, normalizer.row_max == -INFINITY
         if tuning.POSTED:
             stops |= offset == last
         logprob = 0.0
         if ASKED:
-            p = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+            asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
         if stops:
             if IS_DRAWN:
                 if ASKED:
-                    logprob = logprob_asked(place, source, p, inputs, workspace, sizes)
+                    logprob = logprob_asked(place, source, asked, inputs, workspace, sizes)
                 store_token(outputs, place, source, logprob, sizes)
             else:
                 add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
                 token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
                 if ASKED:
-                    logprob = logprob_asked(place, token, p, inputs, workspace, sizes)
+                    logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
                 bits = hand_in(outputs, bits_ptr, place, token, logprob, sizes)
         elif ASKED:
-            store_logprob(outputs, place, logprob_asked(place, place.token, p, inputs, workspace, sizes), sizes)
+            store_logprob(outputs, place, logprob_asked(place, place.token, asked, inputs, workspace, sizes), sizes)
     if IS_DRAWN or stops == 0:
         bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN or ASKED)
     if is_to_finish(bits_ptr, place, bits, sizes, IS_DRAWN):
@@ -130,16 +121,16 @@ def emit_request(place, inputs, outputs, workspace, sizes, tuning):
     place = with_draft(place, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
     noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at
-    _, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    _, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:
         token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+        asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
         logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
     store_token(outputs, place, token, logprob, sizes)
-    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (p.row_max == -INFINITY), sizes)
+    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (normalizer.row_max == -INFINITY), sizes)
 
 
 @triton.jit

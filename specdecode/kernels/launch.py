@@ -205,10 +205,10 @@ class Plan:
     def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
         self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
-        lengths = [
-            triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()
-        ]  # cache lines
-        *self.starts, self.length = itertools.accumulate(lengths, initial=0)
+        # In cache lines of 32 numbers.
+        lengths = [triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()]
+        *starts, self.length = itertools.accumulate(lengths, initial=0)
+        self.starts = dict(zip(self.parts, starts))
         self.launches: list[Launch] = []
         self.ready: list[tuple[Any, tuple[int, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
 
@@ -252,7 +252,7 @@ class Plan:
             first = workspace.data_ptr()
             values = (
                 *[None if tensor is None else tensor.data_ptr() for tensor in tensors.values()],
-                *[first + 4 * start for start in self.starts],
+                *[first + 4 * start for start in self.starts.values()],
                 *numbers.values(),
             )
             self.launch(values)
@@ -275,8 +275,7 @@ class Plan:
     def view(self, workspace: Tensor, name: str) -> Tensor:
         """Return one part of a workspace."""
         dtype, length = self.parts[name]
-        start = self.starts[list(self.parts).index(name)]
-        return workspace[start : start + length * dtype.itemsize // 4].view(dtype)
+        return workspace[self.starts[name] :][: length * dtype.itemsize // 4].view(dtype)
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""

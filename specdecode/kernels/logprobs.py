@@ -54,13 +54,13 @@ def differs_from_raw(place, workspace):
 
 
 @triton.jit
-def normalizer_asked(place, p, raw, inputs, workspace, sizes):
-    """Return what gives the log-probabilities asked for at a place: of `p`, or of the `raw` statistics of its row."""
+def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
+    """Return what gives the log-probabilities asked for at a place: as given, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(place, workspace):
             row = untruncated_target_row_at(place, inputs, workspace, sizes)
-            p = normalizer_of(combine_below(p.row_max, raw, row, tl.full([], 1.0, tl.float32), sizes))
-    return p
+            normalizer = normalizer_of(combine_below(normalizer.row_max, raw, row, tl.full([], 1.0, tl.float32), sizes))
+    return normalizer
 
 
 @triton.jit
@@ -69,15 +69,15 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
     is_there = token < place.request.vocab_size  # a request without rows emits token 0, of which it has no logit
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(place, inputs, workspace, sizes), place.temperature
-        return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
     else:
         row = untruncated_target_row_at(place, inputs, workspace, sizes)
-        return logprob(load_logit(row, token, is_there), token, normalizer, tl.full([], 1.0, tl.float32))
+        temperature = tl.full([], 1.0, tl.float32)
+    return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
 
 
 @triton.jit
-def leave_logprob(place, p, raw, inputs, workspace, sizes):
-    """Leave the log-probability of the draft at a place in the output, for the case that it is emitted."""
-    normalizer = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+def store_draft_logprob(place, normalizer, raw, inputs, workspace, sizes):
+    """Write the log-probability of the draft at a place into the output, for the case that it is emitted."""
+    normalizer = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
     value = logprob_asked(place, place.token, normalizer, inputs, workspace, sizes)
-    tl.store(workspace.logprobs_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, value)
+    tl.store(workspace.logprobs_ptr + row_index(place.request, place.offset, False, sizes), value)

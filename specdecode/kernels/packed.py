@@ -3,9 +3,10 @@
 A call that is not packed has everything at the request's own index. In a packed call three numbers on the device say where
 it is: the request's entry of `row_starts`, the next one, and its entry of `slots`. Every program loads them first.
 
-Nothing has checked these numbers, so a request is only believed if its rows are rows, no more than it may have, and its slot
-is a slot. Any other request, and one that has no rows, is given no drafts and a row of no tokens: what follows finds no
-finite logit there, as in a row of NaN, and so emits token 0 and marks it invalid. Nothing of it is ever read.
+Nothing has checked these numbers, so a request is accepted only if its rows are within the tensor and no more than it may
+have, and its slot is one of the slots. Any other request, and one that has no rows, is given no drafts and a row of no
+tokens: what follows finds no finite logit there, as in a row of NaN, and so emits token 0 and marks it invalid. Nothing of
+it is ever read.
 """
 
 import triton

@@ -9,7 +9,7 @@ ACCEPT = tl.constexpr(int(Domain.ACCEPT))
 
 ROUNDS = tl.constexpr(10)
 
-UNROLLED = tl.constexpr(512)
+MOST_IN_LOOP = tl.constexpr(512)
 """More indices than this are handled without a loop: the compiler then schedules the rounds freely, but compiles longer."""
 
 
@@ -56,7 +56,7 @@ def philox4x32(seed, index, position, domain):
     word0 = index.to(tl.uint32, bitcast=True)
     word1, word2, word3 = low(position), high(position), tl.cast(domain, tl.uint32)
     keys = low(seed).to(tl.uint64), high(seed).to(tl.uint64)
-    if index.shape[0] > UNROLLED:
+    if index.shape[0] > MOST_IN_LOOP:
         # A word stays a scalar until the index reaches it, so what all indices share is computed once.
         words = word0, word1, word2, word3
         for _ in tl.static_range(ROUNDS):

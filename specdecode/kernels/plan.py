@@ -14,7 +14,6 @@ import triton
 from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Inputs,
-    Outputs,
     Placing,
     Reading,
     Searching,
@@ -133,7 +132,7 @@ def plan_step(
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None, large, keeps_raw=truncates)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
-    summed = summed_residuals(large, many) if settles and has_draft_rows else OPEN_ONES.value
+    summed = int(OPEN_ONES if not (settles and has_draft_rows) or (large and many) else SPREAD if large else ALL)
     if settles:
         add_settling(plan, *bundles, summed)
     per_row = has_drafts and not settles and (truncates or not large)
@@ -141,7 +140,8 @@ def plan_step(
     search = "large" if large and not per_row else "many" if searches and (many or large) else "few"
     flags = per_row, per_row and decides, settles, summed, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
-    add_emitting(plan, inputs, outputs_of(samples, truncates, logprobs_ptr), workspace, sizes, tuning, rule.num_warps)
+    outputs = outputs_of(samples, truncates, logprobs_ptr)
+    add_drawing(plan, emit_kernel, (inputs, outputs, workspace, sizes, tuning), rule.num_warps)
     return plan
 
 
@@ -169,13 +169,6 @@ def parts_of(
     }
 
 
-def summed_residuals(large: bool, many: bool) -> int:
-    """Return which residuals block verification sums beside those that it must: see `arguments.Settling`."""
-    if not large:
-        return int(ALL)
-    return int(OPEN_ONES if many else SPREAD)
-
-
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
     """Add the launch that finds the places of the target's tokens among the draft's."""
     bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
@@ -184,14 +177,21 @@ def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> None:
     """Add the launches of block verification between reading and emitting."""
-    tuning = Settling(*SETTLING, OPEN_ONES.value, can_overlap(plan.device))
-    bundles, requests, num_draft_tokens = (inputs, workspace, sizes, tuning), sizes.batch, sizes.num_draft_tokens
-    plan.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
-    deciding = *bundles[:3], tuning._replace(SUMMED=summed)
-    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=4 if summed == ALL.value else 8)
+    tuning = add_deciding(plan, inputs, workspace, sizes, summed)
     if inputs.draft.ptr is not None:
-        shares = requests * num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
-        plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
+        shares = sizes.batch * sizes.num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
+        plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), (inputs, workspace, sizes, tuning), num_warps=8)
+
+
+def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> Settling:
+    """Add the launches of block verification that decide; return how, but for what is `summed`, which others ignore."""
+    tuning = Settling(*SETTLING, OPEN_ONES.value, can_overlap(plan.device))
+    bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
+    by_blocks = inputs.draft.ptr is not None and summed != ALL.value
+    plan.add(ratio_kernel, (requests * num_draft_tokens,), (*bundles, tuning), num_warps=4)
+    deciding = *bundles, tuning._replace(SUMMED=summed)
+    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=8 if by_blocks else 4)
+    return tuning
 
 
 def add_reading(
@@ -245,21 +245,14 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
 
 
-def add_emitting(
-    plan: Plan,
-    inputs: Inputs,
-    outputs: Outputs,
-    workspace: Workspace,
-    sizes: Sizes,
-    tuning: Searching,
-    num_warps: int,
-) -> None:
-    """Add the launch that emits, given how many warps a program has without draft rows."""
+def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: int) -> None:
+    """Add the launch that draws tokens, given how many warps a program has without draft rows."""
+    inputs, *_, sizes, tuning = bundles
     has_draft_rows = inputs.draft.ptr is not None
     plan.add(
-        emit_kernel,
+        kernel,
         (sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),),
-        (inputs, outputs, workspace, sizes, tuning),
+        bundles,
         num_warps=8 if has_draft_rows else num_warps,
         max_registers=EMIT_REGISTERS if has_draft_rows else None,
     )

@@ -91,8 +91,9 @@ def acceptance_terms(place, inputs, workspace, sizes):
         p, q = combine_both(statistics, summary, row, draft_row, has_draft_row, temperature, sizes)
     else:
         p = combine(statistics, row, temperature, sizes)
-    log_sum = tl.log(p.sumexp)
-    log_p = logprob(logit, token, Normalizer(p.row_max, log_sum, p.one_hot), temperature)
+    normalizer = normalizer_of(p)
+    log_sum = normalizer.log_sum
+    log_p = logprob(logit, token, normalizer, temperature)
 
     log_q, draft_max, draft_log_sum, log_sum_ratio = 0.0, 0.0, 0.0, 0.0
     draft_one_hot = token

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.logprobs import leave_logprob, load_raw_statistics
+from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
+    WARP_BITS,
     load_blocks,
     load_temperature,
     whole_draft_row_at,
@@ -64,7 +65,7 @@ def place_in_grid(inputs, sizes, tuning):
 def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
     """Return the raw logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
     PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
-    LANES: tl.constexpr = 4096 // rows.ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
     return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
 
 
@@ -108,7 +109,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
     if logsumexp is not None:
-        if is_trusted(logsumexp) == 0:  # seldom
+        if is_trusted(logsumexp) == 0:  # rarely
             if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
                 for tile in range(tuning.tiles):
                     first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
@@ -120,7 +121,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
 def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr):
     """Return whether a row beyond a request's first may matter, by what is known so far."""
     if inputs.packing.row_starts_ptr is not None:
-        # No id is loaded: a row after an id that is no token is seldom, and read for nothing.
+        # No id is loaded: a row after an id that is no token is rare, and read for nothing.
         matters = offset <= request.num_drafts
     else:
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
@@ -136,13 +137,13 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     if token >= 0:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
         noise = noise_at(place, inputs.requests, sizes)
-        accepted, p, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
-        if p.row_max == -INFINITY:
+        accepted, normalizer, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        if normalizer.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
                 raw = load_raw_statistics(place, workspace, sizes)
-                leave_logprob(place, p, raw, inputs, workspace, sizes)
+                store_draft_logprob(place, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)
 

@@ -24,6 +24,8 @@ TRUNCATED_SHARDED = tl.constexpr(len(TruncatedShardedRow._fields))
 of a part of the vocabulary it is `SHARDED` or more."""
 KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
 """Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
+WARP_BITS = tl.constexpr(4096)
+"""What a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -93,17 +95,16 @@ def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
 @triton.jit
 def with_cutoff(row, workspace, index, sizes):
     """Return a row, given its index, of which logits beyond its cutoff are read as -inf; and of a shard, as `with_known`."""
+    known = with_known(row, workspace, index, sizes)
     if workspace.cutoffs_ptr is None:
-        return with_known(row, workspace, index, sizes)
+        return known
     else:
-        known = with_known(row, workspace, index, sizes)
         pointer = workspace.cutoffs_ptr + index * 2
-        token = tl.load(pointer + 1).to(tl.int32, bitcast=True)
-        logit = tl.load(pointer)
+        logit, token = tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True)
         if len(known) == SHARDED:
             return TruncatedShardedRow(*known, logit, token)
         else:
-            return TruncatedRow(row.ptr, row.stride_token, row.vocab_size, logit, token)
+            return TruncatedRow(*known, logit, token)
 
 
 @triton.jit
@@ -189,15 +190,16 @@ def load_logit(row, token, wanted):
         is_there = place < row.row.vocab_size
         return tl.where(is_there, load_logit(row.row, place, is_there), -INFINITY)
     else:
-        pointer = row.ptr + token.to(tl.int64) * row.stride_token
+        wanted &= token >= 0
         if len(row) >= SHARDED:
             logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
             logit = tl.where(token == row.other, row.other_logit, logit)
             logit = tl.where(token == row.draft, row.draft_logit, logit)
         else:
-            logit = tl.load(pointer, mask=wanted & (token >= 0), other=0.0).to(tl.float32)
+            pointer = row.ptr + token.to(tl.int64) * row.stride_token
+            logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
         if len(row) == TRUNCATED or len(row) == TRUNCATED_SHARDED:
-            logit = tl.where(wanted & (token >= 0), up_to_cutoff(logit, token, row), logit)
+            logit = tl.where(wanted, up_to_cutoff(logit, token, row), logit)
         return tl.where(logit == logit, logit, -INFINITY)
 
 

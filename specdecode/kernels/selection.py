@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine, combine_again
+from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import accept_uniform, exponential
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
 from specdecode.kernels.search import with_blocks
 from specdecode.kernels.statistics import load_target_statistics
-from specdecode.kernels.values import Noise, Normalizer
+from specdecode.kernels.values import Noise
 
 
 @triton.jit
@@ -100,14 +101,14 @@ def sample(place, noise, inputs, workspace, sizes):
         # The logits of a block are loaded while it is computed which block they are wanted of.
         guessed = guess_block(statistics, noise.exponentials, base_2_scale(place.temperature))
         loaded = load_block(row, place, guessed, token_domain)
-        row_max, sumexp, one_hot, block_sums = combine(statistics, row, place.temperature, sizes)
-        token = one_hot
+        p = combine(statistics, row, place.temperature, sizes)
+        token = p.one_hot
         if token < 0:
-            block = select_block(block_sums, noise.exponentials)
+            block = select_block(p.block_sums, noise.exponentials)
             if block != guessed:
                 loaded = load_block(row, place, block, token_domain)
-            token = draw_from_block(loaded, block, row_max, place.temperature)
+            token = draw_from_block(loaded, block, p.row_max, place.temperature)
     else:
-        row_max, sumexp, one_hot, _ = combine_again(statistics, row, place.temperature, sizes)
-        token = one_hot
-    return tl.minimum(token, sizes.vocab_size - 1), Normalizer(row_max, tl.log(sumexp), one_hot)
+        p = combine_again(statistics, row, place.temperature, sizes)
+        token = p.one_hot
+    return tl.minimum(token, sizes.vocab_size - 1), normalizer_of(p)

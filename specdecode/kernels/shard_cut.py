@@ -21,7 +21,7 @@ This takes symmetric memory: how many rows are gathered is known on the device a
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import CANDIDATES, LISTS, list_tokens, store_kept_candidates, token_in_order
+from specdecode.kernels.candidates import CANDIDATES, list_at, list_tokens, store_kept_candidates, token_in_order
 from specdecode.kernels.channel import (
     ABSENT,
     awaited,
@@ -42,6 +42,7 @@ from specdecode.kernels.rows import (
     INFINITY,
     LAST_TOKEN,
     load_temperature,
+    row_index,
     whole_draft_row_at,
     whole_target_row_at,
     with_known,
@@ -63,7 +64,7 @@ from specdecode.kernels.truncation import (
     summary_of,
     truncate_row,
 )
-from specdecode.kernels.values import Level, Row
+from specdecode.kernels.values import Level, Request, Row
 
 STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.constexpr(field) for field in range(9))
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
@@ -80,12 +81,6 @@ VECTORS = tl.constexpr(4)
 def progress_at(workspace, index):
     """Return where the progress of a row is."""
     return workspace.progress_ptr + index * PROGRESS
-
-
-@triton.jit
-def list_at(workspace, index):
-    """Return where the list of a row is, see `candidates`."""
-    return workspace.kept_ptr + index * LISTS * CANDIDATES
 
 
 @triton.jit
@@ -113,7 +108,7 @@ def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
         num_blocks = tl.sum((block_max >= level.logit).to(tl.int32), 0)
         found = list_tokens(level.logit, num_blocks, row, block_max, list_ptr, sizes)
         place, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
-        tell(cutting.lists, place, words_of(found, found * 0), place >= 0, line, exchange)
+        tell(cutting.lists, place, words_of(found, found * 0), True, line, exchange)
         is_told = slots < num_told(found)
         keys = tl.load(list_ptr + CANDIDATES + slots, mask=is_told, other=0)
         token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=is_told, other=0)
@@ -266,9 +261,8 @@ def rows_of_slots(slots, exchange, cutting, sizes):
 @triton.jit
 def index_of(request, offset, of_draft, sizes):
     """Return the index of a target or a draft row, given that of its request."""
-    index = request * (sizes.num_draft_tokens + 1) + offset
-    after = sizes.batch.to(tl.int64) * (sizes.num_draft_tokens + 1) + request * sizes.num_draft_tokens + offset
-    return tl.where(of_draft, after, index)
+    number = Request(request, 0, 0, 0, 0)
+    return tl.where(of_draft, row_index(number, offset, True, sizes), row_index(number, offset, False, sizes))
 
 
 @triton.jit
@@ -311,7 +305,7 @@ def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             block_max, sumexp = load_statistics(statistics_ptr, True, sizes)
             place, blocks = index * (1 + sizes.num_blocks), tl.arange(0, sizes.MAX_BLOCKS)
-            tell(cutting.cuts, place, words_of(logit, token), place >= 0, line, exchange)
+            tell(cutting.cuts, place, words_of(logit, token), True, line, exchange)
             is_told = blocks < sizes.num_blocks
             tell(cutting.cuts, place + 1 + blocks, words_of(block_max, sumexp), is_told, line, exchange)
 

@@ -21,7 +21,7 @@ from specdecode.kernels.state import FIELDS
 Parts = dict[str, tuple[torch.dtype, int] | None]
 
 
-FEW_BLOCKS = 32  # of a shard: so many there may always be
+MIN_SHARD_BLOCKS = 32  # MAX_BLOCKS of a shard is at least this
 
 
 class Way(NamedTuple):
@@ -64,6 +64,11 @@ class Step(NamedTuple):
         return drafts + 1 + drafts * (self.inputs.draft.ptr is not None)
 
     @property
+    def all_rows(self) -> int:
+        """How many target and draft rows there are."""
+        return int(self.here.batch) * self.rows_per_request
+
+    @property
     def num_slots(self) -> int:
         """How many rows a rank may own, if these are gathered to be truncated."""
         return -(-int(self.here.batch) // self.shards.ranks) * self.rows_per_request
@@ -96,7 +101,7 @@ def step_of(
     end = shards.start + local
     shard = Shard(shards.vocab_size, shards.start, end, shards.most_blocks, ALIGNED=end % 16 == 0)
     here = sizes_of(requests, num_draft_tokens, local)._replace(
-        num_blocks=shards.most_blocks, MAX_BLOCKS=at_least(FEW_BLOCKS, shards.most_blocks), shard=shard
+        num_blocks=shards.most_blocks, MAX_BLOCKS=at_least(MIN_SHARD_BLOCKS, shards.most_blocks), shard=shard
     )
     sizes = arranged = sizes_of(requests, num_draft_tokens, shards.vocab_size)._replace(shard=shard)
     if maxima:
@@ -136,8 +141,7 @@ class Told(NamedTuple):
 def words_told(step: Step, logprobs: Logprobs | None) -> Told:
     """Return how many words of each kind a rank tells."""
     num_drafts, has_draft_rows = step.here.batch * step.here.num_draft_tokens, step.inputs.draft.ptr is not None
-    num_rows = num_drafts + step.here.batch
-    rows, blocks = num_rows + num_drafts * has_draft_rows, step.here.num_blocks
+    num_rows, rows, blocks = step.rows, step.all_rows, step.here.num_blocks
     words = (
         rows * (1 if step.maxima else blocks),
         num_rows * blocks if logprobs == "raw" else 0,
@@ -155,8 +159,7 @@ def parts_of(step: Step, told: Told, way: Way) -> Parts:
     """Return the parts of the workspace."""
     batch, blocks = step.here.batch, step.arranged.num_blocks
     num_drafts, is_raw = batch * step.here.num_draft_tokens, way.logprobs == "raw"
-    num_rows = num_drafts + batch
-    rows = num_rows + num_drafts * (step.inputs.draft.ptr is not None)
+    num_rows, rows = step.rows, step.all_rows
     state = batch * FIELDS.value + (num_rows if step.truncates else 0)  # which drafts are surely accepted
     return {
         "sent_first": None if way.is_symmetric else (torch.int64, sum(told[:3])),

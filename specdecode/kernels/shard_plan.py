@@ -14,17 +14,16 @@ from torch import Tensor
 
 from specdecode import sharding
 from specdecode.kernels import arrange, shard_cut, sharded, tell
-from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Settling, Workspace
-from specdecode.kernels.block import decide_kernel, ratio_kernel
+from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Layout, outputs_of
 from specdecode.kernels.launch import Argument, Plan, can_overlap, compile_all
 from specdecode.kernels.plan import (
-    EMIT_REGISTERS,
     PLANS,
-    SETTLING,
     SUM_PROGRAMS,
     TRUNCATION_REGISTERS,
     AcceptRule,
+    add_deciding,
+    add_drawing,
     add_reading,
 )
 from specdecode.kernels.residual import ALL, OPEN_ONES
@@ -223,7 +222,7 @@ def add_truncation(
     plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told, way: Way
 ) -> None:
     """Add the launches that truncate rows, and their exchanges."""
-    rows, ranks = int(step.sizes.batch) * step.rows_per_request, step.shards.ranks
+    rows, ranks = step.all_rows, step.shards.ranks
     num_warps = 4 if way.large else 8
     inputs, plan.row_words = step.inputs, step.num_slots * step.row_bytes // 8
     cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
@@ -264,19 +263,17 @@ def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...]
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
     """Add the launches of block verification before its offers, and the exchange of residual sums if there are any."""
-    overlaps, requests, num_draft_tokens = can_overlap(plan.device), step.sizes.batch, step.sizes.num_draft_tokens
-    tuning = Settling(*SETTLING, ALL.value if step.sums else OPEN_ONES.value, overlaps)
-    bundles: tuple[Any, ...] = step.inputs, workspace, step.sizes, tuning
-    plan.last.add(ratio_kernel, (requests * num_draft_tokens,), bundles, num_warps=4)
-    plan.last.add(decide_kernel, (requests * (num_draft_tokens + 1),), bundles, num_warps=4)
+    summed = ALL.value if step.sums else OPEN_ONES.value
+    tuning = add_deciding(plan.last, step.inputs, workspace, step.sizes, summed)
     if not step.sums:
         return exchanged
-    shares = requests * num_draft_tokens * triton.cdiv(exchanged.blocks_told, tuning.BLOCKS)
-    bundles = step.inputs, workspace, exchanged, step.sizes, tuning
+    num_drafts = step.sizes.batch * step.sizes.num_draft_tokens
+    shares = num_drafts * triton.cdiv(exchanged.blocks_told, tuning.BLOCKS)
+    bundles: tuple[Any, ...] = step.inputs, workspace, exchanged, step.sizes, tuning
     plan.last.add(tell.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
-    add_waiting(plan.last, arrange.arrange_sums_kernel, requests * num_draft_tokens, bundles, plan.is_symmetric)
+    add_waiting(plan.last, arrange.arrange_sums_kernel, num_drafts, bundles, plan.is_symmetric)
     return exchanged
 
 
@@ -290,19 +287,13 @@ def add_offers(
     rule: AcceptRule,
 ) -> None:
     """Add the launch that offers tokens."""
-    has_draft_rows = step.inputs.draft.ptr is not None
     is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     summed = ALL.value if step.sums else OPEN_ONES.value
     flags = step.per_row, step.per_row and step.decides, step.settles, summed, can_overlap(plan.device)
     tuning = Searching(*search, decide, None, *flags)
-    plan.last.add(
-        sharded.offer_kernel,
-        (step.sizes.batch * (step.sizes.num_draft_tokens + 1 if step.per_row else 1),),
-        (step.inputs, outputs, workspace, exchanged, step.sizes, tuning),
-        num_warps=8 if has_draft_rows else rule.num_warps,
-        max_registers=EMIT_REGISTERS if has_draft_rows else None,
-    )
+    bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
+    add_drawing(plan.last, sharded.offer_kernel, bundles, rule.num_warps)
 
 
 def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Exchange) -> None:

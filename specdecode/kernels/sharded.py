@@ -1,7 +1,7 @@
 """Shards in Triton: what a step does besides where each rank holds the logits of a part of the vocabulary.
 
 Ranks tell each other the statistics of their blocks, 8 bytes for 1,024 logits, and few single logits. From then on all have
-the workspace that one GPU has after reading, bit for bit, and the functions of the other rooms decide from it as they do
+the workspace that one GPU has after reading, bit for bit, and the functions of the other modules decide from it as they do
 there. What is left is to draw a token, which takes logits of a block that one rank has:
 
 1. `tell_kernel`, after the launch that reads: tells the statistics of this rank's blocks, the first largest token of a row
@@ -54,9 +54,10 @@ from specdecode.kernels.state import (
     is_surely_accepted,
     load_draft_ids,
     load_stop,
-    store_cutoff,
     store_logprob,
+    store_normalizer,
     store_output,
+    store_sample,
     store_token,
 )
 from specdecode.kernels.statistics import at
@@ -144,18 +145,14 @@ def offer(place, noise, source, rivals, inputs, workspace, sizes, tuning):
 def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
     """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
     raw = load_raw_statistics(place, workspace, sizes)
-    accepted, p, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    accepted, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     if tuning.POSTED:
         accepted &= place.offset < load_stop(workspace.state_ptr, place.request, sizes)
-    if outputs.cutoff_ptr is not None:
-        store_cutoff(outputs, place, p, workspace)
-    if outputs.logsumexp_ptr is not None:
-        logsumexp = tl.where(place.temperature > 0, p.row_max / place.temperature + p.log_sum, 0.0)
-        tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
+    store_normalizer(outputs, place, normalizer, workspace)
     number, logprob = tl.full([], 0, tl.int64), tl.full([], 0.0, tl.float32)
-    asked = p
+    asked = normalizer
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(place, p, raw, inputs, workspace, sizes)
+        asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
         if tuning.PER_ROW:
             if place.token >= 0:  # for the case that it is emitted
                 logprob = logprob_asked(place, place.token, asked, inputs, workspace, sizes)
@@ -164,17 +161,17 @@ def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
         token, number = offer(place, noise, source, rivals, inputs, workspace, sizes, tuning)
         if outputs.logprobs_ptr is not None:
             logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-    return accepted, p.row_max == -INFINITY, number, logprob
+    return accepted, normalizer.row_max == -INFINITY, number, logprob
 
 
 @triton.jit
 def tell_offer(index, verdict, number, logprob, line, exchange):
     """Tell an offer, of a row or of a request; keep the verdict, at which all ranks arrive."""
     tl.store(exchange.verdicts_ptr + index, verdict)
-    tell(exchange.offers, index * exchange.OFFERS, number, index >= 0, line, exchange)
+    tell(exchange.offers, index * exchange.OFFERS, number, True, line, exchange)
     if exchange.OFFERS == 2:
         word = words_of(logprob, tl.full([], 0, tl.int32))
-        tell(exchange.offers, index * exchange.OFFERS + 1, word, index >= 0, line, exchange)
+        tell(exchange.offers, index * exchange.OFFERS + 1, word, True, line, exchange)
 
 
 @triton.jit
@@ -188,9 +185,8 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     if tuning.PER_ROW:
         index = row_index(request, offset, False, sizes)
     temperature, key = load_temperature(inputs.requests, request), load_key(inputs.requests, request)
-    num_drafts, token = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    token = tl.full([], -1, tl.int32)
+    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     if tuning.PER_ROW:
         noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
     line, is_empty = open_line(exchange), tl.full([], False, tl.int1)
@@ -208,8 +204,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
             accepted = matters & is_surely_accepted(workspace.state_ptr, request, offset, sizes)
             matters &= accepted == 0
     if matters:
-        if inputs.drafts.ids_ptr is not None:
-            token = load_draft_ids(inputs.drafts, request, offset, sizes)
+        token = load_draft_ids(inputs.drafts, request, offset, sizes)
         place = Place(request, offset, token, key, temperature)
         rivals = rivals_of(index, line, exchange)
         accepted, row_is_empty, number, logprob = offer_row(
@@ -229,7 +224,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
 @triton.jit
 def best_offers(index, wanted, step, exchange):
     """Return the best of the ranks' offers at each of some indices, and the log-probability that came with it."""
-    best, logprobs = tl.zeros_like(index), index.to(tl.float32)
+    best, logprobs = tl.zeros_like(index), (index * 0).to(tl.float32)
     for rank in range(exchange.RANKS):
         words, pointers = listen(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
         numbers = hear(words, pointers, exchange.offers, wanted, exchange)
@@ -280,30 +275,21 @@ def token_offered(number):
 @triton.jit
 def finish(request, step, inputs, outputs, exchange, sizes):
     """Write the output of one request."""
-    num_drafts, drafts = tl.full([], 0, tl.int32), None
-    if inputs.drafts.ids_ptr is not None:
-        counted = count_drafts(inputs.drafts, request, sizes)
-        num_drafts, _ = counted
-        drafts = load_draft_ids(inputs.drafts, request, tl.arange(0, sizes.MAX_DRAFTS), sizes)
+    counted = count_drafts(inputs.drafts, request, sizes)
+    drafts = load_draft_ids(inputs.drafts, request, tl.arange(0, sizes.MAX_DRAFTS), sizes)
     if exchange.PER_ROW:
-        stop, is_empty, number, logprob = emitted_of_rows(request, drafts, num_drafts, step, exchange, sizes)
+        stop, is_empty, number, logprob = emitted_of_rows(request, drafts, counted[0], step, exchange, sizes)
     else:
         stop, is_empty, number, logprob = emitted_of_request(request, step, exchange)
-    if exchange.peers_ptr is not None:  # what is heard once a rank was waited for in vain may be no token
+    if exchange.peers_ptr is not None:  # what is heard once a rank did not answer in time may be no token
         number = tl.where(tl.load(exchange.received_ptr + FAILED) == 1, 0, number)
-    is_empty |= number == 0  # no rank has offered anything: one was waited for in vain
-    token = tl.where(number == 0, 0, token_offered(number)).to(tl.int64)
+    is_empty |= number == 0  # no rank has offered anything: one did not answer in time
+    token, place = tl.where(number == 0, 0, token_offered(number)).to(tl.int64), Place(request, stop, -1, (0, 0), 0.0)
     if inputs.drafts.ids_ptr is not None:
-        store_token(outputs, Place(request, stop, -1, (0, 0), 0.0), token, logprob, sizes)
+        store_token(outputs, place, token, logprob, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty, sizes)
     else:
-        tl.store(outputs.token_ids_ptr + request.index, token)
-        if outputs.logprobs_ptr is not None:
-            tl.store(outputs.logprobs_ptr + request.index, logprob)
-        if outputs.num_accepted_ptr is not None:
-            tl.store(outputs.num_accepted_ptr + request.index, 0)
-            tl.store(outputs.num_drafts_ptr + request.index, 0)
-            tl.store(outputs.invalid_ptr + request.index, is_empty)
+        store_sample(outputs, place, token, logprob, is_empty, sizes)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ published with them, because those behind the stop are then replaced by NaN.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import LAST_TOKEN
+from specdecode.kernels.rows import LAST_TOKEN, row_index
 
 TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
@@ -83,7 +83,7 @@ def is_last(count_ptr, programs):
 @triton.jit
 def row_finished_ptr(state_ptr, request, offset, sizes):
     """Return where programs that finish with a target row are counted."""
-    return state_ptr + sizes.batch * FIELDS + request.index * (sizes.num_draft_tokens + 1) + offset
+    return state_ptr + sizes.batch * FIELDS + row_index(request, offset, False, sizes)
 
 
 @triton.jit
@@ -176,11 +176,14 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
 @triton.jit
 def load_draft_ids(drafts, request, offsets, sizes):
     """Return draft ids as int32, -1 for what is no token."""
-    inside = (offsets >= 0) & (offsets < request.num_drafts)
-    pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
-    ids = tl.load(pointers, mask=inside, other=-1)
-    vocab_size = sizes.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
-    return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
+    if drafts.ids_ptr is None:
+        return offsets * 0 - 1
+    else:
+        inside = (offsets >= 0) & (offsets < request.num_drafts)
+        pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
+        ids = tl.load(pointers, mask=inside, other=-1)
+        vocab_size = sizes.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
+        return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
 
 
 @triton.jit
@@ -188,7 +191,7 @@ def count_drafts(drafts, request, sizes):
     """Return how many drafts a request has, and the first `TILE` ids."""
     offsets = tl.arange(0, TILE)
     first_ids = load_draft_ids(drafts, request, offsets, sizes)
-    ids, num_drafts = first_ids, sizes.num_draft_tokens
+    ids, num_drafts = first_ids, tl.full([], 0, tl.int32) + sizes.num_draft_tokens
     for start in range(0, sizes.num_draft_tokens, TILE):
         if start > 0:
             ids = load_draft_ids(drafts, request, start + offsets, sizes)
@@ -209,7 +212,7 @@ def draft_at(counted, drafts, request, offset, sizes):
 @triton.jit
 def store_token(outputs, place, token, logprob, sizes):
     """Write the token at a place."""
-    tl.store(outputs.token_ids_ptr + place.request.index * (sizes.num_draft_tokens + 1) + place.offset, token)
+    tl.store(outputs.token_ids_ptr + row_index(place.request, place.offset, False, sizes), token)
     store_logprob(outputs, place, logprob, sizes)
 
 
@@ -217,18 +220,34 @@ def store_token(outputs, place, token, logprob, sizes):
 def store_logprob(outputs, place, logprob, sizes):
     """Write the log-probability of the token at a place, if it is asked for."""
     if outputs.logprobs_ptr is not None:
-        index = place.request.index * (sizes.num_draft_tokens + 1) + place.offset
-        tl.store(outputs.logprobs_ptr + index, logprob)
+        tl.store(outputs.logprobs_ptr + row_index(place.request, place.offset, False, sizes), logprob)
 
 
 @triton.jit
-def store_cutoff(outputs, place, p, workspace):
-    """Write the last token kept of the row of a request without drafts, -1 if all are; of a greedy one its only token."""
-    cutoff = p.one_hot
-    if workspace.cutoffs_ptr is not None:
-        kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
-        cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
-    tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))
+def store_normalizer(outputs, place, normalizer, workspace):
+    """Write the logsumexp of the row of a request without drafts, and the last token kept, if they are asked for.
+
+    If all tokens are kept that is -1, and of a greedy row its only token.
+    """
+    if outputs.logsumexp_ptr is not None:
+        logsumexp = tl.where(place.temperature > 0, normalizer.row_max / place.temperature + normalizer.log_sum, 0.0)
+        tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
+    if outputs.cutoff_ptr is not None:
+        cutoff = normalizer.one_hot
+        if workspace.cutoffs_ptr is not None:
+            kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
+            cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
+        tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))
+
+
+@triton.jit
+def store_sample(outputs, place, token, logprob, is_empty, sizes):
+    """Write the output of a request without drafts."""
+    store_token(outputs, place, token.to(tl.int64), logprob, sizes)
+    if outputs.num_accepted_ptr is not None:
+        tl.store(outputs.num_accepted_ptr + place.request.index, 0)
+        tl.store(outputs.num_drafts_ptr + place.request.index, 0)
+        tl.store(outputs.invalid_ptr + place.request.index, is_empty)
 
 
 @triton.jit
@@ -241,10 +260,11 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
             ids = load_draft_ids(drafts, request, offsets, sizes)
         tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
         others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
-        tl.store(outputs.token_ids_ptr + request.index * (sizes.num_draft_tokens + 1) + offsets, tokens, mask=others)
+        index = row_index(request, offsets, False, sizes)
+        tl.store(outputs.token_ids_ptr + index, tokens, mask=others)
         if outputs.logprobs_ptr is not None:
-            logprobs_ptr = outputs.logprobs_ptr + request.index * (sizes.num_draft_tokens + 1)
-            tl.store(logprobs_ptr + offsets, tl.full([TILE], float("nan"), tl.float32), mask=others & (offsets > stop))
+            nothing = tl.full([TILE], float("nan"), tl.float32)
+            tl.store(outputs.logprobs_ptr + index, nothing, mask=others & (offsets > stop))
     tl.store(outputs.num_accepted_ptr + request.index, stop)
     tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
     tl.store(outputs.invalid_ptr + request.index, invalid)

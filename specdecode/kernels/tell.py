@@ -9,14 +9,14 @@ in `arrange`.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import listed_residual
+from specdecode.kernels.block import sum_share
 from specdecode.kernels.channel import NEXT_STEP, open_line, tell, words_of
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.residual import draft_index, listed_place, load_both, residual_sums
+from specdecode.kernels.residual import draft_index
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -88,7 +88,7 @@ def tell_summary(row, index, statistics, temperature, is_read, line, workspace, 
 def tell_note(index, draft_logit, first, line, exchange):
     """Tell the logit that this rank has of the draft at a row, and the row's first largest token here."""
     place = exchange.notes_start + index * exchange.NOTES
-    tell(exchange.first, place, words_of(draft_logit, first), place >= 0, line, exchange)
+    tell(exchange.first, place, words_of(draft_logit, first), True, line, exchange)
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def tell_other(row, index, other, of_cutoff, line, exchange, sizes):
     """Tell the logit of the first largest token of the other row at a place, and of the cutoff that came with a draft."""
     place = exchange.notes_start + index * exchange.NOTES + 1
     word = words_of(logit_here(row, other, sizes), of_cutoff)
-    tell(exchange.first, place, word, place >= 0, line, exchange)
+    tell(exchange.first, place, word, True, line, exchange)
 
 
 @triton.jit
@@ -113,10 +113,8 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     """Tell what this rank has found in the rows at one offset of a request; sizes are those of its shard."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
-    token, num_drafts = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-        token = load_draft_ids(inputs.drafts, request, offset, sizes)
+    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    token = load_draft_ids(inputs.drafts, request, offset, sizes)
     # Logits are there already: they are loaded while statistics are awaited.
     index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
     row = whole_target_row_at(request, offset, inputs)
@@ -124,7 +122,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     if inputs.draft.ptr is not None:
         summarised = is_summarised(request, offset, inputs, sizes)
         has_draft = (offset < num_drafts) & (temperature > 0)
-        draft_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
+        draft_row_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         its_logit = logit_here(draft_row, its_token, sizes)
         nothing = tl.full([], 0.0, tl.float32)
@@ -143,7 +141,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     if workspace.raw_statistics_ptr is not None:
         raw = load_statistics(statistics_at(workspace.raw_statistics_ptr, index, sizes), is_read, sizes)
     if inputs.draft.ptr is not None:
-        draft_ptr = statistics_at(workspace.statistics_ptr, draft_index, sizes)
+        draft_ptr = statistics_at(workspace.statistics_ptr, draft_row_index, sizes)
         of_draft = load_statistics(draft_ptr, has_draft & summarised, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
@@ -158,10 +156,10 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         if offset < sizes.num_draft_tokens:
             if summarised:
                 other = tell_summary(
-                    draft_row, draft_index, of_draft, temperature, has_draft, line, workspace, exchange, sizes
+                    draft_row, draft_row_index, of_draft, temperature, has_draft, line, workspace, exchange, sizes
                 )
-            tell_note(draft_index, its_logit, other, line, exchange)
-            tell_other(draft_row, draft_index, tl.where(has_draft, first, -1), of_cutoff, line, exchange, sizes)
+            tell_note(draft_row_index, its_logit, other, line, exchange)
+            tell_other(draft_row, draft_row_index, tl.where(has_draft, first, -1), of_cutoff, line, exchange, sizes)
         tell_other(row, index, other, nothing, line, exchange, sizes)
 
 
@@ -173,11 +171,7 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     line, chunks = open_line(exchange), tl.cdiv(exchange.blocks_told, tuning.BLOCKS)
     first = sizes.shard.start // BLOCK_SIZE
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
-        request, offset = listed_place(share // chunks, workspace, sizes)
-        residual, rows, temperature = listed_residual(request, offset, inputs, workspace, sizes)
-        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, rows, first + blocks, tuning.LANES)
-        sums = residual_sums(target, draft, residual, temperature).to(tl.int32, bitcast=True)
+        request, offset, blocks, sums = sum_share(share, chunks, first, inputs, workspace, sizes, tuning)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
         place = draft_index(request, offset, sizes) * exchange.blocks_told + blocks
-        tell(exchange.sums, place, sums, wanted, line, exchange)
+        tell(exchange.sums, place, sums.to(tl.int32, bitcast=True), wanted, line, exchange)

@@ -17,11 +17,11 @@ from specdecode.kernels.candidates import (
     DEPTH,
     FEW,
     FEW_BLOCKS,
-    LISTS,
     MORE_BLOCKS,
     blocks_with,
     choose_level,
     cut_candidates,
+    list_at,
     list_tokens,
     store_kept_candidates,
     token_in_order,
@@ -46,7 +46,7 @@ from specdecode.kernels.statistics import (
     statistics_at,
     sum_in_order,
 )
-from specdecode.kernels.values import Level, Row, Summary
+from specdecode.kernels.values import Row, Summary
 from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
 ATTEMPTS = tl.constexpr(4)
@@ -118,10 +118,7 @@ def level_of(attempt, overflows, lowest, summary, sizes, WARPS: tl.constexpr):
     count = tl.where(is_by_count, tl.where(attempt == 0, at_first, top_k), ANY_NUMBER)
     mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * summary.p.sumexp, INFINITY)
     most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
-    logit, blocks, found_mass = choose_level(
-        summary.block_max, summary.weights, summary.p.row_max, lowest, summary.temperature, count, mass, most, WARPS
-    )
-    return Level(logit, blocks, found_mass)
+    return choose_level(summary, lowest, count, mass, most, WARPS)
 
 
 @triton.jit
@@ -140,18 +137,8 @@ def cut_listed(list_ptr, found, level, summary, sizes, WARPS: tl.constexpr):
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
         missing = level.blocks + top_k - found
-        _, _, mass = choose_level(
-            summary.block_max,
-            summary.weights,
-            summary.p.row_max,
-            summary.floor,
-            summary.temperature,
-            ANY_NUMBER,
-            INFINITY,
-            missing,
-            WARPS,
-        )
-        unseen = tl.maximum(mass - level.mass, 0.0)
+        lower = choose_level(summary, summary.floor, ANY_NUMBER, INFINITY, missing, WARPS)
+        unseen = tl.maximum(lower.mass - level.mass, 0.0)
     if found <= FEW:
         last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, FEW)
     else:
@@ -213,7 +200,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
     p = combine(statistics, row, temperature, sizes)
     logit, token = p.row_max, p.one_hot
     if token < 0:
-        list_ptr = workspace.kept_ptr + index * LISTS * CANDIDATES
+        list_ptr = list_at(workspace, index)
         floor = floor_of(p.row_max, temperature, limits)
         summary = summary_of(statistics[0], p, temperature, limits, floor)
         logit, token = cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS)
@@ -234,9 +221,7 @@ def given_token(request, offset, vocab_size, inputs):
 @triton.jit
 def limits_at(request, offset, of_draft, inputs, sizes):
     """Return what truncates a row, and whether the row was read, as far as that is known without its request's stop."""
-    num_drafts = tl.full([], 0, tl.int32)
-    if inputs.drafts.ids_ptr is not None:
-        num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
+    num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     limits, is_read = load_limits(inputs.limits, request, sizes), offset <= num_drafts
     if inputs.draft.ptr is not None:
         if of_draft:
@@ -289,18 +274,17 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
     if is_truncated:
-        if inputs.draft.ptr is None:
-            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-        else:
+        if inputs.draft.ptr is not None:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             if tuning.ALIKE:  # so the code is there once, which is faster
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
                 row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-            elif of_draft:
-                logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-            else:
-                logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+        if tuning.ALIKE:
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+        elif of_draft:
+            logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+        else:
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
     keep_cutoff(workspace, index, logit, token)

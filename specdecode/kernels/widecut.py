@@ -12,12 +12,12 @@ and leaves the statistics of what is kept.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import token_in_order
+from specdecode.kernels.candidates import NO_ORDER, order_of, token_in_order
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    LAST_TOKEN,
+    WARP_BITS,
     base_2_scale,
     key_of,
     load_blocks,
@@ -109,7 +109,7 @@ def by_block(tables):
 def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
     first, second, third = thresholds
-    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread, a block each warp
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, which a warp has
     from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
     raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
@@ -262,12 +262,11 @@ def kept_mass(number, ties, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.cons
 @triton.jit
 def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
     """Return the last token in the order, of those with a logit from `lowest` on: its logit and its id."""
-    last = tl.full([BLOCKS, BLOCK_SIZE], 2**63 - 1, tl.int64)
+    last = tl.full([BLOCKS, BLOCK_SIZE], NO_ORDER, tl.int64)
     for block in range(0, sizes.num_blocks, BLOCKS):
         token_ids = part_of_blocks(tl.arange(0, BLOCKS) + block, 0, BLOCK_SIZE, BLOCK_SIZE)
         logits = load_logits(row, token_ids, True)
-        order = (key_of(logits).to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
-        last = tl.minimum(last, tl.where(logits >= lowest, order, 2**63 - 1))
+        last = tl.minimum(last, tl.where(logits >= lowest, order_of(key_of(logits), token_ids), NO_ORDER))
     last = tl.min(tl.min(last, 1), 0)
     return token_in_order(last)
 
@@ -312,7 +311,7 @@ def find_tie(logit, number, block, row):
 @triton.jit
 def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
-    LANES: tl.constexpr = 4096 // row.ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     number = empty_tables(sizes, BLOCKS)
     raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):

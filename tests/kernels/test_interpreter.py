@@ -92,6 +92,7 @@ def operate_kernel(operands):
         tl.store(operands.results_ptr + index * 4 + lanes, results[index].to(tl.float64))
 
 
+@needs_interpreter
 def test_operands_of_all_types_give_what_they_should_again_and_again():
     x, i, n = torch.tensor([0.5, -2, 3, 1e-30]), torch.tensor([7, -5, 0, 9]).int(), torch.tensor([2**40, -1, 6, 3])
     want = [

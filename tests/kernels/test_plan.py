@@ -116,12 +116,16 @@ def test_a_warmup_compiles_what_calls_of_all_sizes_take(kind):
         if logsumexp is not None:
             sizes |= {"draft_logsumexp": (drafts,)}
         dtypes = {"draft_token_ids": torch.int64, "draft_logsumexp": torch.float32}
-        made = {name: torch.zeros(1, *size, dtype=dtypes.get(name, torch.bfloat16)) for name, size in sizes.items()}
+        made = {
+            name: torch.zeros(1, *size, dtype=dtypes.get(name, torch.bfloat16), device=DEVICE)
+            for name, size in sizes.items()
+        }
         return {name: each.expand(requests, *each.shape[1:]) for name, each in made.items()} | {"seeds": 5}
 
-    known = variants(partial(sampler.warmup, **arguments(1, 3)))
-    for size in itertools.product((1, 13, 64, 132, 133, 2000), (0, 1, 2, 3)):
-        assert variants(partial(sampler, **arguments(*size))) <= known, size
+    for most, drafts in ((3, (0, 1, 2, 3)), (100, (1, 31, 32, 40, 63, 64, 100))):
+        known = variants(partial(sampler.warmup, **arguments(1, most)))
+        for size in itertools.product((1, 13, 64, 132, 133, 2000) if most == 3 else (1, 2000), drafts):
+            assert variants(partial(sampler, **arguments(*size))) <= known, size
 
 
 @needs_gpu

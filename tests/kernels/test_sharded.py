@@ -388,7 +388,7 @@ def test_words_that_come_after_a_rank_was_given_up_are_harmless(options):
 
     def late(transport: Shared, words: Tensor | None) -> None:
         exchange(transport, words)
-        transport.words[2] = 1  # a rank was waited for in vain
+        transport.words[2] = 1  # a rank did not answer in time
         later = transport.words[transports.HEADER :]
         numbers = 100 * torch.randn(2 * len(later), generator=generator)
         later.copy_(numbers.view(torch.int64))

@@ -22,7 +22,7 @@ from specdecode.kernels import truncation
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.bundles import sizes_of
 from specdecode.kernels.candidates import choose_level
-from specdecode.kernels.values import Row
+from specdecode.kernels.values import Distribution, Row, Summary
 from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
@@ -299,7 +299,8 @@ def levels_kernel(passed):
     floor, mass = tl.load(passed.bounds_ptr), tl.load(passed.bounds_ptr + 1)
     count, most = tl.load(passed.counts_ptr), tl.load(passed.counts_ptr + 1)
     weights = tl.exp(block_max - 9.0)
-    chosen = choose_level(block_max, weights, 9.0, floor, 1.0, count, mass, most, passed.LEVELS)
+    summary = Summary(block_max, weights, Distribution(9.0, 1.0, -1, weights), 1.0, (0, 1.0, 0.0), floor, 256)
+    chosen = choose_level(summary, floor, count, mass, most, passed.LEVELS)
     for index in tl.static_range(3):
         tl.store(passed.chosen_ptr + index, chosen[index].to(tl.float32))
 
@@ -387,6 +388,19 @@ def test_rejections_while_rows_are_read_change_no_token(method, options, with_lo
     target[0, 1], target[1, 2, 7], target[2, 0, ::3] = -torch.inf, torch.inf, torch.nan
     outputs = [verify(method, batch, TRUNCATIONS[options], with_logits, large=large) for large in (False, True)]
     assert_same(*outputs)
+
+
+def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_by_its_last_bit():
+    target, draft = torch.full((2, 2048), -60.0), torch.full((1, 2048), -60.0)
+    target[:, 3], target[:, 1200] = 1.0, 1 - 1 / 128
+    draft[:, 3], draft[:, 5] = 2.25, 0.0
+    min_p = float(np.exp(np.float32(-1 / 128)))
+    assert np.log(np.float32(min_p)) > np.float32(-1 / 128)  # so p(1200) is less than min_p, if only just
+    rows = [row.to(DEVICE, torch.bfloat16).expand(6, *row.shape) for row in (target, draft)]
+    ids = torch.full((6, 1), 3, device=DEVICE)
+    checked = VerificationBatch.check(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
+    for large in (False, True):
+        assert kernels.verify("probabilistic", checked, large=large).num_accepted.tolist() == [1] * 6
 
 
 @pytest.mark.parametrize("large", [False, True])
