@@ -33,12 +33,11 @@ compares residual masses.
 | what happens | where |
 |---|---|
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
-| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it |
-| the token after a rejection | `probabilistic.recover`; in `strict.decide` it is drawn already |
-| a tie between scores | `selection.first_largest`, `search.ranked` |
-| a tie between logits | `greedy.argmax`; at a cutoff `candidates.order_of` |
-| the cutoff of top-k, top-p and min-p | `candidates.cut_candidates`, or `widecut.wide_cutoff` in the whole row |
-| how many programs a launch has | `plan.add_reading` and what follows it there |
+| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
+| the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
+| a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
+| the cutoff of top-k, top-p, min-p | `candidates.cut_candidates`; in a whole row `widecut.wide_cutoff`, ties `find_tie` |
+| how many programs a launch has | the `add_*` functions of `plan` and `shard_plan` |
 | the rows and the slot of a request of a packed call | `packed.locate` |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
@@ -302,11 +301,7 @@ def run(
     transport, shards = batch.shard.transport_on(target.device), batch.shard.agree(target)
     way = Way(rule, is_greedy(temperature), samples, logprobs, batch.is_truncated, large, transport.is_symmetric)
     sharded_plan = plan_sharded(way, target.device, shape, layouts, shards, seeds_by_request)
-    ranks: dict[str, Tensor | None] = {
-        "sources": shards.sources,
-        "holders": shards.holders,
-        "order": shards.ranks_in_order,
-    }
+    ranks = {"sources": shards.sources, "holders": shards.holders, "order": shards.ranks_in_order}
     sharded_plan.run({**outputs, **inputs, **ranks}, numbers, transport)
 
 
