@@ -56,7 +56,7 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
 from specdecode.kernels import block, bounds, probabilistic, strict
-from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, OF_TRUNCATION, TENSORS, layout
+from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, MIN_DRAFTS, OF_TRUNCATION, TENSORS, layout
 from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.shard_memory import Way
@@ -267,7 +267,7 @@ def run(
     """Plan a step, or find its plan, and launch it."""
     temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
     tensors["positions"] = None if positions is None else positions.contiguous()
-    numbers = {"temperature": 0.0, "first_seed": 0, "block_domain": int(domains[0]), "token_domain": int(domains[1])}
+    numbers = {"temperature": 0.0, "first_seed": 0, "block_domain": domains[0], "token_domain": domains[1]}
     if isinstance(temperature, Tensor):
         tensors["temperatures"] = temperature.contiguous()
     elif temperature > 0:  # only 0 is greedy, in float32 too
@@ -335,7 +335,7 @@ def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule 
             verify(method, batch, schedule, large=large, many=many)
         return
     most = batch.draft_token_ids.shape[1]
-    of_other_sizes = [2**i - 1 for i in range(5, most.bit_length())]  # see `bundles.MIN_DRAFTS`
+    of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]  # see `bundles.at_least`
     for num_draft_tokens in {0, min(most, 1), *of_other_sizes, most}:
         drafts = slice(num_draft_tokens)
         fewer = batch._replace(
