@@ -25,9 +25,9 @@ def speed_up() -> None:
     look_up_types_once(interpreter)
     describe_types_once()
     call_operations_directly(interpreter)
-    agree_on_types_once(interpreter.interpreter_semantic)
     leave_out_nan_in_maxima(interpreter.interpreter_builder)
     leave_out_what_is_not_asserted(interpreter.interpreter_builder)
+    compute_with_numpy_what_is_known(interpreter)
     count_with_any_scalar(interpreter)
 
 
@@ -118,21 +118,21 @@ def describe_types_once() -> None:
         return
     make_type, make_tensor, make_tuple = core.block_type.__init__, core.tensor.__init__, core.tuple.__init__
     known: dict[tuple, dict] = {}
+    of_tensors: dict[str, tuple] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         key = element_ty.name, *[getattr(size, "value", size) for size in shape]
         if key not in known:
             make_type(self, element_ty, shape)
-            known[key] = {**vars(self), "of_tensors": {}}
+            known[key] = {**vars(self)}
         vars(self).update(known[key])
         self.element_ty = element_ty
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        kept = vars(type).setdefault("of_tensors", {})
-        if not kept:
+        if type.name not in of_tensors:
             make_tensor(self, handle, type)
-            kept.update(vars(self))
-        vars(self).update(kept)
+            of_tensors[type.name] = self.dtype, self.shape, self.numel
+        self.dtype, self.shape, self.numel = of_tensors[type.name]
         self.handle, self.type = handle, type
 
     def init_tuple(self: Any, args: Any, type: Any = None) -> None:
@@ -152,9 +152,14 @@ def describe_types_once() -> None:
 
 def call_operations_directly(interpreter: Any) -> None:
     """Call operations of `triton.language` without asking each time whether they are called inside a kernel."""
+    from triton.language import core
+
+    semantic, unwrap = interpreter.interpreter_semantic, core._unwrap_if_constexpr
+    number_of, may_be_wrapped = semantic.to_tensor, (core.constexpr, core.tuple, tuple, list)
+    numbers: dict[tuple, Any] = {}
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        semantic, operation = interpreter.interpreter_semantic, getattr(member, "__wrapped__", member)
+        operation = getattr(member, "__wrapped__", member)
 
         def call(*arguments: Any, **options: Any) -> Any:
             options["_semantic"] = semantic
@@ -162,46 +167,136 @@ def call_operations_directly(interpreter: Any) -> None:
 
         scope.set_attr(owner, name, call)
 
-    interpreter._patch_attr = patch_attr
+    def to_tensor(value: Any, check_type: bool = True) -> Any:
+        if type(value) is core.tensor:
+            return value
+        if type(value) not in (bool, int, float):
+            return number_of(value, check_type)
+        key = type(value), repr(value)
+        if key not in numbers:
+            numbers[key] = number_of(value)
+        return numbers[key]
+
+    interpreter._patch_attr, semantic.to_tensor = patch_attr, to_tensor
+    core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, may_be_wrapped) else value
 
 
-def agree_on_types_once(semantic: Any) -> None:
-    """Let operands of one type pass as they are, and make the tensor of a number once for each type that it meets.
+def compute_with_numpy_what_is_known(interpreter: Any) -> None:
+    """Compute an operation with NumPy alone where Triton has shown what it computes with operands of these types.
 
-    For every operation Triton works out the type of the result, casts both operands to it and gives them one shape, which
-    changes nothing where they are of one type already.
+    For every operation Triton works out the type of the result, casts the operands to it and spreads a scalar over the
+    other's block. What comes of it is one function of NumPy, which spreads by itself. It is kept if it returns the very
+    result that Triton had.
     """
-    check, check_bits = semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl
-    broadcast = semantic.broadcast_impl_value
-    are_plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
-    of_numbers: dict[tuple, Any] = {}
+    from triton.language import core
 
-    def check_operands(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> tuple[Any, Any]:
-        is_number, kinds = [type(side) in (bool, int, float) for side in (lhs, rhs)], (type(lhs), type(rhs))
-        if not any(is_number):
-            if lhs.type.name == rhs.type.name and lhs.dtype.name in are_plain:
-                return lhs, rhs
-        elif not all(is_number):
-            number, tensor = (lhs, rhs) if is_number[0] else (rhs, lhs)
-            key = kinds, repr(number), tensor.type.name, flags, *named.items()
-            if key in of_numbers:
-                return (of_numbers[key], rhs) if is_number[0] else (lhs, of_numbers[key])
-            first, second = check(lhs, rhs, *flags, **named)
-            if (second if is_number[0] else first) is tensor:  # it is not cast
-                of_numbers[key] = first if is_number[0] else second
-            return first, second
-        return check(lhs, rhs, *flags, **named)
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
+    computed: list[tuple] | None = (
+        None  # of the operation that is being learned: functions, and the handles they were given
+    )
 
-    def check_integers(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        lhs, rhs = check_operands(lhs, rhs)
-        are_alike = lhs.type.name == rhs.type.name and lhs.dtype.is_int()
-        return (lhs, rhs) if are_alike else check_bits(lhs, rhs)
+    def note(name: str, describe: Any) -> None:
+        compute = getattr(builder, name)
 
-    def broadcast_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.type.name == rhs.type.name else broadcast(lhs, rhs)
+        def noted(*arguments: Any) -> Any:
+            if computed is not None:
+                computed.append(describe(*arguments))
+            return compute(*arguments)
 
-    semantic.binary_op_type_checking_impl, semantic.bitwise_op_type_checking_impl = check_operands, check_integers
-    semantic.broadcast_impl_value = broadcast_values
+        setattr(builder, name, noted)
+
+    def cast(data: Any) -> Any:
+        return data
+
+    def move_pointer(pointer: Any, offset: Any) -> tuple:
+        width = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+        return (lambda address, index: address + width * index.astype(np.uint64)), pointer, offset
+
+    note("binary_op", lambda lhs, rhs, function: (function, lhs, rhs))
+    note("ternary_op", lambda first, second, third, function: (function, first, second, third))
+    note("create_addptr", move_pointer)
+    note("cast_impl", lambda operand, kind: (cast, operand))
+
+    def is_plain(tensor: Any) -> bool:
+        return tensor.dtype.is_ptr() or tensor.dtype.name in plain
+
+    def kind_of(operand: Any) -> Any:
+        if type(operand) is core.tensor:
+            return operand.type.name
+        return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
+
+    def step_of(operands: tuple, computed: list, result: Any) -> Any:
+        """What each operand is cast to, or the constant it is, the function of these, and the result's properties."""
+        tensors = [operand for operand in operands if type(operand) is core.tensor]
+        casts = [handle for function, *handles in computed if function is cast for handle in handles]
+        functions = [each for each in computed if each[0] is not cast]
+        known = {id(tensor.handle) for tensor in tensors}
+        if not all(map(is_plain, (*tensors, result))) or not known.issuperset(map(id, casts)):
+            return None
+        if not functions and len(casts) == 1:
+            functions = [(cast, result.handle)]
+        if len(functions) != 1:
+            return None
+        function, *handles = functions[0]
+        inputs = [
+            (handle.data.dtype, None if type(operand) is core.tensor else handle.data)
+            for operand, handle in zip(operands, handles)
+        ]
+        step = function, inputs, result.handle.dtype, (result.type, result.dtype, result.shape, result.numel)
+        again, data = compute(step, operands).handle.data, result.handle.data
+        is_same = (again.dtype, again.shape, again.tobytes()) == (data.dtype, data.shape, data.tobytes())
+        return step if is_same else None
+
+    def compute(step: tuple, operands: tuple) -> Any:
+        function, inputs, dtype, properties = step
+        values = []
+        for operand, (kind, value) in zip(operands, inputs):
+            if value is None:
+                value = operand.handle.data
+                if value.dtype is not kind:
+                    value = value.astype(kind)
+            values.append(value)
+        result, handle = new(core.tensor), new(interpreter.TensorHandle)
+        handle.data, handle.dtype, handle.attr = function(*values), dtype, {}
+        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *properties
+        return result
+
+    new = object.__new__
+
+    def learn(name: str) -> None:
+        operation, steps = getattr(semantic, name), {}
+
+        def operate(*operands: Any, **last: Any) -> Any:
+            nonlocal computed
+            operands += (*last.values(),)
+            key = tuple([kind_of(operand) for operand in operands])
+            step = steps.get(key)
+            if step is not None and computed is None:
+                return compute(step, operands)
+            if key in steps or computed is not None:  # it is not one function, or part of what is being learned
+                return operation(*operands)
+            computed = []
+            try:
+                result = operation(*operands)
+                steps[key] = step_of(operands, computed, result)
+            finally:
+                computed = None
+            return result
+
+        setattr(semantic, name, operate)
+
+    spread = semantic.broadcast_impl_value
+
+    def spread_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        are_alike = lhs.type.is_block() == rhs.type.is_block() and lhs.handle.data.shape == rhs.handle.data.shape
+        return (lhs, rhs) if are_alike else spread(lhs, rhs)
+
+    semantic.broadcast_impl_value = spread_values
+    for name in ("add", "sub", "mul", "truediv", "minimum", "maximum", "and_", "or_", "xor_", "shl", "lshr", "ashr"):
+        learn(name)
+    for name in ("less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal", "where", "cast"):
+        learn(name)
 
 
 def leave_out_nan_in_maxima(builder: Any) -> None:

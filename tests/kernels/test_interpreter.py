@@ -76,7 +76,7 @@ class Operands(NamedTuple):
     floats_ptr: Pointer  # [4] float32
     integers_ptr: Pointer  # [4] int32
     longs_ptr: Pointer  # [4] int64
-    results_ptr: Pointer  # [13, 4] float64
+    results_ptr: Pointer  # [20, 4] float64
 
 
 @triton.jit
@@ -87,6 +87,8 @@ def operate_kernel(operands):
     results = (
         *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),
         *(i >> 1, (i < scalar).to(tl.int32) | (i > 0), tl.where(i > 0, n, scalar)),
+        *(i / 4, i / scalar, scalar / n, i.to(tl.uint32) >> 1, i.to(tl.uint32) / 4),
+        *(tl.maximum(x, scalar), tl.where(scalar > 0, x, tl.where(i > 0, 1, scalar))),
     )
     for index in tl.static_range(len(results)):
         tl.store(operands.results_ptr + index * 4 + lanes, results[index].to(tl.float64))
@@ -95,13 +97,17 @@ def operate_kernel(operands):
 @needs_interpreter
 def test_operands_of_all_types_give_what_they_should_again_and_again():
     x, i, n = torch.tensor([0.5, -2, 3, 1e-30]), torch.tensor([7, -5, 0, 9]).int(), torch.tensor([2**40, -1, 6, 3])
-    want = [
-        *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),
-        *(i >> 1, (i < i[0]) | (i > 0), torch.where(i > 0, n, i[0])),
-    ]
-    for _ in range(2):  # what is kept from the first time is used in the second
-        results = torch.full((13, 4), torch.nan, dtype=torch.float64, device=DEVICE)
+    for _ in range(2):  # what is learned from the first numbers computes with the others
+        unsigned = i.long() % 2**32
+        want = [
+            *(x + 1, x + 1.0, x * 0.0, 1 / x, x - i, i + 1, 1 - i, i + n, i & 3, i & n),
+            *(i >> 1, (i < i[0]) | (i > 0), torch.where(i > 0, n, i[0])),
+            *(i / 4, i / i[0], i[0] / n.float(), unsigned >> 1, unsigned.float() / 4),
+            *(x.maximum(i[0]), torch.where(i[0] > 0, x, torch.where(i > 0, 1, i[0]))),
+        ]
+        results = torch.full((20, 4), torch.nan, dtype=torch.float64, device=DEVICE)
         run_kernel(operate_kernel, 1, Operands(*[each.to(DEVICE) for each in (x, i, n)], results))
         for got, expected in zip(results.cpu(), want, strict=True):
             assert torch.equal(got, expected.double())
             assert torch.equal(got.signbit(), expected.double().signbit())
+        x, i, n = x.flip(0) * 3, i.flip(0) - 8, n.flip(0) * 5
