@@ -34,6 +34,7 @@ from specdecode.kernels.channel import (
     words_of,
 )
 from specdecode.kernels.distribution import relative_sums, target_distribution
+from specdecode.kernels.emit import with_draft
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
 from specdecode.kernels.packed import locate, locate_program
@@ -184,17 +185,17 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     index = request.index
     if tuning.PER_ROW:
         index = row_index(request, offset, False, sizes)
-    temperature, key = load_temperature(inputs.requests, request), load_key(inputs.requests, request)
-    token = tl.full([], -1, tl.int32)
+    place = Place(request, offset, -1, load_key(inputs.requests, request), load_temperature(inputs.requests, request))
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     if tuning.PER_ROW:
-        noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
+        noise = noise_at(place, inputs.requests, sizes)
     line, is_empty = open_line(exchange), tl.full([], False, tl.int1)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     if not tuning.PER_ROW:
         offset, is_empty = stop_of(request, num_drafts, inputs, workspace, sizes, tuning)
-        noise = noise_at(Place(request, offset, token, key, temperature), inputs.requests, sizes)
+        place = with_draft(place, offset, -1)
+        noise = noise_at(place, inputs.requests, sizes)
     accepted, number = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
     logprob = tl.full([], 0.0, tl.float32)
     matters = offset <= num_drafts
@@ -204,11 +205,10 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
             accepted = matters & is_surely_accepted(workspace.state_ptr, request, offset, sizes)
             matters &= accepted == 0
     if matters:
-        token = load_draft_ids(inputs.drafts, request, offset, sizes)
-        place = Place(request, offset, token, key, temperature)
+        drafted = with_draft(place, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
         rivals = rivals_of(index, line, exchange)
         accepted, row_is_empty, number, logprob = offer_row(
-            place, noise, rivals, outputs, inputs, workspace, sizes, tuning
+            drafted, noise, rivals, outputs, inputs, workspace, sizes, tuning
         )
         is_empty |= row_is_empty
     verdict = tl.where(is_empty, IS_EMPTY, 0)

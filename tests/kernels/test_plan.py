@@ -106,7 +106,7 @@ def variants(call):
     "kind", ["strict", "probabilistic", "given logsumexp", "deterministic", "block", "block deterministic"]
 )
 def test_a_warmup_compiles_what_calls_of_all_sizes_take(kind):
-    method, draft_logits, logsumexp = given(kind, case(1, 3, 2048, torch.bfloat16))
+    method, draft_logits, logsumexp = given(kind, case(1, 3, 2048, torch.bfloat16).to(DEVICE))
     sampler = RejectionSampler(method, backend="triton")
 
     def arguments(requests, drafts):
