@@ -10,7 +10,7 @@ from specdecode.kernels.read import decide
 from specdecode.kernels.residual import draft_index, listed_place, residual_sums_at
 from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
 from specdecode.kernels.shard_cut import GIVEN, PROGRESS
-from specdecode.kernels.state import LISTED, load_draft_ids
+from specdecode.kernels.state import NUM_LISTED, load_draft_ids
 from specdecode.kernels.statistics import at, statistics_at
 from specdecode.kernels.tell import is_summarised
 
@@ -29,8 +29,8 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
     holders, theirs = sources
     # Not by &: Triton's interpreter spreads a scalar condition as integers, which are no mask in Triton 3.9.
     wanted = tl.where(tl.arange(0, sizes.MAX_BLOCKS) < sizes.num_blocks, is_row, False)
-    place = start + index * exchange.blocks_told + theirs
-    words, pointers = listen(exchange.first, holders, place, wanted, step, exchange, tl.int64)
+    word_index = start + index * exchange.blocks_told + theirs
+    words, pointers = listen(exchange.first, holders, word_index, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
 
 
@@ -39,8 +39,8 @@ def listen_to_notes(number, index, is_row, step, exchange):
     """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
     ranks = tl.arange(0, exchange.LANES)
     wanted = tl.where(ranks < exchange.RANKS, is_row, False)
-    place = exchange.notes_start + index * exchange.NOTES + number
-    words, pointers = listen(exchange.first, ranks, place, wanted, step, exchange, tl.int64)
+    word_index = exchange.notes_start + index * exchange.NOTES + number
+    words, pointers = listen(exchange.first, ranks, word_index, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
 
 
@@ -149,9 +149,9 @@ def wait_kernel(exchange, sizes):
     await_launch(exchange.OVERLAPS)
     for first in range(tl.program_id(0) * exchange.LANES, rows, tl.num_programs(0) * exchange.LANES):
         index = first + tl.arange(0, exchange.LANES)
-        wanted, place = index < rows, exchange.notes_start + index.to(tl.int64) * exchange.NOTES
+        wanted, word_index = index < rows, exchange.notes_start + index.to(tl.int64) * exchange.NOTES
         for rank in range(exchange.RANKS):
-            words, pointers = listen(exchange.first, rank, place, wanted, step, exchange, tl.int64)
+            words, pointers = listen(exchange.first, rank, word_index, wanted, step, exchange, tl.int64)
             awaited(words, pointers, wanted, exchange)
     admit_next_launch(exchange.OVERLAPS)
 
@@ -177,10 +177,10 @@ def arrange_sums_kernel(workspace, exchange, sizes):
     ranks, theirs = sources_of(exchange, sizes)
     await_launch(exchange.OVERLAPS)
     inside = blocks < sizes.num_blocks
-    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED), tl.num_programs(0)):
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED), tl.num_programs(0)):
         request, offset = listed_place(share, workspace, sizes)
-        place = draft_index(request, offset, sizes) * exchange.blocks_told + theirs
-        words, pointers = listen(exchange.sums, ranks, place, inside, step, exchange, tl.int32)
+        word_index = draft_index(request, offset, sizes) * exchange.blocks_told + theirs
+        words, pointers = listen(exchange.sums, ranks, word_index, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)
         sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums.to(tl.float32, bitcast=True), mask=inside)

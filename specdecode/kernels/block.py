@@ -49,7 +49,7 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
-from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, load_empty, load_stop
+from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, load_empty, load_stop
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
@@ -301,7 +301,7 @@ def sum_kernel(inputs, workspace, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
-    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
         request, offset, blocks, sums = sum_share(share, chunks, 0, inputs, workspace, sizes, tuning)
         sums_ptr = residual_sums_at(workspace, request, offset, sizes)
         tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)

@@ -37,7 +37,7 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
-from specdecode.kernels.state import LISTED
+from specdecode.kernels.state import NUM_LISTED
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Request
 
@@ -108,7 +108,7 @@ def residual_sums(target, draft, residual, temperature):
 @triton.jit
 def list_residual(request, offset, workspace):
     """List the residual at an offset of a request to be summed."""
-    fields_ptr = workspace.listed_ptr + tl.atomic_add(workspace.state_ptr + LISTED, 1, sem="relaxed") * LIST_FIELDS
+    fields_ptr = workspace.listed_ptr + tl.atomic_add(workspace.state_ptr + NUM_LISTED, 1, sem="relaxed") * LIST_FIELDS
     tl.store(fields_ptr, request.index)
     tl.store(fields_ptr + 1, request.row)
     tl.store(fields_ptr + 2, request.slot)

@@ -70,7 +70,7 @@ STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.con
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
 its level; how many candidates all ranks have found."""
 
-DONE, LISTED, UNDECIDED = (tl.constexpr(state) for state in range(3))
+DONE, IN_LIST, UNDECIDED = (tl.constexpr(state) for state in range(3))
 """A row's cutoff is known; its candidates are listed; or they would not tell."""
 
 VECTORS = tl.constexpr(4)
@@ -102,17 +102,17 @@ def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
     level = level_of(attempt, overflows, summary.floor, summary, sizes, cutting.WARPS)
     state = tl.full([], UNDECIDED, tl.int32)
     if (attempt < ATTEMPTS) & may_decide(level, summary, sizes):
-        state = tl.full([], LISTED, tl.int32)
+        state = tl.full([], IN_LIST, tl.int32)
         list_ptr, progress_ptr = list_at(workspace, index), progress_at(workspace, index)
         block_max = tl.where(are_here(sizes), summary.block_max, -INFINITY)
         num_blocks = tl.sum((block_max >= level.logit).to(tl.int32), 0)
         found = list_tokens(level.logit, num_blocks, row, block_max, list_ptr, sizes)
-        place, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
-        tell(cutting.lists, place, words_of(found, found * 0), True, line, exchange)
+        word_index, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
+        tell(cutting.lists, word_index, words_of(found, found * 0), True, line, exchange)
         is_told = slots < num_told(found)
         keys = tl.load(list_ptr + CANDIDATES + slots, mask=is_told, other=0)
         token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=is_told, other=0)
-        tell(cutting.lists, place + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
+        tell(cutting.lists, word_index + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
         tl.store(progress_ptr + FLOOR, summary.floor)
         tl.store(progress_ptr + LEVEL, level.logit)
         tl.store(progress_ptr + BLOCKS, level.blocks.to(tl.float32))
@@ -158,11 +158,11 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
 @triton.jit
 def merge_lists(index, step, workspace, exchange, cutting, sizes):
     """Put the candidates of a row that ranks told in one list, in the order of the vocabulary; keep how many there are."""
-    list_ptr, place = list_at(workspace, index), index * (1 + CANDIDATES)
+    list_ptr, word_index = list_at(workspace, index), index * (1 + CANDIDATES)
     lanes, slots = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
     is_rank = lanes < exchange.RANKS
     ranks = tl.load(cutting.order_ptr + lanes, mask=is_rank, other=0).to(tl.int64)
-    counts, counts_ptr = listen(cutting.lists, ranks, place, is_rank, step, exchange, tl.int64)
+    counts, counts_ptr = listen(cutting.lists, ranks, word_index, is_rank, step, exchange, tl.int64)
     found = hear(counts, counts_ptr, cutting.lists, is_rank, exchange).to(tl.int32)
     # As an id below, it is not what it should be if a rank was given up, and its words came late.
     found = tl.where(found < 0, 0, tl.where(found > CANDIDATES, CANDIDATES + 1, found))
@@ -170,7 +170,7 @@ def merge_lists(index, step, workspace, exchange, cutting, sizes):
     starts = tl.cumsum(listed, 0) - listed
     for turn in range(exchange.RANKS):
         rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
-        told, pointers = listen(cutting.lists, rank, place + 1 + slots, wanted, step, exchange, tl.int64)
+        told, pointers = listen(cutting.lists, rank, word_index + 1 + slots, wanted, step, exchange, tl.int64)
         words = hear(told, pointers, cutting.lists, wanted, exchange)
         is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
         token_ids = words.to(tl.int32)
@@ -186,7 +186,7 @@ def merge_kernel(workspace, exchange, cutting, sizes):
     step = load_step(exchange)
     await_launch(exchange.OVERLAPS)
     for index in range(tl.program_id(0), cutting.num_rows, tl.num_programs(0)):
-        if tl.load(progress_at(workspace, index) + STATE) == LISTED:
+        if tl.load(progress_at(workspace, index) + STATE) == IN_LIST:
             merge_lists(tl.full([], 0, tl.int64) + index, step, workspace, exchange, cutting, sizes)
     admit_next_launch(exchange.OVERLAPS)
 
@@ -201,7 +201,7 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
     admit_next_launch(exchange.OVERLAPS)
     progress_ptr, list_ptr = progress_at(workspace, index), list_at(workspace, index)
     state = tl.load(progress_ptr + STATE)
-    found = tl.load(progress_ptr + FOUND, mask=state == LISTED, other=CANDIDATES + 1.0).to(tl.int32)
+    found = tl.load(progress_ptr + FOUND, mask=state == IN_LIST, other=CANDIDATES + 1.0).to(tl.int32)
     is_gathered = state != DONE
     if is_gathered:
         row = part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes)
@@ -227,8 +227,8 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
 def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
     """Write this rank's part of a row to its owner's memory, and let the owner know."""
     owner = (request.index + offset) % exchange.RANKS
-    place = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
-    slot = request.index // exchange.RANKS * cutting.rows_per_request + place
+    row_number = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
+    slot = request.index // exchange.RANKS * cutting.rows_per_request + row_number
     logits_ptr = row_at_slot(tl.load(cutting.peers_ptr + owner), slot, row.ptr.dtype, cutting)
     WIDTH: tl.constexpr = VECTORS * 128 // row.ptr.dtype.element_ty.primitive_bitwidth * 32 * cutting.WARPS
     for first in range(sizes.shard.start, sizes.shard.end, WIDTH):
@@ -250,9 +250,9 @@ def row_at_slot(address, slot, POINTER: tl.constexpr, cutting):
 @triton.jit
 def rows_of_slots(slots, exchange, cutting, sizes):
     """Return the requests and offsets of the rows of this rank's slots, whether they are draft rows, and there at all."""
-    place = slots % cutting.rows_per_request
-    of_draft = place > sizes.num_draft_tokens
-    offset = tl.where(of_draft, place - sizes.num_draft_tokens - 1, place).to(tl.int32)
+    row_number = slots % cutting.rows_per_request
+    of_draft = row_number > sizes.num_draft_tokens
+    offset = tl.where(of_draft, row_number - sizes.num_draft_tokens - 1, row_number).to(tl.int32)
     shift = (exchange.rank + exchange.RANKS - offset % exchange.RANKS) % exchange.RANKS
     request = slots.to(tl.int64) // cutting.rows_per_request * exchange.RANKS + shift
     return request, offset, of_draft, request < sizes.batch
@@ -304,10 +304,10 @@ def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
             tl.debug_barrier()  # the statistics are read by other threads than wrote them
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
             block_max, sumexp = load_statistics(statistics_ptr, True, sizes)
-            place, blocks = index * (1 + sizes.num_blocks), tl.arange(0, sizes.MAX_BLOCKS)
-            tell(cutting.cuts, place, words_of(logit, token), True, line, exchange)
+            word_index, blocks = index * (1 + sizes.num_blocks), tl.arange(0, sizes.MAX_BLOCKS)
+            tell(cutting.cuts, word_index, words_of(logit, token), True, line, exchange)
             is_told = blocks < sizes.num_blocks
-            tell(cutting.cuts, place + 1 + blocks, words_of(block_max, sumexp), is_told, line, exchange)
+            tell(cutting.cuts, word_index + 1 + blocks, words_of(block_max, sumexp), is_told, line, exchange)
 
 
 @triton.jit
@@ -318,9 +318,9 @@ def hear_cuts_kernel(workspace, exchange, cutting, sizes):
     for row in range(tl.program_id(0), cutting.num_rows, tl.num_programs(0)):
         index = tl.full([], 0, tl.int64) + row
         if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
-            place, is_block = index * (1 + sizes.num_blocks), blocks < sizes.num_blocks
-            first, first_ptr = listen(cutting.cuts, 0, place + lanes, lanes == 0, step, exchange, tl.int64)
-            words, pointers = listen(cutting.cuts, 0, place + 1 + blocks, is_block, step, exchange, tl.int64)
+            word_index, is_block = index * (1 + sizes.num_blocks), blocks < sizes.num_blocks
+            first, first_ptr = listen(cutting.cuts, 0, word_index + lanes, lanes == 0, step, exchange, tl.int64)
+            words, pointers = listen(cutting.cuts, 0, word_index + 1 + blocks, is_block, step, exchange, tl.int64)
             cutoff = at(hear(first, first_ptr, cutting.cuts, lanes == 0, exchange), 0)
             token = high_of(cutoff)
             token = tl.where((token >= 0) & (token < sizes.vocab_size), token, LAST_TOKEN)

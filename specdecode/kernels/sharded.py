@@ -65,9 +65,9 @@ from specdecode.kernels.statistics import at
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
-IS_EMPTY, IS_ACCEPTED, COUNT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(1)
+IS_EMPTY, IS_ACCEPTED, COUNT_BIT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(1)
 """The bits of a verdict: the row, or one before it, has no finite logit; and that the draft is accepted. Where a verdict is
-on a request, there is the number of drafts that are accepted instead, from the bit `COUNT` on."""
+on a request, there is the number of drafts that are accepted instead, from `COUNT_BIT` on."""
 
 RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 """An offer: whether its token is of a residual, the block's score, and LAST_TOKEN less the token. The largest wins."""
@@ -215,7 +215,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     if tuning.PER_ROW:
         tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, line, exchange)
     else:
-        tell_offer(index, verdict | (offset << COUNT), number, logprob, line, exchange)
+        tell_offer(index, verdict | (offset << COUNT_BIT), number, logprob, line, exchange)
 
 
 # ---- 4. the best offer
@@ -263,7 +263,7 @@ def emitted_of_request(request, step, exchange):
     lanes = tl.arange(0, exchange.LANES)  # as many as threads, of which one listens
     best, logprobs = best_offers(request.index + lanes, lanes == 0, step, exchange)
     verdict = tl.load(exchange.verdicts_ptr + request.index)
-    return verdict >> COUNT, (verdict & IS_EMPTY) > 0, at(best, 0), at(logprobs, 0)
+    return verdict >> COUNT_BIT, (verdict & IS_EMPTY) > 0, at(best, 0), at(logprobs, 0)
 
 
 @triton.jit

@@ -24,13 +24,13 @@ from specdecode.kernels.rows import LAST_TOKEN, row_index
 TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
-LISTED = STOP
+NUM_LISTED = STOP
 """A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
 finished each row, or that its draft is surely accepted; and, where rows are truncated after some stops were posted, each
 request's stop bits. In block verification only one number is kept, at the start: how many residuals are listed."""
 
 MOST_ROWS = 28
-COUNT, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
+COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
 """Stop bits: one int64 for each request, in place of its stop and its first empty row; behind all else if stops were posted.
 6 bits count rows; then come 28 stop bits, 28 empty bits and EARLY."""
@@ -129,7 +129,7 @@ def add_stop_bits(state_ptr, place, stops, is_empty, PUBLISHES: tl.constexpr):
 @triton.jit
 def are_complete(bits, sizes):
     """Return whether stop bits tell of every row."""
-    return (bits & COUNT) == sizes.num_draft_tokens + 1
+    return (bits & COUNT_BITS) == sizes.num_draft_tokens + 1
 
 
 @triton.jit

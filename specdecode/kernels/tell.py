@@ -27,7 +27,7 @@ from specdecode.kernels.rows import (
     whole_draft_row_at,
     whole_target_row_at,
 )
-from specdecode.kernels.state import LISTED, count_drafts, load_draft_ids, row_finished_ptr
+from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, row_finished_ptr
 from specdecode.kernels.statistics import load_statistics, statistics_at
 from specdecode.kernels.truncation import given_token
 
@@ -64,12 +64,12 @@ def tell_statistics(start, index, statistics, line, exchange, sizes):
     """Tell the statistics of this rank's blocks of a row; or its maximum, which is enough where none are drawn by."""
     block_max, sumexp = statistics
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
-    place, words = index * exchange.blocks_told + start, words_of(block_max, sumexp)
+    word_index, words = index * exchange.blocks_told + start, words_of(block_max, sumexp)
     wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
     if exchange.MAXIMA:
         wanted &= blocks == 0
         words = words_of(tl.where(blocks == 0, tl.max(block_max, 0), 0.0), tl.zeros_like(sumexp))
-    tell(exchange.first, place + blocks, words, wanted, line, exchange)
+    tell(exchange.first, word_index + blocks, words, wanted, line, exchange)
 
 
 @triton.jit
@@ -87,16 +87,16 @@ def tell_summary(row, index, statistics, temperature, is_read, line, workspace, 
 @triton.jit
 def tell_note(index, draft_logit, first, line, exchange):
     """Tell the logit that this rank has of the draft at a row, and the row's first largest token here."""
-    place = exchange.notes_start + index * exchange.NOTES
-    tell(exchange.first, place, words_of(draft_logit, first), True, line, exchange)
+    word_index = exchange.notes_start + index * exchange.NOTES
+    tell(exchange.first, word_index, words_of(draft_logit, first), True, line, exchange)
 
 
 @triton.jit
 def tell_other(row, index, other, of_cutoff, line, exchange, sizes):
     """Tell the logit of the first largest token of the other row at a place, and of the cutoff that came with a draft."""
-    place = exchange.notes_start + index * exchange.NOTES + 1
+    word_index = exchange.notes_start + index * exchange.NOTES + 1
     word = words_of(logit_here(row, other, sizes), of_cutoff)
-    tell(exchange.first, place, word, True, line, exchange)
+    tell(exchange.first, word_index, word, True, line, exchange)
 
 
 @triton.jit
@@ -170,8 +170,8 @@ def sum_shard_kernel(inputs, workspace, exchange, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     line, chunks = open_line(exchange), tl.cdiv(exchange.blocks_told, tuning.BLOCKS)
     first = sizes.shard.start // BLOCK_SIZE
-    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + LISTED) * chunks, tl.num_programs(0)):
+    for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
         request, offset, blocks, sums = sum_share(share, chunks, first, inputs, workspace, sizes, tuning)
         wanted = blocks * BLOCK_SIZE < sizes.shard.end - sizes.shard.start
-        place = draft_index(request, offset, sizes) * exchange.blocks_told + blocks
-        tell(exchange.sums, place, sums.to(tl.int32, bitcast=True), wanted, line, exchange)
+        word_index = draft_index(request, offset, sizes) * exchange.blocks_told + blocks
+        tell(exchange.sums, word_index, sums.to(tl.int32, bitcast=True), wanted, line, exchange)
