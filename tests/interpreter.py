@@ -4,9 +4,10 @@ What it does again and again in Python is done once, or for a whole tensor. Wher
 is left as it is.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,7 @@ def speed_up() -> None:
     from triton.runtime import interpreter
 
     parts = ("_patch_attr", "_patch_lang", "_patch_lang_tensor", "GridExecutor", "ReduceOps", "_get_np_dtype")
-    parts += ("interpreter_builder", "interpreter_semantic")
+    parts += ("interpreter_builder", "interpreter_semantic", "TensorHandle")
     if hasattr(interpreter, "is_faster") or not all(hasattr(interpreter, part) for part in parts):
         return
     interpreter.is_faster = True
@@ -27,6 +28,7 @@ def speed_up() -> None:
     call_operations_directly(interpreter)
     leave_out_nan_in_maxima(interpreter.interpreter_builder)
     leave_out_what_is_not_asserted(interpreter.interpreter_builder)
+    spread_only_what_differs(interpreter.interpreter_semantic)
     compute_with_numpy_what_is_known(interpreter)
     count_with_any_scalar(interpreter)
 
@@ -151,7 +153,10 @@ def describe_types_once() -> None:
 
 
 def call_operations_directly(interpreter: Any) -> None:
-    """Call operations of `triton.language` without asking each time whether they are called inside a kernel."""
+    """Call operations of `triton.language` without asking each time whether they are called inside a kernel.
+
+    What they are given is a tensor most of the time, which need not be unwrapped; and a number becomes a tensor once.
+    """
     from triton.language import core
 
     semantic, unwrap = interpreter.interpreter_semantic, core._unwrap_if_constexpr
@@ -181,111 +186,130 @@ def call_operations_directly(interpreter: Any) -> None:
     core._unwrap_if_constexpr = lambda value: unwrap(value) if isinstance(value, may_be_wrapped) else value
 
 
+class Step(NamedTuple):
+    """What Triton computes by an operation on operands of certain types."""
+
+    function: Callable[..., np.ndarray]
+    inputs: list[
+        tuple[np.dtype, np.ndarray | None]
+    ]  # of each operand: what it is cast to; the array, if it is a number
+    dtype: Any  # of the handle that holds the result
+    properties: tuple  # of the tensor: its type, dtype, shape and number of elements
+
+
 def compute_with_numpy_what_is_known(interpreter: Any) -> None:
     """Compute an operation with NumPy alone where Triton has shown what it computes with operands of these types.
 
-    For every operation Triton works out the type of the result, casts the operands to it and spreads a scalar over the
-    other's block. What comes of it is one function of NumPy, which spreads by itself. It is kept if it returns the very
-    result that Triton had.
+    At every operation Triton works out the type of the result, casts the operands to it and spreads a scalar over the
+    other's block. What comes of it is one function of NumPy, which spreads by itself. It is noted at the first time, and
+    kept if it returns the very result that Triton had.
     """
     from triton.language import core
 
-    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    semantic, builder, make = interpreter.interpreter_semantic, interpreter.interpreter_builder, object.__new__
     plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
-    computed: list[tuple] | None = (
-        None  # of the operation that is being learned: functions, and the handles they were given
+    noted: list[tuple] | None = (
+        None  # while an operation is watched: the functions computed, and the handles they were given
     )
 
-    def note(name: str, describe: Any) -> None:
-        compute = getattr(builder, name)
+    def watch(name: str, described: Callable) -> None:
+        compute_by_triton = getattr(builder, name)
 
-        def noted(*arguments: Any) -> Any:
-            if computed is not None:
-                computed.append(describe(*arguments))
-            return compute(*arguments)
+        def compute(*arguments: Any) -> Any:
+            if noted is not None:
+                noted.append(described(*arguments))
+            return compute_by_triton(*arguments)
 
-        setattr(builder, name, noted)
+        setattr(builder, name, compute)
 
-    def cast(data: Any) -> Any:
+    def unchanged(data: Any) -> Any:  # but for the cast
         return data
 
-    def move_pointer(pointer: Any, offset: Any) -> tuple:
+    def move(pointer: Any, offset: Any) -> tuple:
         width = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
         return (lambda address, index: address + width * index.astype(np.uint64)), pointer, offset
 
-    note("binary_op", lambda lhs, rhs, function: (function, lhs, rhs))
-    note("ternary_op", lambda first, second, third, function: (function, first, second, third))
-    note("create_addptr", move_pointer)
-    note("cast_impl", lambda operand, kind: (cast, operand))
+    watch("cast_impl", lambda operand, kind: (unchanged, operand))
+    watch("create_addptr", move)
+    watch("binary_op", lambda lhs, rhs, function: (function, lhs, rhs))
+    watch("ternary_op", lambda first, second, third, function: (function, first, second, third))
 
-    def is_plain(tensor: Any) -> bool:
-        return tensor.dtype.is_ptr() or tensor.dtype.name in plain
+    def is_tensor(operand: Any) -> bool:
+        return type(operand) is core.tensor
 
     def kind_of(operand: Any) -> Any:
         if type(operand) is core.tensor:
             return operand.type.name
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
-    def step_of(operands: tuple, computed: list, result: Any) -> Any:
-        """What each operand is cast to, or the constant it is, the function of these, and the result's properties."""
-        tensors = [operand for operand in operands if type(operand) is core.tensor]
-        casts = [handle for function, *handles in computed if function is cast for handle in handles]
-        functions = [each for each in computed if each[0] is not cast]
-        known = {id(tensor.handle) for tensor in tensors}
-        if not all(map(is_plain, (*tensors, result))) or not known.issuperset(map(id, casts)):
+    def step_of(operands: tuple, noted: list[tuple], result: Any) -> Step | None:
+        """Return what was computed; None unless that is one function, of the operands or of casts of them."""
+        tensors = [*filter(is_tensor, operands)]
+        functions = [each for each in noted if each[0] is not unchanged]
+        were_cast = {id(handle) for function, handle, *_ in noted if function is unchanged}
+        if not were_cast.issubset(id(tensor.handle) for tensor in tensors):
             return None
-        if not functions and len(casts) == 1:
-            functions = [(cast, result.handle)]
-        if len(functions) != 1:
+        if not functions and len(were_cast) == 1:
+            functions = [(unchanged, result.handle)]
+        if len(functions) != 1 or any(
+            not each.dtype.is_ptr() and each.dtype.name not in plain for each in (*tensors, result)
+        ):
             return None
         function, *handles = functions[0]
         inputs = [
-            (handle.data.dtype, None if type(operand) is core.tensor else handle.data)
+            (handle.data.dtype, None if is_tensor(operand) else handle.data)
             for operand, handle in zip(operands, handles)
         ]
-        step = function, inputs, result.handle.dtype, (result.type, result.dtype, result.shape, result.numel)
+        properties = result.type, result.dtype, result.shape, result.numel
+        step = Step(function, inputs, result.handle.dtype, properties)
         again, data = compute(step, operands).handle.data, result.handle.data
         is_same = (again.dtype, again.shape, again.tobytes()) == (data.dtype, data.shape, data.tobytes())
         return step if is_same else None
 
-    def compute(step: tuple, operands: tuple) -> Any:
-        function, inputs, dtype, properties = step
-        values = []
-        for operand, (kind, value) in zip(operands, inputs):
-            if value is None:
-                value = operand.handle.data
-                if value.dtype is not kind:
-                    value = value.astype(kind)
-            values.append(value)
-        result, handle = new(core.tensor), new(interpreter.TensorHandle)
-        handle.data, handle.dtype, handle.attr = function(*values), dtype, {}
-        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *properties
+    def compute(step: Step, operands: tuple) -> Any:
+        arrays = []
+        for operand, (dtype, array) in zip(operands, step.inputs):
+            if array is None:
+                array = operand.handle.data
+                if array.dtype is not dtype:
+                    array = array.astype(dtype)
+            arrays.append(array)
+        result, handle = make(core.tensor), make(interpreter.TensorHandle)
+        handle.data, handle.dtype, handle.attr = step.function(*arrays), step.dtype, {}
+        result.handle, result.type, result.dtype, result.shape, result.numel = handle, *step.properties
         return result
 
-    new = object.__new__
-
     def learn(name: str) -> None:
-        operation, steps = getattr(semantic, name), {}
+        operate_by_triton = getattr(semantic, name)
+        steps: dict[tuple, Step | None] = {}
 
         def operate(*operands: Any, **last: Any) -> Any:
-            nonlocal computed
+            nonlocal noted
             operands += (*last.values(),)
             key = tuple([kind_of(operand) for operand in operands])
-            step = steps.get(key)
-            if step is not None and computed is None:
-                return compute(step, operands)
-            if key in steps or computed is not None:  # it is not one function, or part of what is being learned
-                return operation(*operands)
-            computed = []
-            try:
-                result = operation(*operands)
-                steps[key] = step_of(operands, computed, result)
-            finally:
-                computed = None
-            return result
+            if noted is not None:  # this is a part of the operation that is watched
+                return operate_by_triton(*operands)
+            if key not in steps:
+                noted = []
+                try:
+                    result = operate_by_triton(*operands)
+                    steps[key] = step_of(operands, noted, result)
+                finally:
+                    noted = None
+                return result
+            step = steps[key]
+            return operate_by_triton(*operands) if step is None else compute(step, operands)
 
         setattr(semantic, name, operate)
 
+    for name in ("add", "sub", "mul", "truediv", "minimum", "maximum", "and_", "or_", "xor_", "shl", "lshr", "ashr"):
+        learn(name)
+    for name in ("less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal", "where", "cast"):
+        learn(name)
+
+
+def spread_only_what_differs(semantic: Any) -> None:
+    """Let two operands of one shape pass as they are where they are to be given one shape."""
     spread = semantic.broadcast_impl_value
 
     def spread_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
@@ -293,10 +317,6 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
         return (lhs, rhs) if are_alike else spread(lhs, rhs)
 
     semantic.broadcast_impl_value = spread_values
-    for name in ("add", "sub", "mul", "truediv", "minimum", "maximum", "and_", "or_", "xor_", "shl", "lshr", "ashr"):
-        learn(name)
-    for name in ("less_than", "less_equal", "greater_than", "greater_equal", "equal", "not_equal", "where", "cast"):
-        learn(name)
 
 
 def leave_out_nan_in_maxima(builder: Any) -> None:

@@ -1,8 +1,9 @@
 """Run the kernels' variants once, small, for NVIDIA's checkers of memory and barriers.
 
-`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU; most of the time goes into
-compiling, so `python tests/sanitize.py 0/4` to `3/4` make a quarter of the calls each. Every three choices of which a call
-is made are together in one of them. Results are not compared: the checker reports errors. Half of each batch is bad input:
+`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU. Nearly all of the time goes into
+compiling. `python tests/sanitize.py 0/15` to `14/15` make a fifteenth of the calls each and may run at once: all of it, with
+memcheck, took seven minutes on 16 cores and one H100. Every three choices of which a call is made are together in one of
+them. Results are not compared: the checker reports errors. Half of each batch is bad input:
 rows of NaN and infinities, ids outside the vocabulary, rows and slots that are none.
 """
 
