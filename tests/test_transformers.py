@@ -636,7 +636,8 @@ class TestCaches:
         calls = {target: [], draft: []}
 
         def on_call(model, _args, options, _output):
-            (columns,) = {layer.keys.shape[-2] for layer in options["past_key_values"].layers}
+            cache = options["cache" if "cache" in options else "past_key_values"]
+            (columns,) = {layer.keys.shape[-2] for layer in cache.layers}
             calls[model].append((columns - max(lengths.values()), options["input_ids"].shape[1]))
 
         def on_step(step):

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode.integrations.transformers.caches import ModelCache
 from specdecode.integrations.transformers.requests import Alignment
 from specdecode.integrations.transformers.supported import (
+    cache_name,
     check_model,
     counts_columns,
     rotary_switch,
@@ -38,6 +39,7 @@ class CachedModel:
         self.name = name
         self.model = model
         self.parameters = inspect.signature(adapted.forward).parameters
+        self.cache_name = cache_name(self.parameters)
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
         self.counts_padding = counts_columns(text_config, self.parameters)
         self.sees_padding = sees_padding(text_config)
@@ -84,7 +86,7 @@ class CachedModel:
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
             input_ids=tokens[:, cache.num_columns :].clamp(max=self.vocab_size - 1).to(device),
             use_cache=True,
-            **{"cache_params" if "cache_params" in self.parameters else "past_key_values": cache.past},
+            **{self.cache_name: cache.past},
             **options,
         )
         self.calls += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 POSITIONS_BY_DISTANCE = {"bloom", "mpt"}
 """Model types that take no position_ids and need none: only distances between columns matter (ALiBi)."""
@@ -113,6 +114,18 @@ def counts_columns(text_config: Any, parameters: Collection[str]) -> bool:
     """Return whether positions are those of columns, padding included: so it is without position_ids."""
     counts = "input_ids" in parameters and "position_ids" not in parameters
     return counts and text_config.model_type not in POSITIONS_BY_DISTANCE | WITHOUT_POSITIONS
+
+
+def cache_name(parameters: Collection[str]) -> str:
+    """Return the name by which a model takes its cache, which is `cache` from transformers 5.24 on.
+
+    A wrapper that hands on any arguments does not say; what it wraps takes the name that others take.
+    """
+    usual = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    known = [
+        name for names in (parameters, usual) for name in ("cache", "cache_params", "past_key_values") if name in names
+    ]
+    return known[0]
 
 
 def attends_ahead(model: Any, text_config: Any) -> bool:
