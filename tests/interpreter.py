@@ -126,7 +126,7 @@ def describe_types_once() -> None:
         key = element_ty.name, *[getattr(size, "value", size) for size in shape]
         if key not in known:
             make_type(self, element_ty, shape)
-            known[key] = {**vars(self)}
+            known[key] = dict(vars(self))
         vars(self).update(known[key])
         self.element_ty = element_ty
 
@@ -187,14 +187,16 @@ def call_operations_directly(interpreter: Any) -> None:
 
 
 class Step(NamedTuple):
-    """What Triton computes by an operation on operands of certain types."""
+    """What Triton computes by an operation on operands of certain types.
+
+    The inputs are, of each operand, the dtype that it is cast to, and its array if it is a number. `dtype` is of the handle
+    that holds the result; the properties are the result's type, dtype, shape and number of elements.
+    """
 
     function: Callable[..., np.ndarray]
-    inputs: list[
-        tuple[np.dtype, np.ndarray | None]
-    ]  # of each operand: what it is cast to; the array, if it is a number
-    dtype: Any  # of the handle that holds the result
-    properties: tuple  # of the tensor: its type, dtype, shape and number of elements
+    inputs: list[tuple[np.dtype, np.ndarray | None]]
+    dtype: Any
+    properties: tuple
 
 
 def compute_with_numpy_what_is_known(interpreter: Any) -> None:
@@ -208,9 +210,8 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
 
     semantic, builder, make = interpreter.interpreter_semantic, interpreter.interpreter_builder, object.__new__
     plain = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 8, 16, 32, 64)} | {"fp32", "fp64"}
-    noted: list[tuple] | None = (
-        None  # while an operation is watched: the functions computed, and the handles they were given
-    )
+    # While an operation is watched: the functions that it computes, and the handles that these are given.
+    noted: list[tuple] | None = None
 
     def watch(name: str, described: Callable) -> None:
         compute_by_triton = getattr(builder, name)
@@ -222,7 +223,8 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
 
         setattr(builder, name, compute)
 
-    def unchanged(data: Any) -> Any:  # but for the cast
+    def unchanged(data: Any) -> Any:
+        """Return what a cast makes of data that `compute` has cast already."""
         return data
 
     def move(pointer: Any, offset: Any) -> tuple:
@@ -238,7 +240,7 @@ def compute_with_numpy_what_is_known(interpreter: Any) -> None:
         return type(operand) is core.tensor
 
     def kind_of(operand: Any) -> Any:
-        if type(operand) is core.tensor:
+        if is_tensor(operand):
             return operand.type.name
         return (type(operand), repr(operand)) if type(operand) in (int, float) else getattr(operand, "name", operand)
 
