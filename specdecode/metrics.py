@@ -1,11 +1,13 @@
 """Acceptance statistics over many verification steps: the numbers that people compare drafters by.
 
-Everything is derived from two counts per draft position i, summed over all requests and steps:
+Everything is derived from three counts per position i, summed over all requests and steps:
 
     drafted_i    requests that had a draft at position i
-    accepted_i   requests whose drafts through position i were all accepted
+    accepted_i   requests whose drafts through position i were all accepted, and kept
+    emitted_i    requests with a draft that emitted, and kept, a token at position i
 
-so drafts = drafted_0, draft tokens = sum of drafted_i, accepted tokens = sum of accepted_i.
+so drafts = drafted_0, draft tokens = sum of drafted_i, accepted tokens = sum of accepted_i, and the acceptance length is the
+sum of emitted_i / drafts. Only emitted_i has a position K, that of the token after K accepted drafts.
 """
 
 import math
@@ -15,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from specdecode.batch import SamplerOutput
-from specdecode.checks import MOST_DRAFT_TOKENS, check_count, shown
+from specdecode.checks import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, shown
 
 _LOCK = threading.Lock()
 """Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""
@@ -30,6 +32,10 @@ class AcceptanceStats:
 
     A *draft* is one request's proposal in one step: at least one draft token. A request that had none in a step is not
     counted in that step, neither as a draft nor in an average. Before the first draft all rates and the length are NaN.
+
+    A request may keep fewer tokens than the step emitted, because of a stop token or a length limit. `update` is told by
+    `num_tokens`. Tokens that are not kept count neither as accepted nor in the length. All draft tokens that were verified
+    count, those after the last kept token too.
 
     Args:
         num_draft_tokens: K, the most draft tokens that an output may hold per request, at least 1.
@@ -74,18 +80,38 @@ class AcceptanceStats:
         except (RuntimeError, TypeError, AssertionError) as error:  # PyTorch without CUDA fails an assertion
             raise ValueError(f"device: expected a device that PyTorch can use here, got {shown(device)}") from error
 
-    def update(self, output: SamplerOutput) -> None:
+    def update(self, output: SamplerOutput, num_tokens: torch.Tensor | None = None) -> None:
         """Count one verification step, without synchronising.
 
         In a captured CUDA graph every replay counts its step again.
 
         Args:
             output: what the sampler returned, for at most `num_draft_tokens` draft tokens per request.
+            num_tokens: [batch] int32 or int64, on the device of the output: how many of the emitted tokens each request
+                keeps, for example up to a stop token. More than were emitted means all of them. A step emits at least one
+                token, so 0 or less means that the request had ended before the step: then neither it nor its draft tokens
+                are counted. None = all emitted tokens.
 
         Raises:
-            TypeError: `output` is not a SamplerOutput.
-            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are.
+            TypeError: `output` is not a SamplerOutput, or `num_tokens` is not a tensor of such integers.
+            ValueError: `output` holds more draft tokens than `num_draft_tokens`, or is not where the counters are;
+                `num_tokens` has another shape or is on another device.
             RuntimeError: there are no counters yet and a CUDA graph is being captured.
+
+        Example:
+            Six tokens are emitted, five of them accepted drafts. The third is a stop token, here 9:
+
+            >>> import torch
+            >>> from specdecode import AcceptanceStats, RejectionSampler
+            >>> target_logits = torch.zeros(1, 6, 10)
+            >>> draft_token_ids = torch.tensor([[4, 4, 9, 4, 4]])
+            >>> target_logits[0, [0, 1, 2, 3, 4], draft_token_ids[0]] = 1.0  # greedy decoding emits the drafts
+            >>> output = RejectionSampler("strict")(target_logits, draft_token_ids, temperature=0.0)
+            >>> up_to_stop = 1 + ((output.token_ids == 9).cumsum(1) == 0).sum(1)  # 7 without a stop token, which means all
+            >>> stats = AcceptanceStats(num_draft_tokens=5)
+            >>> stats.update(output, up_to_stop)
+            >>> stats.acceptance_length, stats.accepted_tokens, stats.draft_tokens
+            (3.0, 3, 5)
         """
         if not isinstance(output, SamplerOutput):
             raise TypeError(f"output: expected a SamplerOutput, got {type(output).__name__}")
@@ -95,10 +121,16 @@ class AcceptanceStats:
                 f"output: expected at most num_draft_tokens = {self.num_draft_tokens} draft tokens per request, "
                 f"got {width} (token_ids of shape {list(output.token_ids.shape)})"
             )
+        accepted, drafted, kept = output.num_accepted, output.num_draft_tokens, output.num_tokens
+        if num_tokens is not None:
+            check_tensor("num_tokens", num_tokens, INTEGERS, tuple(accepted.shape), accepted.device)
+            kept = torch.minimum(num_tokens, kept).to(kept.dtype)
+            accepted = torch.minimum(accepted, kept)
+        is_counted = (drafted > 0) & (kept > 0)
+        reached = torch.stack((accepted, drafted, kept)) * is_counted  # [3, batch]
         with _exclusively():
-            counts = self._counts_for(output.num_accepted.device)
-            reached = torch.stack((output.num_accepted, output.num_draft_tokens))  # [2, batch]
-            positions = torch.arange(self.num_draft_tokens, device=counts.device)
+            counts = self._counts_for(reached.device)
+            positions = torch.arange(counts.shape[1], device=counts.device)
             counts += (reached[:, :, None] > positions).sum(dim=1)
 
     def reset(self) -> None:
@@ -119,7 +151,7 @@ class AcceptanceStats:
             expected, got = self.num_draft_tokens, other.num_draft_tokens
             raise ValueError(f"other: expected statistics for num_draft_tokens = {expected}, got {got}")
         total = AcceptanceStats(self.num_draft_tokens, device="cpu")
-        total._counts = torch.tensor(self._read(), device="cpu") + torch.tensor(other._read(), device="cpu")
+        total._counts = self._on_host() + other._on_host()
         return total
 
     def __radd__(self, other: int) -> "AcceptanceStats":
@@ -129,25 +161,25 @@ class AcceptanceStats:
     @property
     def acceptance_rate(self) -> float:
         """Accepted / drafted tokens, in [0, 1]; NaN before the first draft. Synchronises."""
-        accepted, drafted = self._read()
+        accepted, drafted, _ = self._read()
         return _ratio(sum(accepted), sum(drafted))
 
     @property
     def acceptance_length(self) -> float:
-        """Mean emitted tokens per draft, the recovered or bonus token counted: 1 + accepted tokens / drafts.
+        """Mean emitted tokens per draft that were kept, the recovered or bonus token counted.
 
-        NaN before the first draft. Synchronises.
+        1 + accepted tokens / drafts if all are kept. NaN before the first draft. Synchronises.
         """
-        accepted, drafted = self._read()
-        return 1 + _ratio(sum(accepted), drafted[0])
+        _, drafted, emitted = self._read()
+        return _ratio(sum(emitted), drafted[0])
 
     @property
     def per_position(self) -> list[float]:
-        """The joint rate of each position i: drafts accepted through i / all drafts, shorter ones included.
+        """The joint rate of each position i: drafts accepted (and kept) through i / all drafts, shorter ones included.
 
         `num_draft_tokens` floats in [0, 1], non-increasing; NaN before the first draft. Synchronises.
         """
-        accepted, drafted = self._read()
+        accepted, drafted, _ = self._read()
         return [_ratio(count, drafted[0]) for count in accepted]
 
     @property
@@ -166,20 +198,20 @@ class AcceptanceStats:
 
     @property
     def draft_tokens(self) -> int:
-        """Draft tokens verified. Synchronises."""
+        """Draft tokens verified, those after the last kept token included. Synchronises."""
         return sum(self._read()[1])
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens accepted; recovered and bonus tokens are not drafts. Synchronises."""
+        """Draft tokens accepted and kept; recovered and bonus tokens are not drafts. Synchronises."""
         return sum(self._read()[0])
 
     def __str__(self) -> str:
         """Return a table to paste into a report. Synchronises once."""
-        accepted, drafted = self._read()
+        accepted, drafted, emitted = self._read()
         rows = [
             ("Acceptance rate (%):", f"{100 * _ratio(sum(accepted), sum(drafted)):.2f}"),
-            ("Acceptance length:", f"{1 + _ratio(sum(accepted), drafted[0]):.2f}"),
+            ("Acceptance length:", f"{_ratio(sum(emitted), drafted[0]):.2f}"),
             ("Drafts:", f"{drafted[0]}"),
             ("Draft tokens:", f"{sum(drafted)}"),
             ("Accepted tokens:", f"{sum(accepted)}"),
@@ -204,16 +236,18 @@ class AcceptanceStats:
         return self._counts
 
     def _new_counts(self, device: torch.device) -> torch.Tensor:
-        """Return zeros for accepted_i and drafted_i, [2, num_draft_tokens] int64."""
+        """Return zeros for accepted_i, drafted_i and emitted_i, [3, num_draft_tokens + 1] int64."""
         with torch.inference_mode(False):  # an inference tensor could only be updated in inference mode
-            return torch.zeros(2, self.num_draft_tokens, dtype=torch.int64, device=device)
+            return torch.zeros(3, self.num_draft_tokens + 1, dtype=torch.int64, device=device)
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        """Return accepted_i and drafted_i for every position, waiting for the device."""
-        if self._counts is None:
-            return [0] * self.num_draft_tokens, [0] * self.num_draft_tokens
-        accepted, drafted = self._counts.tolist()
-        return accepted, drafted
+    def _read(self) -> tuple[list[int], list[int], list[int]]:
+        """Return accepted_i and drafted_i for every draft position, and emitted_i, waiting for the device."""
+        accepted, drafted, emitted = self._on_host().tolist()
+        return accepted[:-1], drafted[:-1], emitted
+
+    def _on_host(self) -> torch.Tensor:
+        """Return the counters on the CPU, waiting for the device; zeros if there are none yet."""
+        return self._new_counts(torch.device("cpu")) if self._counts is None else self._counts.cpu()
 
 
 def _exclusively() -> AbstractContextManager[object]:

@@ -78,6 +78,59 @@ def test_requests_without_drafts_do_not_count() -> None:
     assert_counts(stats, [(2, 3)])
 
 
+def test_tokens_after_a_stop_token_are_not_counted() -> None:
+    stats = AcceptanceStats(num_draft_tokens=5)
+    output = make_output([5, 5, 2, 0], width=5)  # six, six, three and one emitted tokens
+    output.token_ids[0, 2] = output.token_ids[1, 5] = output.token_ids[2, 2] = 9
+    stats.update(output, 1 + ((output.token_ids == 9).cumsum(1) == 0).sum(1))
+    assert stats.acceptance_length == (3 + 6 + 3 + 1) / 4
+    assert stats.accepted_tokens == 3 + 5 + 2 + 0
+    assert stats.draft_tokens == 20  # all were verified
+    assert stats.acceptance_rate == 10 / 20
+    assert stats.per_position == [3 / 4, 3 / 4, 2 / 4, 1 / 4, 1 / 4]
+
+
+def test_a_draft_that_is_the_last_kept_token_is_followed_by_none() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([2]), torch.tensor([2]))
+    assert (stats.acceptance_length, stats.accepted_tokens) == (2.0, 2)
+    stats.update(make_output([2]), torch.tensor([3]))
+    assert (stats.acceptance_length, stats.accepted_tokens) == (2.5, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_kept_tokens_are_counted_as_in_plain_python(dtype: torch.dtype) -> None:
+    stats, generator, drafts, tokens, accepted, drafted = AcceptanceStats(4), random.Random(0), 0, 0, 0, 0
+    extreme = torch.iinfo(dtype)
+    for step in range(20):
+        steps = random_steps(step, batch=16, width=4)
+        asked = [generator.choice([extreme.min, -1, 0, 1, 2, 3, 4, 5, 6, extreme.max]) for _ in steps]
+        stats.update(make_output(*map(list, zip(*steps)), width=4), torch.tensor(asked, dtype=dtype))
+        for (num_accepted, num_drafted), number in zip(steps, asked, strict=True):
+            kept = max(0, min(number, num_accepted + 1))
+            if num_drafted > 0 and kept > 0:
+                drafts, tokens = drafts + 1, tokens + kept
+                accepted, drafted = accepted + min(num_accepted, kept), drafted + num_drafted
+    assert (stats.drafts, stats.accepted_tokens, stats.draft_tokens) == (drafts, accepted, drafted)
+    assert stats.acceptance_length == tokens / drafts
+    assert f"Acceptance length:        {tokens / drafts:>12.2f}" in str(stats)
+
+
+def test_requests_that_had_ended_before_the_step_do_not_count() -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    stats.update(make_output([2, 3, 1]), torch.tensor([3, 0, -1]))
+    assert_counts(stats, [(2, 3)])
+
+
+def test_keeping_all_tokens_counts_as_if_nothing_was_said() -> None:
+    said, unsaid = AcceptanceStats(num_draft_tokens=3), AcceptanceStats(num_draft_tokens=3)
+    output = make_output([3, 1, 0, 0], [3, 2, 1, 0])
+    for num_tokens in (output.num_tokens, output.num_tokens.long(), torch.full((4,), 100)):
+        said.update(output, num_tokens)
+        unsaid.update(output)
+        assert str(said) == str(unsaid)
+
+
 def test_narrower_outputs_leave_later_positions_empty() -> None:
     stats = AcceptanceStats(num_draft_tokens=4)
     stats.update(make_output([2, 1], width=2))
@@ -186,18 +239,23 @@ def test_statistics_can_be_copied_and_sent_to_other_processes() -> None:
     for copied in (copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
         copied.update(make_output([2]))
         assert_counts(copied, [(1, 3), (2, 3)])
+        copied.update(make_output([3]), torch.tensor([1]))
+        assert copied.acceptance_length == (2 + 3 + 1) / 3
     assert_counts(stats, [(1, 3)])
 
 
 def test_update_reads_no_values() -> None:
-    AcceptanceStats(num_draft_tokens=3).update(make_output([1, 2], device="meta"))  # which have none
+    stats, output = AcceptanceStats(num_draft_tokens=3), make_output([1, 2], device="meta")  # which have none
+    stats.update(output)
+    stats.update(output, output.num_tokens)
 
 
 def test_update_leaves_the_output_as_it_was() -> None:
     output = make_output([1, 2], [3, 2])
-    before = [tensor.clone() for tensor in output[:4]]
-    AcceptanceStats(num_draft_tokens=3).update(output)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(output[:4], before, strict=True))
+    num_tokens = torch.tensor([9, 2])
+    before = [tensor.clone() for tensor in (*output[:4], num_tokens)]
+    AcceptanceStats(num_draft_tokens=3).update(output, num_tokens)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip((*output[:4], num_tokens), before, strict=True))
 
 
 def test_statistics_begun_in_inference_mode_go_on_outside() -> None:
@@ -232,6 +290,25 @@ def test_outputs_on_another_device_are_refused() -> None:
         stats.update(make_output([1]))
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "error", "message"),
+    [
+        (3, TypeError, "expected a torch.Tensor, got int"),
+        ([3, 3], TypeError, "expected a torch.Tensor, got list"),
+        (torch.ones(2), TypeError, "expected dtype int32, int64, got float32"),
+        (torch.ones(2, dtype=torch.bool), TypeError, "expected dtype int32, int64, got bool"),
+        (torch.ones(3, dtype=torch.int64), ValueError, r"expected shape \[2\], got \[3\]"),
+        (torch.ones((), dtype=torch.int64), ValueError, r"expected shape \[2\], got \[\]"),
+        (torch.ones(2, 4, dtype=torch.int64), ValueError, r"expected shape \[2\], got \[2, 4\]"),
+    ],
+)
+def test_wrong_numbers_of_kept_tokens_are_named(num_tokens: object, error: type[Exception], message: str) -> None:
+    stats = AcceptanceStats(num_draft_tokens=3)
+    with pytest.raises(error, match=f"^num_tokens: {message}$"):
+        stats.update(make_output([1, 2]), num_tokens)  # type: ignore[arg-type]
+    assert stats.drafts == 0
+
+
 @pytest.mark.parametrize("output", [None, torch.zeros(1, 4), (1, 2, 3, 4)])
 def test_other_things_than_outputs_are_refused(output: object) -> None:
     with pytest.raises(TypeError, match="output: expected a SamplerOutput, got"):
@@ -264,7 +341,7 @@ def test_update_never_synchronises() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         stats.update(output)
-        stats.update(output)
+        stats.update(output, 1 + ((output.token_ids == 9).cumsum(1) == 0).sum(1))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_counts(stats, [(1, 3), (2, 3)] * 2)
@@ -295,6 +372,20 @@ def test_every_replay_of_a_captured_update_counts(begun: str) -> None:
 
 
 @needs_cuda
+def test_every_replay_counts_the_tokens_that_are_kept_then() -> None:
+    output, num_tokens = make_output([1, 2], device="cuda"), torch.tensor([2, 3], device="cuda")
+    stats = AcceptanceStats(num_draft_tokens=3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats.update(output, num_tokens)
+    graph.replay()
+    assert stats.acceptance_length == (2 + 3) / 2
+    num_tokens.copy_(torch.tensor([9, 1]))
+    graph.replay()
+    assert stats.acceptance_length == (2 + 3 + 2 + 1) / 4
+
+
+@needs_cuda
 def test_counters_are_not_made_inside_a_capture() -> None:
     output = make_output([1, 2], device="cuda")
     stats = AcceptanceStats(num_draft_tokens=3)
@@ -313,8 +404,9 @@ def test_statistics_of_several_runs_add_up() -> None:
     for stats, seed in ((first, 0), (second, 1)):
         accepted, drafted = zip(*random_steps(seed, batch=20, width=3))
         output = make_output(list(accepted), list(drafted))
-        stats.update(output)
-        both.update(output)
+        for num_tokens in (None, torch.full((20,), 2)):
+            stats.update(output, num_tokens)
+            both.update(output, num_tokens)
     assert str(first + second) == str(both)
     assert str(sum([first, second])) == str(both)
     with torch.device("meta"):  # which is then the default

@@ -5,6 +5,7 @@ the modules in this order:
 
     generation         `generate`: checks its arguments, starts the loop, returns the output
     loop               the steps: draft, verify, advance, realign
+    stops              what ends a text: stop tokens and stop strings
     requests           the requests of a batch, and where their columns go from step to step
     drafters           a draft model, prompt lookup, or neither
     lookup             prompt lookup itself

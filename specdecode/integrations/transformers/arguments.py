@@ -85,7 +85,7 @@ def streaming(
     return stream
 
 
-def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
+def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> Tensor:
     """Return which columns are tokens, [batch, prompt] bool."""
     check_type("input_ids", input_ids, (torch.int64,))
     if input_ids.ndim != 2 or 0 in input_ids.shape:
@@ -102,9 +102,9 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: 
             row = int(wrong.nonzero()[0])
             got = f"{attention_mask[row].tolist()} in row {row}"
             raise ValueError(f"attention_mask: expected padding on the left only, then at least one token, got {got}")
-    unknown = mask & ((input_ids < 0) | (input_ids >= vocab_size))
+    unknown = mask & ((input_ids < 0) | (input_ids >= num_embeddings))
     if unknown.any():
-        raise ValueError(f"input_ids: expected ids in [0, {vocab_size}), got {int(input_ids[unknown][0])}")
+        raise ValueError(f"input_ids: expected ids in [0, {num_embeddings}), got {int(input_ids[unknown][0])}")
     return mask
 
 

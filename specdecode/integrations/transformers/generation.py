@@ -36,6 +36,7 @@ from specdecode.integrations.transformers.loop import Loop
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step
 from specdecode.integrations.transformers.requests import Request, map_tensors
+from specdecode.integrations.transformers.stops import Stops, find_stop_strings
 from specdecode.sampler import Method
 
 
@@ -62,6 +63,8 @@ def generate(
     num_return_sequences: int | None = None,
     streamer: BaseStreamer | None = None,
     accept_stop_tokens: bool = True,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
@@ -72,7 +75,8 @@ def generate(
 
     The generation config decides what no argument says. Its logits processors (such as those of `repetition_penalty`,
     `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
-    are applied to each row with the tokens before that row, drafts included. What cannot be honoured is refused by name.
+    are applied to each row that can matter, with the tokens before that row, drafts included. What cannot be honoured is
+    refused by name.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
@@ -107,18 +111,21 @@ def generate(
             of a prompt. None = as the config says, else 1.
         streamer: such as a `TextStreamer`, for one request: given the prompt, then each new token, as by transformers. See
             `on_step` for several.
-        accept_stop_tokens: False = end a request's drafts before a drafted stop token. Only for a synthetic sampler, which
-            would accept it at the scheduled rate, so that texts end earlier than the target's. A text then ends where the
-            target itself emits a stop token.
+        accept_stop_tokens: False = end a request's drafts before a token that ends the text. Only for a synthetic sampler,
+            which would accept it at the scheduled rate, so that texts end earlier than the target's. A text then ends where
+            the target itself emits such a token.
+        stop_strings: string or strings; a text ends with the token that completes one, as in transformers. None = those of
+            the config, [] = none.
+        tokenizer: the target's, needed only where there are stop strings.
 
     Returns:
         The sequences, what kind of token each new token is, and acceptance statistics.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
+        TypeError: an argument of the wrong type or dtype, or a model that is not a causal language model.
         ValueError: an argument is out of range or does not fit the others, the config asks for what is not supported, a
-            model is in training mode or has a state that cannot go back, or all logits of the target in a row are NaN
-            or -inf.
+            model is in training mode, has a state that cannot go back, too few positions, or logits of another width than
+            its embeddings, or all logits of the target in a row are NaN or -inf.
 
     Example:
         >>> import torch
@@ -141,7 +148,7 @@ def generate(
     draft_model = None if draft is None or isinstance(draft, PromptLookup) else CachedModel("draft", draft)
     device, vocab_size = target.device, target_model.vocab_size
 
-    prompts = check_prompts(input_ids, attention_mask, vocab_size)
+    prompts = check_prompts(input_ids, attention_mask, target_model.num_embeddings)
     max_new_tokens = check_max_new_tokens(max_new_tokens, max_length, config, input_ids.shape[1])
     check_fit([target_model, *([draft_model] if draft_model else [])], prompts, max_new_tokens)
     sampling = merged_sampling(config, Sampling(temperature, top_k, top_p, min_p))  # type: ignore[arg-type]
@@ -152,15 +159,20 @@ def generate(
     input_ids, prompts = repeat(input_ids), repeat(prompts)
     seeds = seed_each(check_seeds(on(device, seeds), len(input_ids), device), len(input_ids), device)
     stop_ids = find_stop_ids(config, eos_token_id, vocab_size)
+    stops = Stops(stop_ids, find_stop_strings(config, stop_strings, tokenizer), device)
 
     processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, device)
+    drafter: Drafter
+    if draft_model is not None:
+        drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens)
+    else:
+        drafter = Drafter() if draft is None else LookupDrafter(draft, vocab_size, stops, accept_stop_tokens)
     loop = Loop(
         target=target_model,
-        drafter=make_drafter(draft, draft_model, sampler, processors, vocab_size),
+        drafter=drafter,
         sampler=sampler,
         num_draft_tokens=num_draft_tokens,
-        stop_ids=stop_ids,
-        accept_stop_tokens=accept_stop_tokens,
+        stops=stops,
         processors=processors,
         stats=None if draft is None else AcceptanceStats(num_draft_tokens, device=device),
         on_step=streaming(streamer, input_ids, on_step),
@@ -178,12 +190,3 @@ def check_fit(models: Sequence[CachedModel], prompts: Tensor, max_new_tokens: in
     for model in models:
         model.check_lengths(min(lengths), max(lengths) + max_new_tokens)
         model.check_vocab_size(models[0].vocab_size)
-
-
-def make_drafter(
-    draft: Any, model: CachedModel | None, sampler: RejectionSampler, processors: Processors, vocab_size: int
-) -> Drafter:
-    """Return what drafts: the draft model, prompt lookup, or neither."""
-    if model is not None:
-        return ModelDrafter(model, sampler, processors, vocab_size)
-    return Drafter() if draft is None else LookupDrafter(draft)

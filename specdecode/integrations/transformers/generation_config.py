@@ -3,7 +3,8 @@
 Temperature, top-k, top-p and min-p go to the sampler. Everything else that changes logits is a logits processor, built by
 transformers itself. A processor decides by the tokens before a position, so each row of a step is processed with its own
 prefix: the tokens so far and the drafts before that row. Rows of the draft model are processed alike. So the output has the
-distribution of the processed target.
+distribution of the processed target. A row that cannot matter reaches no processor: its text may be one that the request
+cannot have, which a grammar, for one, would not know.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ REFUSED: dict[str, tuple[object, str]] = {
     "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
     "assistant_ensemble_weight": (None, "it changes the distribution of the output"),
     "max_time": (None, "raise an exception from on_step to stop early"),
-    "stop_strings": (None, "use eos_token_id, or look for them in on_step"),
     "output_scores": (False, "the output holds no scores"),
     "output_logits": (False, "the output holds no logits"),
     "output_attentions": (False, "the output holds no attentions"),
@@ -179,46 +179,41 @@ class Processors:
                 generation_config=own, input_ids_seq_length=length, logits_processor=custom, device=device
             )
 
-    def __call__(self, logits: Tensor, tokens: Tensor, prompt_lengths: list[int], lengths: list[int]) -> Tensor:
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return any(self.lists.values())
+
+    def __call__(self, rows: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
         """Return the processed rows.
 
         Args:
-            logits: [requests, rows, vocab] any float: row j follows all columns of `tokens` but the last rows - 1 - j.
+            rows: [requests, vocab] any float: the rows that follow `tokens`.
             tokens: [requests, width] int64, right-aligned; every token is in the vocabulary.
-            prompt_lengths: the tokens of each request's prompt.
-            lengths: the tokens of each request before row 0.
+            batch: the requests.
+            num_drafts: how many drafts of the step are among the tokens of each.
+            used: [requests] bool: which rows can matter. No processor is given another one.
 
         Returns:
-            [requests, rows, vocab], in float32 if `logits` is of a shorter type; `logits` itself without processors.
+            [requests, vocab], in float32 if `rows` is of a shorter type; `rows` itself without processors.
         """
-        if not any(self.lists.values()):
-            return logits
-        num_rows, device = logits.shape[1], logits.device
+        if not self:
+            return rows
         alike = defaultdict(list)  # rows that are processed in one call
-        for i, (prompt_length, length) in enumerate(zip(prompt_lengths, lengths)):
-            for j in range(num_rows):
-                alike[prompt_length, length + j].append((i, j))
-        processed = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        for (prompt_length, length), places in alike.items():
-            rows, offsets = torch.tensor(places, device=device).T
-            starts = tokens.shape[1] - num_rows + 1 + offsets - length
-            prefixes = tokens[rows[:, None], starts[:, None] + torch.arange(length, device=device)]
+        for i, (request, is_used) in enumerate(zip(batch.requests, used.tolist())):
+            if is_used:
+                alike[request.prompt_length, request.length + num_drafts].append(i)
+        processed = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        for (prompt_length, length), members in alike.items():
+            index = torch.tensor(members, device=rows.device)
             processors: Any = self.lists[prompt_length]
-            scores = processors(prefixes, processed[rows, offsets])
+            scores = processors(tokens[index, tokens.shape[1] - length :], processed[index])
             if not isinstance(scores, Tensor):
                 raise TypeError(f"logits_processor: expected scores to be returned, got {type(scores).__name__}")
-            if scores.shape != (len(places), logits.shape[2]):
-                got = list(scores.shape)
-                raise ValueError(
-                    f"logits_processor: expected scores of shape {[len(places), logits.shape[2]]}, got {got}"
-                )
-            processed[rows, offsets] = scores.to(processed.dtype)
+            if scores.shape != (len(members), rows.shape[1]):
+                expected, got = [len(members), rows.shape[1]], list(scores.shape)
+                raise ValueError(f"logits_processor: expected scores of shape {expected}, got {got}")
+            processed[index] = scores.to(processed.dtype)
         return processed
-
-    def of_batch(self, logits: Tensor, tokens: Tensor, batch: Batch, num_drafts: int = 0) -> Tensor:
-        """Return the processed rows of a batch, the first of which follows `num_drafts` drafts of each request."""
-        prompt_lengths = [request.prompt_length for request in batch.requests]
-        return self(logits, tokens, prompt_lengths, [request.length + num_drafts for request in batch.requests])
 
 
 class _Builder(GenerationMixin):

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
+from specdecode.eager.truncation import is_kept
 from specdecode.integrations.transformers.drafters import Drafter, Drafts
 from specdecode.integrations.transformers.generation_config import Processors
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step, padded
 from specdecode.integrations.transformers.requests import Alignment, Batch, Request, map_tensors
+from specdecode.integrations.transformers.stops import Stops
 
 
 @dataclass
@@ -26,8 +28,7 @@ class Loop:
     drafter: Drafter
     sampler: RejectionSampler
     num_draft_tokens: int
-    stop_ids: list[int]
-    accept_stop_tokens: bool
+    stops: Stops
     processors: Processors
     stats: AcceptanceStats | None
     on_step: Callable[[Step], object] | None
@@ -65,24 +66,29 @@ class Loop:
         before = [request.length for request in batch.requests]
         # Each request drafts at most one token less than its own limit allows, because a token follows the drafts. What
         # a request emits must not depend on the limits of the others.
-        most = [min(self.num_draft_tokens, request.limit - request.length - 1) for request in batch.requests]
-        drafts = self.drafter.draft(batch, max(most))
-        allowed = torch.tensor(most, device=batch.tokens.device)
-        draft_ids = cut(drafts.token_ids, allowed, self.stop_ids, self.accept_stop_tokens)
-        output = self.verify(batch, drafts, draft_ids)
-        for step in advance(batch.requests, output, draft_ids, self.stop_ids):
+        most = [
+            min(self.num_draft_tokens, request.limit - request.length - 1, self.target.most_drafts(request.length))
+            for request in batch.requests
+        ]
+        drafts = self.drafter.draft(batch, torch.tensor(most, device=batch.tokens.device), max(most))
+        output = self.verify(batch, drafts)
+        num_tokens = []
+        for step in self.advance(batch, output, drafts.token_ids):
+            num_tokens.append(len(step.token_ids))
             if self.on_step is not None:
                 self.on_step(step)
+        if self.stats is not None:
+            self.stats.update(output, torch.tensor(num_tokens, device=output.token_ids.device))
         return self.realigned(batch, before, output.token_ids)
 
-    def verify(self, batch: Batch, drafts: Drafts, draft_ids: Tensor) -> SamplerOutput:
+    def verify(self, batch: Batch, drafts: Drafts) -> SamplerOutput:
         """Score all drafts with the target, and let the sampler decide."""
-        num_drafts = draft_ids.shape[1]
+        num_drafts = drafts.token_ids.shape[1]
         candidates = torch.cat([batch.tokens, drafts.token_ids.clamp(min=0)], dim=1)
         logits = self.target.logits(candidates, batch.lengths + num_drafts, keep=num_drafts + 1)
-        output = self.sampler(
-            self.processors.of_batch(logits, candidates, batch),
-            draft_ids,
+        return self.sampler(
+            self.processed(logits, candidates, batch, drafts.token_ids),
+            drafts.token_ids,
             drafts.logits,
             **batch.sampling._asdict(),
             seeds=batch.seeds,
@@ -90,9 +96,47 @@ class Loop:
             draft_logsumexp=drafts.logsumexp,
             draft_cutoff=drafts.cutoff,
         )
-        if self.stats is not None:
-            self.stats.update(output)
-        return output
+
+    def processed(self, logits: Tensor, candidates: Tensor, batch: Batch, draft_ids: Tensor) -> Tensor:
+        """Return the rows of the target with the logits processors applied to those that can matter.
+
+        A row can matter while every draft before it is a token that the target may emit there, and that does not end the
+        text. So rows are processed in order: whether a draft is possible shows in the processed row before it.
+        """
+        if not self.processors:
+            return logits
+        rows, num_drafts = [], draft_ids.shape[1]
+        goes_on = (draft_ids >= 0) & ~self.stops(batch.tokens, batch.lengths, draft_ids)
+        used = torch.ones_like(batch.lengths, dtype=torch.bool)
+        for i in range(num_drafts + 1):
+            tokens = candidates[:, : batch.width + i]
+            rows.append(self.processors(logits[:, i], tokens, batch, i, used))
+            if i < num_drafts:
+                used = used & goes_on[:, i] & self.is_possible(rows[-1], draft_ids[:, i].clamp(min=0), batch)
+        return torch.stack(rows, dim=1)
+
+    def is_possible(self, row: Tensor, token_ids: Tensor, batch: Batch) -> Tensor:
+        """Return whether each request may emit a token, given its processed row, [requests] bool."""
+        if self.sampler.method == "synthetic":  # which accepts any draft
+            return torch.ones_like(token_ids, dtype=torch.bool)
+        drawn = self.sampler.draft(row, **batch.sampling._asdict(), seeds=batch.seeds)
+        possible = row.gather(1, token_ids[:, None])[:, 0] > -torch.inf
+        if drawn.cutoff is not None:
+            possible &= is_kept(row, token_ids, drawn.cutoff)
+        is_greedy = torch.as_tensor(batch.sampling.temperature, device=row.device) == 0
+        return torch.where(is_greedy, token_ids == drawn.token_ids, possible)
+
+    def advance(self, batch: Batch, output: SamplerOutput, draft_ids: Tensor) -> Iterator[Step]:
+        """Append what a step emitted to each request, and yield each request's step. This waits for the device."""
+        ends = self.stops(batch.tokens, batch.lengths, output.token_ids)
+        columns = (output.invalid, output.token_ids, draft_ids, ends)
+        for request, invalid, *step in zip(batch.requests, *(column.tolist() for column in columns)):
+            if invalid:
+                raise ValueError(
+                    f"target: expected finite logits, got only NaN or -inf for request {request.row}, logits processors "
+                    "included"
+                )
+            yield request.advance(*step)
 
     def realigned(self, batch: Batch, before: list[int], new_token_ids: Tensor) -> Batch:
         """Return the requests that are not finished with their new tokens, and move the columns of the caches alike."""
@@ -124,23 +168,3 @@ class Loop:
             target_calls=self.target.calls,
             draft_calls=sum(model.calls for model in self.drafter.models),
         )
-
-
-def cut(draft_ids: Tensor, allowed: Tensor, stop_ids: list[int], with_stop: bool) -> Tensor:
-    """End each request's drafts (with -1) at the number allowed, and after a stop token or before it."""
-    columns = torch.arange(draft_ids.shape[1], device=draft_ids.device)
-    stops = torch.isin(draft_ids, torch.tensor(stop_ids, dtype=torch.int64, device=draft_ids.device))
-    stopped = stops.cumsum(1) > (stops if with_stop else 0)
-    return draft_ids.masked_fill(stopped | (columns >= allowed[:, None]), -1)
-
-
-def advance(requests: list[Request], output: SamplerOutput, draft_ids: Tensor, stop_ids: list[int]) -> Iterator[Step]:
-    """Append what a step emitted to each request, and yield each request's step. This waits for the device."""
-    num_drafts = draft_ids.shape[1]
-    columns = torch.cat([output.invalid[:, None], output.token_ids, draft_ids], dim=1)
-    for request, (invalid, *ids) in zip(requests, columns.tolist()):
-        if invalid:
-            raise ValueError(
-                f"target: expected finite logits, got only NaN or -inf for request {request.row}, logits processors included"
-            )
-        yield request.advance(ids[: num_drafts + 1], ids[num_drafts + 1 :], stop_ids)

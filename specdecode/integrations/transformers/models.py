@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -15,6 +16,9 @@ from specdecode.integrations.transformers.supported import (
     cache_name,
     check_model,
     counts_columns,
+    num_positions,
+    num_rows,
+    rotary_growth,
     rotary_switch,
     sees_padding,
 )
@@ -41,12 +45,16 @@ class CachedModel:
         self.parameters = inspect.signature(adapted.forward).parameters
         self.cache_name = cache_name(self.parameters)
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
-        self.counts_padding = counts_columns(text_config, self.parameters)
+        self.counts_columns = counts_columns(text_config, self.parameters)
         self.sees_padding = sees_padding(text_config)
-        self.vocab_size: int = text_config.vocab_size
-        self.max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+        # What a model emits and what it takes can differ from each other and from its config.
+        self.vocab_size: int = num_rows(model, "get_output_embeddings") or text_config.vocab_size
+        self.num_embeddings: int = num_rows(model, "get_input_embeddings") or self.vocab_size
+        self.max_positions = num_positions(model)
         self.rotary_switch = rotary_switch(text_config)
+        self.rotary_growth = rotary_growth(text_config)
         self.last_position = 0  # that a token can have: check_lengths sets it
+        self.counts_padding = self.counts_columns
         self.calls = 0
         self.clear()
 
@@ -84,7 +92,7 @@ class CachedModel:
             options["attention_mask"] = (positions >= 0).long().to(device)
         output = self.model(
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
-            input_ids=tokens[:, cache.num_columns :].clamp(max=self.vocab_size - 1).to(device),
+            input_ids=tokens[:, cache.num_columns :].clamp(max=self.num_embeddings - 1).to(device),
             use_cache=True,
             **{self.cache_name: cache.past},
             **options,
@@ -93,8 +101,23 @@ class CachedModel:
         cache.num_columns = width
         if not cache.is_filled():
             raise ValueError(f"{self.name}: expected a model that fills its cache, got {type(self.model).__name__}")
-        logits: Tensor = output.logits
-        return logits[:, -keep:].to(tokens.device)
+        return self.check_logits(output, len(tokens))[:, -keep:].to(tokens.device)
+
+    def check_logits(self, output: Any, num_requests: int) -> Tensor:
+        """Return the logits of a pass, [requests, columns, vocab]."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != num_requests:
+            got = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+            raise TypeError(
+                f"{self.name}: expected a Hugging Face causal language model, whose logits have shape [requests, tokens, "
+                f"vocab], got {type(self.model).__name__} with {got}"
+            )
+        if logits.shape[2] != self.vocab_size:
+            raise ValueError(
+                f"{self.name}: expected logits of {self.vocab_size} tokens, as its output embedding or else its config "
+                f"says, got logits of {logits.shape[2]} tokens"
+            )
+        return logits
 
     def realign(self, alignment: Alignment) -> None:
         """Move what is cached to its place in the next step, without rejected drafts.
@@ -135,6 +158,9 @@ class CachedModel:
                 f"have {longest} tokens"
             )
         self.last_position = max(0, longest - 2)  # the last token is not given to the model
+        grows = self.rotary_growth is not None and longest > self.rotary_growth
+        # Whether what a request is given depends on the columns of the others: they are generated one by one then.
+        self.counts_padding = self.counts_columns or grows
         if self.rotary_switch is not None and shortest_prompt <= self.rotary_switch <= self.last_position:
             raise ValueError(
                 f"max_new_tokens: the rotary factors of the {self.name} model (longrope) change beyond "
@@ -143,7 +169,19 @@ class CachedModel:
                 f"{shortest_prompt} tokens and a request of up to {longest}"
             )
 
+    def most_drafts(self, length: int) -> int:
+        """Return the most drafts with which a request of so many tokens is scored as without any.
+
+        Rotary factors that grow with the longest position of a pass would be larger with drafts.
+        """
+        return sys.maxsize if self.rotary_growth is None else max(0, self.rotary_growth - length)
+
     def check_vocab_size(self, target_vocab_size: int) -> None:
+        if self.name == "target" and self.num_embeddings < self.vocab_size:
+            raise ValueError(
+                f"{self.name}: expected an input embedding for each of the {self.vocab_size} tokens of its logits, got "
+                f"{self.num_embeddings} embeddings"
+            )
         if abs(self.vocab_size - target_vocab_size) > 0.01 * target_vocab_size:
             raise ValueError(
                 f"{self.name}: expected a model with the target's tokenizer, whose vocabulary is within 1 % of the target's "

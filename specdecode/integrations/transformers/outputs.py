@@ -57,9 +57,8 @@ class GenerationOutput:
     """[batch, most new tokens] int8: the `TokenKind` of each new token, -1 in the padding."""
 
     stats: AcceptanceStats | None
-    """Acceptance as the sampler saw it, None without a drafter. Not counted, because not verified: requests that have ended,
-    and drafts past the length limit or after a drafted stop token. The acceptance length counts one token after every
-    verification, even after an accepted stop token, where that token is discarded."""
+    """Acceptance of the drafts that were verified, None without a drafter. Drafts past the length limit or after the end of
+    the text are not verified. Tokens after the end of the text count neither as accepted nor in the acceptance length."""
 
     target_calls: int
     """Forward passes of the target."""

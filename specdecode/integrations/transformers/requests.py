@@ -41,13 +41,13 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_length = self.length
 
-    def advance(self, token_ids: list[int], draft_ids: list[int], stop_ids: list[int]) -> Step:
-        """Append what a step emitted, up to a stop token."""
+    def advance(self, token_ids: list[int], draft_ids: list[int], ends: list[bool]) -> Step:
+        """Append what a step emitted, up to the first token that ends the text."""
         emitted = list(takewhile(lambda token: token >= 0, token_ids))
         drafted = list(takewhile(lambda token: token >= 0, draft_ids))
         num_accepted = len(emitted) - 1
         last = TokenKind.RECOVERED if num_accepted < len(drafted) else TokenKind.BONUS if drafted else TokenKind.PLAIN
-        end = next((i + 1 for i, token in enumerate(emitted) if token in stop_ids), None)
+        end = next((i + 1 for i, is_end in enumerate(ends) if is_end), None)
         step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
         self.token_ids += step.token_ids
         self.kinds += step.kinds

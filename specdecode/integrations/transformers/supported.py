@@ -39,6 +39,19 @@ CONTINUES_FROM_STATE = {
 STEPS_FROM_STATE = {"falcon_mamba", "jamba", "mamba", "zamba"}
 """Model types with recurrent states from which one token can go on: a scan of several starts from zero instead."""
 
+POSITION_TABLES = {
+    "embed_positions",
+    "pos_encoding",
+    "position_embedding",
+    "position_embeddings",
+    "positions_embed",
+    "wpe",
+}
+"""Names of modules and buffers with one row for each position that a model has."""
+
+OTHER_INPUTS = {"audio", "image", "speech", "vision", "visual"}
+"""What else than text some models read, by parts with such words in their names."""
+
 WITHOUT_POSITIONS = {"falcon_mamba", "mamba", "mamba2"}
 """Model types of recurrent layers alone, where there are no positions."""
 
@@ -55,7 +68,7 @@ def check_model(name: str, model: Any) -> None:
     """Refuse models whose caches cannot be put back after rejected drafts, or whose rows are not those of a decoder.
 
     Raises:
-        TypeError: not a Hugging Face causal language model.
+        TypeError: not a Hugging Face causal language model, or one that reads the states of another model.
         ValueError: such a model is not supported. The message starts with `name` and says why.
     """
     config: Any = getattr(model, "config", None)
@@ -63,10 +76,20 @@ def check_model(name: str, model: Any) -> None:
         raise TypeError(f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}")
     text_config = config.get_text_config()
     check_cache(name, model, text_config)
+    can_generate = getattr(model, "can_generate", None)
+    if "shared_kv_states" in inspect.signature(getattr(model, "forward", model)).parameters:
+        raise TypeError(
+            f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}, which reads the states of "
+            "another model"
+        )
     if attends_ahead(model, text_config):
         raise ValueError(
             f"{name}: expected a causal model, got {type(model).__name__} that attends in both directions: set "
             "is_decoder=True in its config if it was trained as a decoder"
+        )
+    if can_generate is not None and not can_generate():
+        raise TypeError(
+            f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}, which cannot generate"
         )
     if getattr(model, "training", False):
         raise ValueError(
@@ -137,14 +160,53 @@ def attends_ahead(model: Any, text_config: Any) -> bool:
     return encodes and not any(getattr(module, "is_causal", False) is True for module in modules)
 
 
+def num_rows(model: Any, getter: str) -> int | None:
+    """Return how many tokens an embedding of a model has, None if the model does not say."""
+    try:
+        layer = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return getattr(layer, "out_features", getattr(layer, "num_embeddings", None))  # of packed weights
+
+
+def num_positions(model: Any) -> int | None:
+    """Return how many positions a model has a table of, None if it has no such table and goes on without end."""
+    text_config = model.config.get_text_config()
+    if text_config.model_type == "mpt":  # whose table is made in each pass
+        return int(text_config.max_seq_len)
+    if not isinstance(model, torch.nn.Module):
+        return None
+    modules = (
+        (name, module.num_embeddings - getattr(module, "offset", 0))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    )
+    buffers = ((name, len(buffer)) for name, buffer in model.named_buffers() if buffer.ndim == 2)
+    rows = [
+        count
+        for name, count in (*modules, *buffers)
+        if name.rpartition(".")[2] in POSITION_TABLES and not any(word in name for word in OTHER_INPUTS)
+    ]
+    return min(rows, default=None)
+
+
 def rotary_switch(text_config: Any) -> int | None:
-    """Return the number of tokens beyond which rotary factors change, None if they do not."""
+    """Return the number of tokens beyond which other rotary factors are used, None if they stay the same."""
+    own = getattr(text_config, "original_max_position_embeddings", None)
+    switches = [rope.get("original_max_position_embeddings") or own for rope in rotary(text_config, "longrope")]
+    return min((switch for switch in switches if switch is not None), default=None)
+
+
+def rotary_growth(text_config: Any) -> int | None:
+    """Return the number of tokens beyond which rotary factors grow with every token, None if they do not."""
+    return text_config.max_position_embeddings if rotary(text_config, "dynamic") else None
+
+
+def rotary(text_config: Any, rope_type: str) -> list[dict[str, Any]]:
+    """Return the parameters of rotary embeddings of a type: those of all layers, or of some."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    own = getattr(text_config, "original_max_position_embeddings", None)
-    switches = [
-        rope.get("original_max_position_embeddings") or own
-        for rope in [parameters, *per_layer_type]
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min((switch for switch in switches if switch is not None), default=None)
+    return [rope for rope in [parameters, *per_layer_type] if rope.get("rope_type") == rope_type]

@@ -1,0 +1,262 @@
+"""Generation configs and other arguments of `generate`: what they do, and what is refused."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributions import FALSE_ALARM, p_value
+from tests.hugging_face.common import (
+    NEW,
+    PROMPTS,
+    TARGETS,
+    VOCAB,
+    llama,
+    noisy,
+    padded,
+    ragged,
+    texts,
+    with_config,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
+
+FIELDS = {
+    "repetition_penalty": {"repetition_penalty": 1.9},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[4], [5], [1, 2]]},
+    "suppress_tokens": {"suppress_tokens": [1, 3, 4]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [0, 1, 2, 4, 5]},
+    "sequence_bias": {"sequence_bias": [[[2], 4.0], [[4, 5], -9.0]]},
+    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": [1, 2, 3, 4]},
+    "min_length": {"min_length": 13, "eos_token_id": [1, 2, 3, 4]},
+    "forced_eos_token_id": {"forced_eos_token_id": 6},
+    "exponential_decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 7},
+    "several": {
+        "repetition_penalty": 1.4,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [4],
+        "renormalize_logits": True,
+    },
+}
+"""Fields that become logits processors, with values that change the text of at least one prompt."""
+
+
+class Ban(transformers.LogitsProcessor):
+    """A processor of a user: no token may follow itself, or a token that is one less."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.scatter(1, input_ids[:, -1:], -torch.inf)
+        return scores.scatter(1, (input_ids[:, -1:] + 1) % VOCAB, -torch.inf)
+
+
+class TestGenerationConfig:
+    def expected(self, target, alone=False):
+        """What transformers generates greedily for all prompts at once, or for each alone: new tokens of every request."""
+        options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+        prompts = [padded([prompt]) for prompt in PROMPTS] if alone else [padded(PROMPTS)]
+        rows = [
+            target.generate(ids.clamp(min=0), attention_mask=mask, **options)[:, ids.shape[1] :]
+            for ids, mask in prompts
+        ]
+        return torch.cat(rows)
+
+    @pytest.mark.parametrize("field", FIELDS)
+    def test_greedy_tokens_are_those_of_transformers(self, field):
+        target = with_config(TARGETS["llama"], do_sample=False, **FIELDS[field])
+        # In a padded batch transformers takes the padding for tokens, and bans n-grams that occur in it.
+        expected = self.expected(target, alone="no_repeat_ngram_size" in FIELDS[field])
+        assert not torch.equal(expected, self.expected(TARGETS["llama"])[:, : expected.shape[1]])  # the field matters
+        for draft in (None, noisy(target, 0.05), PromptLookup()):
+            output = ragged(target, draft, temperature=None)
+            generated = output.sequences[:, -output.token_kinds.shape[1] :]
+            assert torch.equal(generated.masked_fill(output.token_kinds == -1, 0), expected)
+
+    @pytest.mark.parametrize("field", FIELDS)
+    def test_strict_tokens_do_not_depend_on_the_drafter(self, field):
+        target = with_config(TARGETS["gpt2"], **FIELDS[field])
+        plain = texts(ragged(target, None))
+        for draft in (noisy(target, 0.03), target, PromptLookup()):
+            assert texts(ragged(target, draft, method="strict")) == plain
+
+    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+    def test_a_drafter_that_is_the_target_is_always_right(self, method):
+        # The rows of the draft model are processed as those of the target are, each with its own prefix.
+        target = with_config(TARGETS["llama"], **FIELDS["several"], top_k=4)
+        assert ragged(target, target, method=method, temperature=1.5).stats.acceptance_rate == 1
+
+    def test_a_given_config_wins_over_the_target_and_arguments_win_over_both(self):
+        target = with_config(TARGETS["llama"], do_sample=True, temperature=0.5, top_k=2, suppress_tokens=[1, 3])
+        given_config = transformers.GenerationConfig(temperature=2.0, suppress_tokens=[4])
+        options = {"temperature": None, "generation_config": given_config, "max_new_tokens": 8}
+        bare, new = TARGETS["llama"], {"max_new_tokens": 8}
+        four = transformers.GenerationConfig(suppress_tokens=[4])
+        expected = texts(ragged(bare, None, temperature=2.0, top_k=2, generation_config=four, **new))
+        assert texts(ragged(target, None, **options)) == expected
+        expected = texts(ragged(bare, None, temperature=0.9, generation_config=four, **new))
+        assert texts(ragged(target, None, **options | {"temperature": 0.9, "top_k": 0})) == expected
+        assert given_config.top_k is None  # which was not written to
+
+    def test_the_config_decides_how_tokens_are_drawn(self):
+        bare = TARGETS["llama"]
+        for fields, same in [
+            ({"do_sample": True, "temperature": 1.4, "top_k": 3}, {"temperature": 1.4, "top_k": 3}),
+            ({"top_p": 0.6}, {"temperature": 1.0, "top_p": 0.6}),
+            ({"do_sample": True, "min_p": 0.3}, {"temperature": 1.0, "min_p": 0.3}),
+            ({"do_sample": False, "top_k": 3}, {"temperature": 0.0}),
+            ({}, {"temperature": 1.0}),
+        ]:
+            target = with_config(bare, **fields)
+            assert texts(ragged(target, None, temperature=None)) == texts(ragged(bare, None, **same))
+
+    def test_lengths_come_from_the_config(self):
+        target, none = TARGETS["llama"], {"max_new_tokens": None}
+        for fields, new in [({"max_new_tokens": 3, "max_length": 30}, 3), ({"max_length": 12}, 5)]:
+            assert ragged(with_config(target, **fields), None, **none).num_generated.tolist() == [new] * len(PROMPTS)
+        longer = with_config(target, max_new_tokens=3)
+        assert ragged(longer, None, max_new_tokens=None, max_length=11).num_generated.tolist() == [4] * len(PROMPTS)
+
+    def test_processors_that_are_given_see_their_own_prefix(self):
+        target, prompt = TARGETS["llama"], torch.tensor(PROMPTS[:1])
+        options = {"max_new_tokens": NEW, "logits_processor": transformers.LogitsProcessorList([Ban()])}
+        expected = target.generate(prompt, do_sample=False, pad_token_id=0, **options)
+        assert not torch.equal(expected, target.generate(prompt, do_sample=False, pad_token_id=0, max_new_tokens=NEW))
+        for draft in (None, noisy(target, 0.05), PromptLookup()):
+            assert torch.equal(generate(target, draft, prompt, temperature=0, **options).sequences, expected)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"num_beams": 4}, "num_beams = 4 is not supported: beam search .* Set it to 1 in generation_config"),
+            ({"guidance_scale": 1.5}, "guidance_scale = 1.5 is not supported"),
+            ({"max_time": 2.0}, "max_time = 2.0 is not supported"),
+            ({"typical_p": 0.5}, "typical_p = 0.5 is not supported: use top_k"),
+            ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty = 1.5 is not supported"),
+            ({"top_p": 0.9, "min_p": 0.1}, "min_p = 0.1 and top_p = 0.9 together"),
+            (
+                {"exponential_decay_length_penalty": (2, 1.5)},
+                "exponential_decay_length_penalty = .* needs a stop token",
+            ),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_refused_by_name(self, fields, message):
+        with pytest.raises(ValueError, match=f"^generation_config: {message}"):
+            ragged(with_config(TARGETS["llama"], **fields), None)
+
+    def test_fields_in_the_config_of_the_model_are_refused_as_by_transformers(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        target.config.repetition_penalty = 1.5
+        with pytest.raises(
+            ValueError, match=r"^target.config: .*repetition_penalty.* set it in target.generation_config"
+        ):
+            ragged(target, None)
+
+    def test_what_changes_nothing_is_not_refused(self):
+        neutral = {
+            "num_beams": 1,
+            "guidance_scale": 1.0,
+            "typical_p": 1.0,
+            "use_cache": False,
+            "top_p": 1.0,
+            "min_p": 0.1,
+        }
+        ragged(with_config(TARGETS["llama"], **neutral), None, max_new_tokens=1)
+        ragged(with_config(TARGETS["llama"], typical_p=0.5), None, max_new_tokens=1, temperature=0)
+        both = with_config(TARGETS["llama"], top_p=0.9, min_p=0.1)
+        ragged(both, None, max_new_tokens=1, top_p=0.9, min_p=0.1)
+
+    def test_processors_with_state_and_other_things_are_refused(self):
+        state = transformers.PrefixConstrainedLogitsProcessor(lambda *_: [1], 1)
+        with pytest.raises(ValueError, match=r"^logits_processor: PrefixConstrainedLogitsProcessor is not supported"):
+            ragged(TARGETS["llama"], None, logits_processor=[state])
+        with pytest.raises(TypeError, match=r"^logits_processor: expected scores to be returned, got NoneType"):
+            ragged(TARGETS["llama"], None, logits_processor=[lambda ids, scores: None])
+        with pytest.raises(TypeError, match=r"^logits_processor: expected a list of functions"):
+            ragged(TARGETS["llama"], None, logits_processor=Ban())
+        with pytest.raises(TypeError, match=r"^generation_config: expected a GenerationConfig or None, got dict"):
+            ragged(TARGETS["llama"], None, generation_config={"top_k": 3})
+        with pytest.raises(ValueError, match=r"^logits_processor: expected scores of shape"):
+            ragged(TARGETS["llama"], None, logits_processor=[lambda ids, scores: scores[:, :3]])
+        with pytest.raises(ValueError, match="got only NaN or -inf for request 0, logits processors included"):
+            ragged(with_config(TARGETS["llama"], suppress_tokens=list(range(VOCAB))), None)
+
+    @pytest.mark.parametrize("method", ["probabilistic", "block"])
+    def test_several_steps_have_the_distribution_of_the_processed_target(self, method):
+        # With 20,000 requests a total variation of 0.045 is seen 999 times in 1,000, as in `TestDistribution`.
+        target, vocab, new, prompt = llama(4, layers=1, scale=0.2), 4, 3, [0, 0, 3, 3]
+        processor = transformers.RepetitionPenaltyLogitsProcessor(3.0)
+        joint = {(): 1.0}
+        for _ in range(new):
+            ids = torch.tensor([[*prompt, *tokens] for tokens in joint])
+            with torch.no_grad():
+                rows = processor(ids, target(input_ids=ids).logits[:, -1]).softmax(-1).tolist()
+            joint = {(*old, v): joint[old] * row[v] for old, row in zip(list(joint), rows) for v in range(vocab)}
+        config = transformers.GenerationConfig(repetition_penalty=3.0)
+        options = {"num_draft_tokens": 2, "max_new_tokens": new, "seeds": 0, "generation_config": config}
+        ids = torch.tensor([prompt]).expand(20_000, -1)
+        output = generate(target, noisy(target, 0.1), ids, method=method, **options)
+        codes = output.sequences[:, -new:].numpy() @ vocab ** np.arange(new)[::-1]
+        assert p_value(np.bincount(codes, minlength=vocab**new), np.array(list(joint.values()))) > FALSE_ALARM
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("message", "options"),
+        [
+            ("max_new_tokens: expected exactly one of .* got None and None", {"max_new_tokens": None}),
+            (
+                "max_new_tokens: expected exactly one of .* got 3 and 4",
+                {"max_new_tokens": 3, "max_length": 4},
+            ),
+            ("max_new_tokens: expected a positive int, got 0", {"max_new_tokens": 0}),
+            (
+                "max_length: expected more than the 3 columns of input_ids, got 3",
+                {"max_new_tokens": None, "max_length": 3},
+            ),
+            ("num_draft_tokens: expected a positive int, got 0", {"num_draft_tokens": 0}),
+            ("method: expected one of .* got 'greedy'", {"method": "greedy"}),
+            ("temperature: expected a finite float >= 0, got -1", {"temperature": -1.0}),
+            (r"temperature: expected shape \[1\], got \[2\]", {"temperature": torch.ones(2)}),
+            (r"seeds: expected shape \[1\], got \[2\]", {"seeds": torch.zeros(2, dtype=torch.int64)}),
+            (r"attention_mask: expected shape \[1, 3\]", {"attention_mask": torch.ones(1, 2, dtype=torch.int64)}),
+            (r"eos_token_id: expected ids in \[0, 8\), got -1", {"eos_token_id": -1}),
+            ("attention_mask: expected 0 or 1", {"attention_mask": torch.tensor([[0, 1, 2]])}),
+            (r"padding on the left only, .* got \[1, 1, 0\] in row 0", {"attention_mask": torch.tensor([[1, 1, 0]])}),
+            (r"padding on the left only, .* got \[1, 0, 1\] in row 0", {"attention_mask": torch.tensor([[1, 0, 1]])}),
+            (r"at least one token, got \[0, 0, 0\] in row 0", {"attention_mask": torch.tensor([[0, 0, 0]])}),
+            (r"input_ids: expected ids in \[0, 8\), got 8", {"input_ids": torch.tensor([[1, 8, 2]])}),
+            (r"input_ids: expected ids in \[0, 8\), got -100", {"input_ids": torch.tensor([[-100, 1]])}),
+            (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.tensor([1, 2])}),
+            (r"input_ids: expected shape \[batch, prompt\]", {"input_ids": torch.zeros(1, 0, dtype=torch.int64)}),
+            ("draft: expected a model with the target's tokenizer, .* 8 tokens, got 9", {"draft": llama(9)}),
+        ],
+    )
+    def test_values(self, message, options):
+        options = {"draft": PromptLookup(), "input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4} | options
+        with pytest.raises(ValueError, match=message):
+            generate(TARGETS["llama"], **options)
+
+    def test_types(self):
+        ids = torch.tensor([[1, 2, 3]])
+        with pytest.raises(TypeError, match="draft: expected a Hugging Face causal language model, got str"):
+            generate(TARGETS["llama"], "lookup", ids, max_new_tokens=4)
+        with pytest.raises(TypeError, match="input_ids: expected dtype int64, got float32"):
+            generate(TARGETS["llama"], None, ids.float(), max_new_tokens=4)
+        for eos_token_id in ("2", 3.0, [1, None], torch.tensor(2)):
+            with pytest.raises(TypeError, match="eos_token_id: expected an int"):
+                generate(TARGETS["llama"], None, ids, max_new_tokens=4, eos_token_id=eos_token_id)
+        with pytest.raises(TypeError, match="on_step: expected a function of a Step, got int"):
+            generate(TARGETS["llama"], None, ids, max_new_tokens=4, on_step=5)
+        with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):
+            generate(TARGETS["llama"], None, ids, num_draft_tokens=2.0, max_new_tokens=4)
+
+    def test_ngrams(self):
+        with pytest.raises(ValueError, match="max_ngram: expected a positive int, got 0"):
+            PromptLookup(0)
+        with pytest.raises(ValueError, match="min_ngram: expected a positive int, got 0"):
+            PromptLookup(min_ngram=0)
+        with pytest.raises(ValueError, match="min_ngram: expected at most max_ngram = 3, got 4"):
+            PromptLookup(min_ngram=4)

@@ -1,0 +1,234 @@
+"""Which Hugging Face models can be used, and what is said of others."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.hugging_face.common import (
+    DRAFTERS,
+    HOT,
+    NEW,
+    PROMPTS,
+    TARGETS,
+    TEMPERATURE,
+    TRUNCATION,
+    VOCAB,
+    bert,
+    decoder,
+    lfm2,
+    llama,
+    noisy,
+    one_by_one,
+    padded,
+    ragged,
+    texts,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
+from specdecode.integrations.transformers.supported import CACHED_BY_COLUMN  # noqa: E402
+
+
+class TestModels:
+    @pytest.mark.parametrize("draft_vocab", [199, 201])
+    def test_vocabularies_padded_differently_fit(self, draft_vocab):
+        target = llama(200)
+        ids = torch.tensor([[199, 7, 198]])  # the smaller drafter has no token 199
+        expected = generate(target, None, ids, max_new_tokens=NEW, seeds=3).sequences
+        draft = llama(draft_vocab, layers=1)
+        for method in ("strict", "probabilistic", "block"):
+            steps = []
+            output = generate(target, draft, ids, method=method, max_new_tokens=NEW, seeds=3, on_step=steps.append)
+            assert max(max(step.draft_token_ids, default=0) for step in steps) < min(draft_vocab, 200)
+            assert method != "strict" or torch.equal(output.sequences, expected)
+
+    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+    def test_tokens_that_the_draft_model_lacks_are_never_drafted(self, method):
+        # All logits of the draft are near -50: a token of logit 0 beside them would be drafted every time.
+        target, draft, steps = llama(200), llama(198, layers=1), []
+
+        def lower(_model, _inputs, output):
+            output.logits -= 50
+
+        draft.register_forward_hook(lower)
+        ids = torch.tensor([[197, 7, 3]])
+        output = generate(target, draft, ids, method=method, max_new_tokens=NEW, seeds=3, on_step=steps.append)
+        assert output.stats.drafts > 0
+        assert max(token for step in steps for token in step.draft_token_ids) < 198
+
+    @pytest.mark.parametrize("draft_vocab", [180, 197, 203, 219])
+    def test_vocabularies_that_differ_by_more_than_one_percent_are_refused(self, draft_vocab):
+        target, ids = llama(200, layers=1), torch.tensor([[1]])
+        with pytest.raises(ValueError, match=rf"^draft: .* 200 tokens, got {draft_vocab} tokens"):
+            generate(target, llama(draft_vocab, layers=1), ids, max_new_tokens=2)
+        for fits in (198, 202):
+            generate(target, llama(fits, layers=1), ids, max_new_tokens=2)
+
+    def test_a_wrapper_that_takes_any_argument_gets_all(self, plain):
+        class Wrapper(torch.nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.model, self.config, self.device = model, model.config, model.device
+
+            def forward(self, *args, **kwargs):
+                return self.model(*args, **kwargs)
+
+        class Adapter(Wrapper):
+            """As in PEFT: some arguments by name, the others handed on."""
+
+            def get_base_model(self):
+                return self.model
+
+            def forward(self, input_ids=None, attention_mask=None, **kwargs):
+                return self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+        for wrapper in (Wrapper, Adapter):
+            target = wrapper(TARGETS["gpt2"]).eval()
+            output = ragged(target, PromptLookup(), method="strict")
+            assert texts(output) == plain["gpt2"]
+            assert output.target_calls <= NEW  # all requests at once
+            config = transformers.GenerationConfig(repetition_penalty=1.5)
+            expected = texts(ragged(TARGETS["gpt2"], None, generation_config=config))
+            assert texts(ragged(target, PromptLookup(), method="strict", generation_config=config)) == expected
+
+    def test_models_in_training_mode_are_refused(self):
+        target, draft = copy.deepcopy(TARGETS["gpt2"]).train(), noisy(TARGETS["llama"], 0.03).train()
+        message = r": expected a model in evaluation mode, got .* in training mode, .*: call \.eval\(\)"
+        with pytest.raises(ValueError, match=f"^target{message}"):
+            ragged(target, None)
+        with pytest.raises(ValueError, match=f"^draft{message}"):
+            ragged(target.eval(), draft)
+        assert draft.training  # the models are left as they were
+        assert ragged(target, draft.eval()).stats.drafts > 0
+
+    def test_nothing_is_written_to(self):
+        target, draft = copy.deepcopy(TARGETS["llama"]), noisy(TARGETS["llama"], 0.03)
+        ids, mask = padded(PROMPTS)
+        before, masked, temperature = ids.clone(), mask.clone(), TEMPERATURE.clone()
+        output = generate(target, draft, ids, mask, max_new_tokens=4, temperature=temperature, seeds=0)
+        assert torch.equal(ids, before)
+        assert torch.equal(mask, masked)
+        assert torch.equal(temperature, TEMPERATURE)
+        assert not output.sequences.is_inference()
+        assert all(weight.grad is None for weight in target.parameters())
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("draft_device", ["cuda", "cpu"])
+    def test_models_may_be_on_any_device(self, draft_device, plain, truncated):
+        target = copy.deepcopy(TARGETS["llama"]).cuda()
+        output = ragged(target, noisy(TARGETS["llama"], 0.03).to(draft_device), method="strict")
+        assert output.sequences.device.type == "cpu"  # where the prompts were
+        assert texts(output) == plain["llama"]
+        assert ragged(target, copy.deepcopy(target).to(draft_device)).stats.acceptance_rate > 0.99
+        draft = noisy(TARGETS["llama"], 0.03).to(draft_device)
+        assert texts(ragged(target, draft, method="strict", temperature=HOT, **TRUNCATION)) == truncated["llama"]
+        for method in ("probabilistic", "block"):
+            output = ragged(target, copy.deepcopy(target).to(draft_device), method=method, **TRUNCATION)
+            assert output.stats.acceptance_rate > 0.99
+
+    def test_inference_mode_changes_nothing(self):
+        target, draft = TARGETS["llama"], noisy(TARGETS["llama"], 0.03)
+        with torch.inference_mode():
+            inside = ragged(target, draft)
+        assert torch.equal(inside.sequences, ragged(target, draft).sequences)
+        assert inside.stats.acceptance_rate > 0
+
+    def test_layers_that_keep_other_state_are_refused(self):
+        target = copy.deepcopy(TARGETS["llama"])
+        target.config.layer_types = ["full_attention", "linear_attention"]
+        with pytest.raises(ValueError, match="LlamaForCausalLM with layers of type linear_attention"):
+            ragged(target, None)
+
+    @pytest.mark.parametrize("model_class", [transformers.BartForCausalLM, transformers.TrOCRForCausalLM])
+    def test_models_without_position_ids_do_not_count_padding(self, model_class):
+        target = decoder(model_class)
+        expected = [one_by_one(target, prompt, NEW, TEMPERATURE[i], 100 + i) for i, prompt in enumerate(PROMPTS)]
+        for draft in (None, noisy(target, 0.03), PromptLookup()):
+            assert texts(ragged(target, draft, method="strict")) == expected
+        # A drafter of that kind beside a target that takes position_ids: its drafts are those without padding.
+        steps, prompts = [], dict(enumerate(PROMPTS))
+        ragged(TARGETS["llama"], target, method="strict", on_step=steps.append, max_new_tokens=5)
+        for row, token_ids, _, draft_ids in steps:
+            drafted = one_by_one(target, prompts[row], len(draft_ids), TEMPERATURE[row], 100 + row)
+            assert drafted == prompts[row] + draft_ids
+            prompts[row] = prompts[row] + token_ids
+
+    def test_positions_that_depend_on_the_padding_token_are_refused(self):
+        target = decoder(transformers.TrOCRForCausalLM, use_learned_position_embeddings=False)
+        with pytest.raises(
+            ValueError, match=r"^target: .* got TrOCRForCausalLM with use_learned_position_embeddings=False"
+        ):
+            ragged(target, None)
+
+    @pytest.mark.parametrize("model_class", [transformers.BertLMHeadModel, transformers.BertForMaskedLM])
+    def test_models_that_attend_in_both_directions_are_refused(self, model_class):
+        with pytest.raises(
+            ValueError, match=r"^target: expected a causal model, got Bert.* attends in both directions"
+        ):
+            ragged(bert(model_class, is_decoder=False), None)
+        with pytest.raises(ValueError, match=r"^draft: expected a causal model, got Bert.* attends in both directions"):
+            ragged(TARGETS["llama"], bert(model_class, is_decoder=False))
+
+    def test_other_attention_in_both_directions_is_refused(self):
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        config = transformers.GemmaConfig(**sizes, **heads, use_bidirectional_attention=True)
+        with pytest.raises(ValueError, match=r"^target: expected a causal model, got GemmaForCausalLM"):
+            ragged(transformers.GemmaForCausalLM(config).eval(), None)
+
+    def test_bert_as_a_decoder_is_accepted(self):
+        target = bert(transformers.BertLMHeadModel, is_decoder=True)
+        expected = texts(ragged(target, None))
+        assert texts(ragged(target, noisy(target, 0.03), method="strict")) == expected
+
+    def test_encoder_decoders_are_refused(self):
+        sizes = {"vocab_size": VOCAB, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+        t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+        with pytest.raises(ValueError, match=r"target: expected a decoder .* got T5"):
+            ragged(t5, None)
+
+    @pytest.mark.parametrize("drafter", ["none", "look-up", "model"])
+    def test_logits_that_are_not_numbers_are_refused(self, drafter):
+        # The third prompt ends in a token without an embedding. Its first step has no drafts, drafts or a model's drafts.
+        target = copy.deepcopy(TARGETS["llama"])
+        with torch.no_grad():
+            target.get_input_embeddings().weight[PROMPTS[2][-1]] = torch.nan
+        draft = {"none": None, "look-up": PromptLookup(), "model": TARGETS["llama"]}[drafter]
+        prompt = torch.tensor([PROMPTS[2][-1:] * 3])  # so that look-up finds something
+        for options in ({"input_ids": prompt}, dict(zip(("input_ids", "attention_mask"), padded(PROMPTS)))):
+            with pytest.raises(ValueError, match=r"^target: expected finite logits, got only NaN or -inf for request"):
+                generate(target, draft, **options, max_new_tokens=4, seeds=0)
+
+
+@pytest.mark.skipif("conv" not in CACHED_BY_COLUMN, reason="of a newer transformers")
+class TestConvolutions:
+    """Decoders with short convolutions among their attention layers: what these are over is kept by column."""
+
+    @pytest.mark.parametrize("drafter", ["close", "far", "itself", "lookup", None])
+    @pytest.mark.parametrize("prompts", [PROMPTS, [[i] for i in range(VOCAB)]], ids=["ragged", "of one token"])
+    def test_strict_emits_what_the_model_says_without_a_cache(self, prompts, drafter):
+        target, new = lfm2(), 8
+        draft = drafter and DRAFTERS[drafter](target)
+        output = generate(target, draft, *padded(prompts), max_new_tokens=new, method="strict", seeds=100)
+        for row, prompt in enumerate(prompts):
+            expected = one_by_one(target, prompt, new, 1.0, 100 + row)
+            assert output.sequences[row, -new:].tolist() == expected[-new:]
+        assert drafter != "itself" or output.stats.acceptance_rate == 1
+
+    def test_greedy_tokens_are_those_of_transformers(self):
+        target, ids = lfm2(), torch.tensor([PROMPTS[0]])
+        expected = target.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        output = generate(target, noisy(target, 0.05), ids, max_new_tokens=NEW, temperature=0)
+        assert torch.equal(output.sequences, expected)
+        assert 0 < output.stats.acceptance_rate < 1
+
+    def test_a_bias_which_padding_has_too_changes_nothing(self):
+        target = lfm2(conv_bias=True)
+        prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], [1, 2, 3]]
+        output = generate(
+            target, noisy(target, 0.05), *padded(prompts), max_new_tokens=8, method="strict", temperature=1, seeds=100
+        )
+        expected = [one_by_one(target, prompt, 8, 1.0, 100 + row) for row, prompt in enumerate(prompts)]
+        assert texts(output, prompts) == expected
