@@ -73,7 +73,8 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `demo` and `generate` share."""
     folder: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
     command.add_argument("--target", **folder, default=TARGET, help="the target model (default: the one shipped)")
-    command.add_argument("--draft", **folder, help="the draft model (default: the one shipped, for the shipped target)")
+    draft_help = "the draft model, with the target's tokenizer (default: the one shipped, for the shipped target)"
+    command.add_argument("--draft", **folder, help=draft_help)
     command.add_argument(
         "--num-draft-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,14 @@ try:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.segment import Segments
     from rich.table import Table
     from rich.text import Text
 except ImportError:
     raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
 
 from specdecode.batch import SamplerOutput
-from specdecode.checks import check_count
+from specdecode.checks import check_count, shown
 from specdecode.demo import DRAFT, TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
@@ -49,6 +50,15 @@ DEMO_PROMPTS = (
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "yellow"}
 MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": "[={}=]"}
 """How the kind of a token is shown: by a colour where the console has colours, elsewhere by marks."""
+
+INCOMPLETE = "\ufffd"
+"""What the bytes of a character that is not complete decode to: U+FFFD, the replacement character."""
+
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""A token that is one byte, in a vocabulary whose other tokens are characters."""
+
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
+"""A folder with one of these has a tokenizer of its own."""
 
 BAR_WIDTH = 36
 
@@ -110,8 +120,8 @@ class Models:
         """Load from folders in Hugging Face format.
 
         Raises:
-            ValueError: transformers is not installed, there is no draft model, a folder has no model that can be loaded, or
-                there is no such device.
+            ValueError: transformers is not installed, there is no draft model, a folder has no model that can be loaded, the
+                draft has another tokenizer, or there is no such device.
         """
         try:
             transformers: Any = import_module("transformers")
@@ -133,11 +143,30 @@ class Models:
             model = load_from(folder, option, transformers.AutoModelForCausalLM, dtype=torch.float32)
             return model.eval().to(device)
 
-        return cls(
+        models = cls(
             load("--target", target),
             None if draft is None else load("--draft", draft),
             load_from(target, "--target", transformers.AutoTokenizer),
         )
+        if draft is not None and any(file for pattern in VOCABULARY_FILES for file in draft.glob(pattern)):
+            models.check_draft_tokenizer(load_from(draft, "--draft", transformers.AutoTokenizer))
+        return models
+
+    def check_draft_tokenizer(self, tokenizer: Any) -> None:
+        """Raise if an id that both models can emit is one token in the target's tokenizer and another in this one.
+
+        An id that only one of them knows is padding in the other, or was added to one of them.
+        """
+        expected, got = self.tokenizer.get_vocab(), tokenizer.get_vocab()
+        num_ids = min(logits_width(self.target), logits_width(self.draft))
+        own = {i: token for token, i in expected.items() if i < num_ids}
+        others = {i: token for token, i in got.items() if i in own and expected.get(token) != i}
+        if others:
+            i = min(others)
+            raise ValueError(
+                f"--draft: expected a model with the target's tokenizer, got one in which {len(others)} of {len(own)} ids "
+                f"are other tokens, such as {i}: {shown(others[i])} instead of {shown(own[i])}"
+            )
 
     def encode(self, prompt: str) -> torch.Tensor:
         """Return [1, tokens] int64.
@@ -168,16 +197,85 @@ def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
         ) from error
 
 
-def show(models: Models, step: Step, console: Console) -> Text:
-    """Return the text of a step's tokens, each run of a kind in its colour or between its marks."""
+def logits_width(model: Any) -> int:
+    """Return how many ids a model can emit."""
+    head = model.get_output_embeddings()
+    return int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0])
+
+
+class Continuation:
+    """The text of the tokens that follow a prompt: each character belongs to the token that completes it.
+
+    What a token decodes to depends on the others: the first token of a text can lose its space, and a character can take
+    several tokens. So all tokens are decoded together, those of the prompt too. What later tokens could still change is held
+    back: a character that is not complete, and where tokens are single bytes, such as <0xE2>, all bytes since the last other
+    token, because a tokenizer decodes them either to characters or each to U+FFFD.
+
+    Args:
+        tokenizer: that of the target.
+        prompt: its token ids.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.token_ids = list(prompt)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_returned = len(self.decode(self.token_ids))  # characters, those of the prompt included
+        self.kind = "plain"  # of the last token
+        self.ends: list[tuple[str, int]] = []  # of each token: its kind, and where the text that it completes ends
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens with all its spaces: to remove some of them would change earlier text."""
+        text: str = self.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        return text
+
+    def add(self, step: Step) -> list[tuple[str, str]]:
+        """Take the tokens of the next step; return what is now certain of the text, each token's kind and characters."""
+        for kind, token_id in zip(step.kinds, step.token_ids):
+            self.token_ids.append(token_id)
+            self.kind = kind.name.lower()
+            self.ends.append((self.kind, len(self.decode(self.token_ids).rstrip(INCOMPLETE))))
+        num_certain = len(self.token_ids)
+        while num_certain > self.num_prompt_tokens and self.is_byte(self.token_ids[num_certain - 1]):
+            num_certain -= 1
+        return self.take(self.decode(self.token_ids[:num_certain]))
+
+    def rest(self) -> list[tuple[str, str]]:
+        """Return what was held back, as no token follows."""
+        text = self.decode(self.token_ids)
+        self.ends.append((self.kind, len(text)))
+        return self.take(text)
+
+    def is_byte(self, token_id: int) -> bool:
+        """Return whether a token is a single byte."""
+        return BYTE.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token_id))) is not None
+
+    def take(self, text: str) -> list[tuple[str, str]]:
+        """Return what of the text was not returned before."""
+        pieces = []
+        for kind, end in self.ends:
+            piece = text[self.num_returned : end]
+            if piece:
+                pieces.append((kind, piece))
+                self.num_returned += len(piece)
+        self.ends = [(kind, end) for kind, end in self.ends if end > len(text)]
+        return pieces
+
+
+def marked(pieces: Sequence[tuple[str, str]], console: Console) -> Text:
+    """Return pieces of text, each in the colour of its kind or between its marks."""
     text = Text()
-    for kind, pairs in groupby(zip(step.kinds, step.token_ids), key=lambda pair: pair[0].name.lower()):
-        run = models.tokenizer.decode([token for _, token in pairs])
+    for kind, piece in pieces:
         if console.color_system is None:
-            text.append(MARKS[kind].format(run))
+            text.append(MARKS[kind].format(piece))
         else:
-            text.append(run, style=STYLES[kind])
+            text.append(piece, style=STYLES[kind])
     return text
+
+
+def write(text: Text, console: Console) -> None:
+    """Print text as it is, tabs and long lines included, without an end of line after it."""
+    console.print(Segments(text.render(console)), soft_wrap=True)
 
 
 def legend(console: Console) -> Text:
@@ -195,20 +293,22 @@ def run_generate(options: Namespace, console: Console) -> None:
     models = Models.load(options.target, options.draft, options.device, needs_draft=not options.prompt_lookup)
     from specdecode.integrations.transformers import PromptLookup, generate
 
+    prompt = models.encode(options.prompt)
+    continuation = Continuation(models.tokenizer, prompt[0].tolist())
     started = False
 
     def stream(step: Step) -> None:
         nonlocal started
         if not started:  # only now is it known that the arguments are valid
             console.print(legend(console), end="\n\n")
-            console.print(Text(options.prompt, style="dim"), end="", soft_wrap=True)
+            write(Text().append(options.prompt, style="dim"), console)
             started = True
-        console.print(show(models, step, console), end="", soft_wrap=True)
+        write(marked(continuation.add(step), console), console)
 
     output = generate(
         models.target,
         PromptLookup() if options.prompt_lookup else models.draft,
-        models.encode(options.prompt),
+        prompt,
         method=options.method,
         num_draft_tokens=options.num_draft_tokens,
         max_new_tokens=options.max_new_tokens,
@@ -216,6 +316,7 @@ def run_generate(options: Namespace, console: Console) -> None:
         seeds=options.seed,
         on_step=stream,
     )
+    write(marked(continuation.rest(), console), console)
     console.print("\n")
     console.print(str(output.stats), markup=False)
 
@@ -305,7 +406,8 @@ def compare_methods(options: Namespace, console: Console) -> None:
     models = Models.load(options.target, options.draft, options.device)
     from specdecode.integrations.transformers import PromptLookup
 
-    prompts = [models.encode(prompt)[0] for prompt in options.prompt or DEMO_PROMPTS]
+    texts = options.prompt or DEMO_PROMPTS
+    prompts = [models.encode(text)[0] for text in texts]
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         run = partial(generate_texts, options, models, prompts, progress)
@@ -318,7 +420,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
     numbers = zip(("temperature", "top-k", "top-p", "min-p"), sampling)
     given = ", ".join(f"{name} {value:g}" for name, value in numbers if value is not None)
     console.print(f"[bold]strict[/bold], {given}, {num_drafts} drafts per step; one text's beginning:")
-    show_beginning(models, prompts[0], steps, console)
+    show_beginning(Continuation(models.tokenizer, prompts[0].tolist()), texts[0], steps, console)
 
     others = {
         "prompt lookup": accepted_in(by_lookup, num_drafts, num_new),
@@ -371,15 +473,17 @@ def generate_texts(
     return output, steps
 
 
-def show_beginning(models: Models, prompt: torch.Tensor, steps: Sequence[Step], console: Console) -> None:
+def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step], console: Console) -> None:
     """Print how the first text begins: its prompt, then what became of each draft."""
     console.print(legend(console), end="\n\n")
-    text, shown = Text().append(models.tokenizer.decode(prompt), style="dim"), 0
+    pieces, num_tokens = [], 0
     for step in steps:
-        if step.request == 0 and shown < SHOWN_TOKENS:
-            text.append_text(show(models, step, console))
-            shown += len(step.token_ids)
-    console.print(text, end="\n\n", soft_wrap=True)
+        if step.request == 0 and num_tokens < SHOWN_TOKENS:
+            pieces += continuation.add(step)
+            num_tokens += len(step.token_ids)
+    pieces += continuation.rest()
+    write(Text().append(prompt, style="dim").append_text(marked(pieces, console)), console)
+    console.print("\n")
 
 
 def padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,6 @@
-"""The command line, on the models that come with the package."""
+"""The command line, on the models that come with the package and on tiny ones with tokenizers of other kinds."""
 
+import random
 import re
 import shlex
 import shutil
@@ -7,10 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import specdecode
 from specdecode import cli, commands
@@ -198,11 +202,12 @@ UNREADABLE = {
     "broken weights": lambda folder: (folder / "model.safetensors").write_bytes(bytes(range(256))),
     "broken tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"model": 1}'),
 }
+UNREADABLE_DRAFTS = "nothing", "broken weights", "broken tokenizer"
 
 
 @pytest.mark.parametrize(
     ("option", "case"),
-    [("--target", case) for case in UNREADABLE] + [("--draft", "nothing"), ("--draft", "broken weights")],
+    [("--target", case) for case in UNREADABLE] + [("--draft", case) for case in UNREADABLE_DRAFTS],
 )
 def test_folders_that_cannot_be_read_end_in_one_line(capsys, tmp_path, option, case):
     folder = tmp_path / "model"
@@ -333,3 +338,256 @@ def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
     ]
     # Of 8 tokens request 0 has 3, then 4, so that its last step may have 3 drafts; request 1 has 4, then 5.
     assert commands.accepted_in(steps, num_draft_tokens=3, max_new_tokens=8)[:, 0].tolist() == [2, 3, 0, 0, 2]
+
+
+BYTES = b"\t\n" + "\u00e9\U0001f600".encode()
+"""Those of two characters, which take two and four tokens."""
+
+
+def fast(tokenizer: Tokenizer, **options) -> PreTrainedTokenizerFast:
+    """A tokenizer that begins texts with <s>."""
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>", **options)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As in SentencePiece: words that begin with a space; what is in no word is spelt in bytes."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in BYTES),
+        "\u2581the",
+        "\u2581cat",
+        "\u2581sat",
+        "h",
+        "!",
+        "\u2581",
+    ]
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return fast(tokenizer)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As in GPT-2: everything is spelt in bytes."""
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((letters, _),) = pre_tokenizer.pre_tokenize_str("the cat sat h!" + BYTES.decode())
+    vocabulary = ["<unk>", "<s>", *sorted(set(letters))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    return fast(tokenizer)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """As in BERT: a space before every word; transformers removes it before punctuation."""
+    words = ["<unk>", "<s>", "the", "cat", "sat", "##s", "!", "n't", "'"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return fast(tokenizer, clean_up_tokenization_spaces=True)
+
+
+TOKENIZERS = {"metaspace": metaspace, "byte level": byte_level, "word piece": word_piece}
+ALL_TOKENIZERS = pytest.mark.parametrize("kind", TOKENIZERS)
+OF_BYTES = pytest.mark.parametrize("kind", ["metaspace", "byte level"])
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, seed: int = 0) -> str:
+    """Write a tiny model of random weights, whose texts do not end; return its folder."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, eos_token_id=None, **sizes)).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def model_options(folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """The options of a target and a draft."""
+    target, draft = (save_model(folder / str(seed), tokenizer, len(tokenizer), seed) for seed in (0, 1))
+    return "--target", target, "--draft", draft
+
+
+def decoded(tokenizer, prompt: str, sequence: list[int]) -> str:
+    """A prompt and its continuation, decoded together; <s> is no part of the prompt as it was given."""
+    whole = tokenizer.decode(sequence, clean_up_tokenization_spaces=False)
+    start = tokenizer.decode(sequence[:1], clean_up_tokenization_spaces=False)
+    assert start == "<s>"
+    return prompt + whole[len(tokenizer.decode(tokenizer(prompt).input_ids, clean_up_tokenization_spaces=False)) :]
+
+
+@pytest.fixture
+def generations(monkeypatch):
+    """What `generate` returned to the command line."""
+    outputs, generate = [], integration.generate
+
+    def recorded(*arguments, **options):
+        outputs.append(generate(*arguments, **options))
+        return outputs[-1]
+
+    monkeypatch.setattr(integration, "generate", recorded)
+    return outputs
+
+
+@ALL_TOKENIZERS
+@pytest.mark.parametrize("drafter", ["draft", "lookup"])
+def test_the_text_that_generate_prints_is_that_of_all_tokens_decoded_together(
+    capsys, tmp_path, generations, kind, drafter
+):
+    tokenizer, prompt = TOKENIZERS[kind](), "the cat"
+    models = model_options(tmp_path, tokenizer)
+    drafting = ("--prompt-lookup",) if drafter == "lookup" else ()
+    for seed in range(3):
+        options = ("--max-new-tokens", "60", "--temperature", "1", "--seed", str(seed), *drafting)
+        status, out, _ = run(capsys, "generate", "--prompt", prompt, *models, *options)
+        assert status == 0
+        shown = unmarked(out[out.index(prompt) : out.rindex("\n\n-------- Speculative")])
+        assert shown == decoded(tokenizer, prompt, generations[-1].sequences[0].tolist())
+
+
+@ALL_TOKENIZERS
+def test_the_beginning_that_the_demo_prints_is_that_of_all_tokens_decoded_together(capsys, tmp_path, generations, kind):
+    tokenizer, prompt = TOKENIZERS[kind](), "the cat"
+    models = model_options(tmp_path, tokenizer)
+    status, out, _ = run(capsys, "demo", "--prompt", prompt, *models, "--max-new-tokens", "40", "--temperature", "1")
+    assert status == 0
+    shown = unmarked(out[out.index(f"\n{prompt}") + 1 : out.index("four methods on the same drafts")]).rstrip(" ")
+    plain = generations[0]  # strict's text is that of plain decoding
+    assert shown == decoded(tokenizer, prompt, plain.sequences[0].tolist()) + "\n\n"
+
+
+def cut_in_steps(tokenizer, text: str, *steps: str) -> list[integration.Step]:
+    """Steps of a text's tokens, each given as one letter per token: accepted, recovered, bonus or plain."""
+    kinds = {kind.name[0]: kind for kind in TokenKind}
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert len(ids) == sum(map(len, steps))
+    return [integration.Step(0, [ids.pop(0) for _ in step], [kinds[letter] for letter in step], []) for step in steps]
+
+
+def printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, prompt: str, steps: list[integration.Step]) -> list[str]:
+    """What `generate` has printed after each of these steps, and at last what follows the last one."""
+    printed = []
+
+    def generate(*_arguments, on_step, **_options):
+        for step in steps:
+            on_step(step)
+            printed.append(capsys.readouterr().out)
+        return SimpleNamespace(stats="the end")
+
+    monkeypatch.setattr(integration, "generate", generate)
+    folder = save_model(tmp_path / "model", tokenizer, len(tokenizer))
+    status, out, _ = run(capsys, "generate", "--prompt", prompt, "--target", folder, "--prompt-lookup")
+    assert status == 0
+    before, rest = printed[0].split("\n\n", maxsplit=1)[1], out.removesuffix("\n\nthe end\n")
+    return [before, *printed[1:], rest]
+
+
+def test_spaces_between_runs_and_after_the_prompt_are_kept(capsys, monkeypatch, tmp_path):
+    tokenizer = metaspace()
+    steps = cut_in_steps(tokenizer, "cat sat the", "AR", "B")
+    printed = printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, "the", steps)
+    assert printed == ["the cat[- sat-]", "{+ the+}", ""]
+
+
+def test_tabs_stay_tabs(capsys, monkeypatch, tmp_path):
+    tokenizer = byte_level()
+    steps = cut_in_steps(tokenizer, "\th\t", "AR", "R")
+    assert printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, "\t", steps) == ["\t\t[-h-]", "[-\t-]", ""]
+
+
+def test_a_character_of_several_tokens_is_printed_once_with_the_mark_of_the_last(capsys, monkeypatch, tmp_path):
+    tokenizer = byte_level()
+    steps = cut_in_steps(tokenizer, "h\u00e9\U0001f600!", "AR", "AAR", "AB", "R")
+    printed = printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, "the", steps)
+    assert printed == ["theh", "\u00e9", "{+\U0001f600+}", "[-!-]", ""]
+
+
+def test_bytes_that_are_decoded_together_are_printed_together(capsys, monkeypatch, tmp_path):
+    tokenizer = metaspace()
+    steps = cut_in_steps(tokenizer, "the\u00e9\U0001f600!", "AR", "AAR", "AB", "R")
+    printed = printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, "the", steps)
+    assert printed == ["the the", "", "", "\u00e9{+\U0001f600+}[-!-]", ""]
+
+
+@OF_BYTES
+def test_what_is_held_back_is_printed_at_the_end(capsys, monkeypatch, tmp_path, kind):
+    tokenizer = TOKENIZERS[kind]()
+    emoji = tokenizer("\U0001f600", add_special_tokens=False).input_ids[-4:]
+    step = integration.Step(0, emoji[:2], [TokenKind.ACCEPTED, TokenKind.RECOVERED], [])
+    printed = printed_by_step(capsys, monkeypatch, tmp_path, tokenizer, "the", [step])
+    shown = decoded(tokenizer, "the", [*tokenizer("the").input_ids, *step.token_ids])
+    assert "\ufffd" in shown
+    assert printed[0] == "the"
+    assert unmarked(printed[0] + printed[1]) == shown
+
+
+@ALL_TOKENIZERS
+def test_no_printed_character_is_ever_another_one_in_the_whole_text(kind):
+    tokenizer, generator = TOKENIZERS[kind](), random.Random(0)
+    prompt = tokenizer("the cat").input_ids
+    parts = [[i] for i in range(len(tokenizer))]
+    parts += 5 * [tokenizer(text, add_special_tokens=False).input_ids for text in ("\u00e9", "\U0001f600", "sat")]
+    for _ in range(200):
+        ids = [token for part in generator.choices(parts, k=8) for token in part]
+        whole = tokenizer.decode(prompt + ids, clean_up_tokenization_spaces=False)
+        continuation, shown = commands.Continuation(tokenizer, prompt), ""
+        start = continuation.num_returned
+        while ids:
+            size = generator.randint(1, 4)
+            step, ids = ids[:size], ids[size:]
+            pieces = continuation.add(integration.Step(0, step, generator.choices(list(TokenKind), k=len(step)), []))
+            assert all(piece for _, piece in pieces)
+            shown += "".join(piece for _, piece in pieces)
+            assert whole[start:].startswith(shown)
+        assert shown + "".join(piece for _, piece in continuation.rest()) == whole[start:]
+
+
+def generate_with_draft(capsys, target: str, draft: str) -> tuple[int, str]:
+    status, _, err = run(
+        capsys, "generate", "--prompt", "the cat", "--target", target, "--draft", draft, "--max-new-tokens", "4"
+    )
+    return status, err
+
+
+def test_a_draft_with_another_tokenizer_is_refused(capsys, tmp_path):
+    tokenizer, size = metaspace(), len(metaspace())
+    target = save_model(tmp_path / "target", tokenizer, size)
+    draft = save_model(tmp_path / "draft", tokenizer, size)
+    assert generate_with_draft(capsys, target, draft) == (0, "")
+    saved = tmp_path / "draft" / "tokenizer.json"
+    saved.write_text(
+        re.sub(
+            '"(\u2581cat|\u2581sat)"',
+            lambda found: {"\u2581cat": '"\u2581sat"', "\u2581sat": '"\u2581cat"'}[found[1]],
+            saved.read_text(),
+        )
+    )
+    status, err = generate_with_draft(capsys, target, draft)
+    cat, sat = tokenizer.convert_tokens_to_ids(["\u2581cat", "\u2581sat"])
+    assert sat == cat + 1
+    assert status == 2
+    assert err == (
+        "specdecode: --draft: expected a model with the target's tokenizer, got one in which "
+        f"2 of {size} ids are other tokens, such as {cat}: '\u2581sat' instead of '\u2581cat'\n"
+    )
+
+
+def test_a_draft_may_lack_a_tokenizer(capsys, tmp_path):
+    tokenizer = metaspace()
+    target = save_model(tmp_path / "target", tokenizer, len(tokenizer))
+    assert generate_with_draft(capsys, target, save_model(tmp_path / "draft", None, len(tokenizer))) == (0, "")
+
+
+def test_a_draft_may_have_another_tokenizer_where_not_both_models_have_tokens(capsys, tmp_path):
+    size = len(metaspace())
+    bare, added, other = metaspace(), metaspace(), metaspace()
+    added.add_tokens(["<tool>"])
+    other.add_tokens(["<image>"])
+    target = save_model(tmp_path / "target", added, size + 1)
+    for name, tokenizer, width in (("padded", bare, size + 1), ("narrow", other, size)):
+        status, err = generate_with_draft(capsys, target, save_model(tmp_path / name, tokenizer, width))
+        assert "--draft" not in err, name
+    status, err = generate_with_draft(capsys, target, save_model(tmp_path / "wide", other, size + 1))
+    assert (status, f"such as {size}: '<image>' instead of '<tool>'" in err) == (2, True)
