@@ -44,15 +44,18 @@ class Table:
     """Allows other tokens at each position, and has no row for positions beyond the limit."""
 
     def __init__(self, prompts, most=NEW):
-        self.start, self.seen = min(map(len, prompts)), []
+        self.prompts, self.seen = prompts, []
         generator = torch.Generator().manual_seed(2)
         size = max(map(len, prompts)) + most
         self.allowed = torch.rand(size, VOCAB, generator=generator) < 0.6
         self.allowed[:, STOP] = True
 
     def __call__(self, input_ids, scores):
-        self.seen += input_ids.tolist()
-        assert all(STOP not in text for text in input_ids.tolist())
+        for text in input_ids.tolist():
+            self.seen.append(text)
+            start = max(len(prompt) for prompt in self.prompts if text[: len(prompt)] == prompt)
+            assert STOP not in text
+            assert all(self.allowed[i, text[i]] for i in range(start, len(text)))
         return scores.masked_fill(~self.allowed[input_ids.shape[1]], -torch.inf)
 
 
@@ -113,6 +116,23 @@ def test_sampled_requests_reach_no_text_that_they_cannot_have(name, drafter, met
         plain = generate(target, None, *padded(CHAINS), **options)
         output = generate(target, DRAFTERS[drafter](target), *padded(CHAINS), method=method, **options)
         assert method != "strict" or torch.equal(output.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("drafter", ["close", "lookup"])
+def test_requests_that_are_ahead_reach_no_text_past_their_limit(drafter):
+    # A request that has accepted more than others may draft fewer tokens than they.
+    target, left = TARGETS["llama"], []
+    prompts = [[5, 5, 5, 5, 5], [2], [7, 1, 0], [6, 6, 2, 5, 3, 1, 4], [1, 5]]
+
+    def watch(input_ids, scores):
+        for text in input_ids.tolist():
+            left.append(12 - min(len(text) - len(prompt) for prompt in prompts if text[: len(prompt)] == prompt))
+        return scores
+
+    options = {"max_new_tokens": 12, "num_draft_tokens": 6, "eos_token_id": [], "logits_processor": [watch], "seeds": 3}
+    output = generate(target, DRAFTERS[drafter](target), *padded(prompts), **options)
+    assert min(left) == 1
+    assert 0.2 < output.stats.acceptance_rate < 0.9
 
 
 def test_a_draft_that_truncation_leaves_out_ends_what_is_processed():
