@@ -132,7 +132,7 @@ def test_requests_that_are_ahead_reach_no_text_past_their_limit(drafter):
     options = {"max_new_tokens": 12, "num_draft_tokens": 6, "eos_token_id": [], "logits_processor": [watch], "seeds": 3}
     output = generate(target, DRAFTERS[drafter](target), *padded(prompts), **options)
     assert min(left) == 1
-    assert 0.2 < output.stats.acceptance_rate < 0.9
+    assert 0 < output.stats.acceptance_rate < 1  # so that requests get ahead
 
 
 def test_a_draft_that_truncation_leaves_out_ends_what_is_processed():
