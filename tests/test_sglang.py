@@ -173,6 +173,27 @@ def test_drafts_from_probabilities_are_verified_for_a_truncated_target(method):
         assert chisquare(seen[kept].numpy(), expected.numpy()).pvalue > 1e-6
 
 
+@pytest.mark.parametrize("proposal", ["whole", "top-k", "the target's own", "point masses"])
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_steps_are_distributed_as_the_method_says_whatever_the_probabilities_of_drafts(method, proposal):
+    requests, generator = 20_000, torch.Generator().manual_seed(9)
+    target, draft = torch.randn(2, DRAFTS + 1, VOCAB, generator=generator)
+    target_probs, draft_probs = (target.double() / 0.7).softmax(dim=1), draft[:-1].double().softmax(dim=1)
+    if proposal == "top-k":
+        draft_probs = kept(draft_probs, top_k=2)
+    elif proposal == "the target's own":
+        draft_probs = target_probs[:-1]
+    drafts = torch.multinomial(draft_probs, requests, replacement=True, generator=generator).T
+    given, rule = draft_probs.expand(requests, DRAFTS, VOCAB), method
+    if proposal == "point masses":  # SGLang's, where another server has sent drafts without what they were drawn from
+        given, rule = torch.nn.functional.one_hot(drafts, VOCAB), "one-hot"
+    batch = batch_of(torch.full((requests,), 0.7), seeds=torch.arange(requests))
+    hook, output = EagleSample(method, engine(rejection_sampling=True)), logits_output(target.repeat(requests, 1, 1))
+    results = hook(never, chain(drafts, given.float().contiguous()), batch, output)
+    exact = distribution_of_steps(rule, target_probs, draft_probs)
+    distributions.assert_distribution(counts_of(emitted(*results)), exact)
+
+
 def arguments(method, batch, rejection_sampling=False, draft_probs=None):
     """Return what the sampler is called with."""
     logits, drafts = drafted()
@@ -208,6 +229,30 @@ def test_without_rejection_sampling_and_for_strict_no_draft_probability_is_read(
     assert "draft_logits" not in arguments("strict", batch_of(torch.ones(40)), rejection_sampling=True)
 
 
+@pytest.mark.parametrize("width", [None, 47])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_of_greedy_requests_need_no_draft_probabilities(method, width):
+    logits, drafts = drafted()
+    draft_probs = None if width is None else torch.rand(40, 3, width)  # None is what SGLang gives
+    results = EagleSample(method, engine(rejection_sampling=True))(
+        never, chain(drafts, draft_probs), batch_of(torch.zeros(40)), logits_output(logits)
+    )
+    plain = EagleSample(method, engine())(never, chain(drafts), batch_of(torch.zeros(40)), logits_output(logits))
+    assert all(torch.equal(*each) for each in zip(results, plain, strict=True))
+
+
+@pytest.mark.parametrize("width", [None, 47])
+def test_drawn_drafts_without_probabilities_of_the_targets_vocabulary_are_left_to_sglang(width):
+    logits, drafts = drafted()
+    verify_input = chain(drafts, None if width is None else torch.rand(40, 3, width))
+    batch, output = batch_of(torch.linspace(0, 1, 40)), logits_output(logits)
+    for method in ("probabilistic", "block"):
+        hook, original = EagleSample(method, engine(rejection_sampling=True)), Mock()
+        assert hook(original, verify_input, batch, output) is original.return_value
+        assert list(hook.fallbacks) == ["drawn drafts without probabilities of the target's vocabulary"]
+    EagleSample("strict", engine(rejection_sampling=True))(never, verify_input, batch, output)
+
+
 def test_truncation_is_passed_if_a_request_that_is_not_greedy_truncates():
     mixed = torch.tensor([0.0, 0.8]).repeat(20)
     names = {"top_k", "top_p", "min_p"}
@@ -219,18 +264,24 @@ def test_truncation_is_passed_if_a_request_that_is_not_greedy_truncates():
     assert not names & set(arguments("strict", batch_of(mixed, top_k=50)))  # the whole vocabulary
 
 
-def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind(caplog):
+@pytest.mark.parametrize("rejection_sampling", [False, True])
+def test_all_kernels_are_compiled_at_the_first_call_which_is_greedy(rejection_sampling, caplog):
     caplog.set_level("INFO", logger="specdecode")
     logits, drafts = drafted()
-    hook, batch = EagleSample("block", engine(rejection_sampling=True)), batch_of(torch.ones(40))
+    hook = EagleSample("block", engine(rejection_sampling))
     hook.verifier = Mock(wraps=(real := hook.verifier), method="block")
-    for _ in range(2):
-        hook(never, chain(drafts, torch.rand(40, 3, 50)), batch, logits_output(logits))
-    plain, truncated = [call.kwargs for call in hook.verifier.warmup.call_args_list]
-    assert set(truncated) - set(plain) == {"top_k", "top_p", "min_p", "draft_sampling"}
-    for call in (plain, truncated):
-        assert call["draft_logits"].shape == (1, 3, 50)
+    draft_probs = torch.rand(40, 3, 50) if rejection_sampling else None
+    for at, probs, top_p in ((0, None, None), (1, draft_probs, None), (1, draft_probs, 0.9)):
+        batch = batch_of(torch.full((40,), float(at)), top_p=top_p)
+        hook(never, chain(drafts, probs), batch, logits_output(logits))
+    warmed = [call.kwargs for call in hook.verifier.warmup.call_args_list]
+    called = [call.kwargs for call in hook.verifier.call_args_list]
+    assert {frozenset(each) for each in called} == {frozenset(each) for each in warmed}
+    for call in warmed:
         assert real(**call).token_ids.shape == (1, 4)
+        if "draft_logits" in call:
+            assert call["draft_logits"].shape == (1, 3, 50)
+            assert call["draft_logits"].dtype == called[-1]["draft_logits"].dtype
     assert [record.getMessage() for record in caplog.records] == ["specdecode: 'block' verifies draft chains"]
 
 
@@ -424,11 +475,16 @@ def distribution_of_steps(rule, target, draft):
     return np.concatenate(steps)
 
 
+def counts_of(steps):
+    """Count how often each of all possible steps was emitted, in the order of `distribution_of_steps`."""
+    seen = Counter(map(tuple, steps))
+    lengths = range(1, DRAFTS + 2)
+    return np.array([seen[kind] for length in lengths for kind in product(range(VOCAB), repeat=length)])
+
+
 def assert_distributed(ours, theirs, exact):
     """Compare both with the exact distribution, and with each other. Each of the three raises a false alarm once in 10^6."""
-    kinds = [kind for length in range(1, DRAFTS + 2) for kind in product(range(VOCAB), repeat=length)]
-    seen = [Counter(map(tuple, steps)) for steps in (ours, theirs)]
-    counts = np.array([[each[kind] for kind in kinds] for each in seen])
+    counts = np.array([counts_of(ours), counts_of(theirs)])
     assert counts.sum(axis=1).tolist() == [REQUESTS] * 2
     for each in counts:
         distributions.assert_distribution(each, exact)

@@ -333,14 +333,56 @@ def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
     assert result.verifier.warmup.call_count == 6
 
 
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9}], ids=["plain", "truncated"])
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_tokens_that_the_draft_model_lacks_are_emitted_as_often_as_the_target_says(method, truncation):
+    requests, vocab, draft_vocab = 40_000, 6, 4
+    generator = torch.Generator().manual_seed(11)
+    target, draft = torch.tensor([0.7, -2.0, 1.2, 0.0, -0.5, 1.5]), torch.randn(draft_vocab, generator=generator)
+    drafts = torch.multinomial(draft.softmax(dim=0), requests, replacement=True, generator=generator)
+    temperature = torch.ones(requests)
+    temperature[0] = 0
+    case = step(drafts[:, None].tolist(), target.expand(requests, 2, vocab), list(range(requests)), [8] * requests)
+    result = rejection_sampler(method, sampling_states(requests, vocab, temperature, **truncation), 1)
+    _, token_ids, _ = result._verify(draft_logits=draft.expand(requests, 1, draft_vocab), **case)
+    assert token_ids[0, 0] == target.argmax() == 5
+    weights, order = target.double().softmax(dim=0).sort(descending=True)
+    weights[5 if truncation else vocab :] = 0
+    weights /= weights.sum()
+    weights[weights.cumsum(dim=0) - weights >= (0.9 if truncation else 1)] = 0
+    expected = torch.zeros_like(weights).scatter(0, order, weights / weights.sum())
+    distributions.assert_distribution(token_ids[1:, 0].bincount(minlength=vocab).numpy(), expected.numpy())
+
+
 @pytest.mark.parametrize(("target", "draft"), [(50, 47), (47, 50)])
-def test_padding_of_the_larger_vocabulary_is_cut_off_by_views(target, draft):
+def test_logits_of_other_widths_are_not_copied_and_the_targets_are_whole(target, draft):
     case, _, _ = ragged_case(vocab=target)
     draft_logits = torch.randn(64, 4, draft)
     got = packed_arguments("probabilistic", sampling_states(64, target), case, draft_logits)
-    for name, whole in {"target_logits": case["logits"], "draft_logits": draft_logits}.items():
-        assert got[name].shape[-1] == 47
-        assert got[name].data_ptr() == whole.data_ptr()
+    assert got["target_logits"] is case["logits"]
+    assert got["draft_logits"].shape == (64, 4, 47)
+    assert got["draft_logits"].data_ptr() == draft_logits.data_ptr()
+    assert got.get("draft_vocab_ids", torch.empty(0)).tolist() == (list(range(47)) if draft < target else [])
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_drafts_from_the_targets_own_rows_are_all_accepted_beside_requests_that_truncate(method):
+    requests, vocab, generator = 4_000, 50, torch.Generator().manual_seed(12)
+    rows = torch.randn(3, vocab, generator=generator).bfloat16()
+    temperature = torch.tensor([0.3, 1.0, 2.0, 1.0]).repeat(1_000)
+    top_k, top_p = torch.full((requests,), vocab), torch.ones(requests)
+    top_k[3::4], top_p[0] = 1, 0.5
+    weights = (rows[None, :2].float() / temperature[:, None, None]).softmax(dim=-1)
+    drafts = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view(requests, 2)
+    case = step(drafts.tolist(), rows.expand(requests, 3, vocab), list(range(requests)), [8] * requests)
+    result = rejection_sampler(method, sampling_states(requests, vocab, temperature, top_k, top_p), 2)
+    _, token_ids, num_tokens = result._verify(draft_logits=rows[:2].expand(requests, 2, vocab), **case)
+    keeps_one = top_k == 1
+    whole = ~keeps_one & (top_p == 1)
+    assert (num_tokens[whole] == 3).all()
+    assert torch.equal(token_ids[whole, :2], drafts[whole])
+    best = rows.float().argmax(dim=1).expand(requests, 3)
+    assert torch.equal(token_ids[keeps_one], torch.where(token_ids == -1, -1, best)[keeps_one])
 
 
 # ---- What is left to vLLM --------------------------------------------------------------------------------------------

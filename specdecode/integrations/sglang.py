@@ -9,10 +9,11 @@ Every request has as many rows as the others, so that SGLang's tensors are views
 | `seq_lens`, where the last token is | `positions`: one more |
 | `top_ks` 1 is greedy | `temperature` 0 |
 | `draft_probs` q, of rejection sampling | `draft_logits`: T log q, whose softmax at temperature T is q |
-| no `draft_probs` | `draft_logits=None`, a point mass |
+| no rejection sampling, or all requests are greedy | `draft_logits=None`, a point mass |
 
 T log q is the only copy of vocabulary size. It costs 8 bytes per probability, read and written once by one kernel. Its
-logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits.
+logsumexp is 0, so that verification reads the copy only where a draft was rejected. `"strict"` needs no draft logits, and a
+step in which all requests are greedy has none: SGLang computes no q then.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class EagleSample:
         if not batch.forward_mode.is_idle():
             has_watermarks = watermark_state is not None and batch.sampling_info.has_watermark_candidates
             is_tree = uno_target_max_top_k is not None or not is_chain(verify_input)
-            reason = self.why_not(batch.sampling_info, is_tree, has_watermarks)
+            lacks_probs = self.needs_draft_probs(batch.sampling_info) and not has_probs(verify_input, logits_output)
+            reason = self.why_not(batch.sampling_info, is_tree, has_watermarks, lacks_probs)
         if batch.forward_mode.is_idle() or reason is not None:
             if reason is not None:
                 self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
@@ -148,7 +150,15 @@ class EagleSample:
                 ranks.broadcast(result, src=0)
         return results
 
-    def why_not(self, info: Any, is_tree: bool, has_watermarks: bool) -> str | None:
+    def needs_draft_probs(self, info: Any) -> bool:
+        """Return whether a step is verified by the probabilities that its drafts were drawn from."""
+        return self.draws_drafts() and not info.is_all_greedy
+
+    def draws_drafts(self) -> bool:
+        """Return whether SGLang draws drafts, and the method has to know from what."""
+        return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
+
+    def why_not(self, info: Any, is_tree: bool, has_watermarks: bool, lacks_probs: bool) -> str | None:
         """Return why a step is left to SGLang, or None."""
         settings = self.engine.settings()
         if is_tree:
@@ -161,6 +171,8 @@ class EagleSample:
             return "speculative_accept_threshold_single or _acc below 1, which is not exact"
         if self.engine.simulates_acceptance():
             return "SGLANG_SIMULATE_ACC_LEN"
+        if lacks_probs:  # SGLang's function raises the error
+            return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
     def verify(self, verify_input: Any, batch: Any, logits: Tensor) -> SamplerOutput:
@@ -168,33 +180,53 @@ class EagleSample:
         num_rows, info = verify_input.draft_token_num, batch.sampling_info
         temperature = torch.where(info.top_ks <= 1, 0, info.temperatures.view(-1))  # how SGLang says greedy
         call = {
-            "target_logits": logits.view(len(temperature), num_rows, -1),
+            "target_logits": logits.view(len(temperature), num_rows, logits.shape[-1]),
             "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
             "temperature": temperature,
             "seeds": info.sampling_seed,  # None unless SGLang's inference is deterministic
             "positions": batch.seq_lens.to(torch.int64) + 1,
         }
-        if self.engine.settings().speculative_use_rejection_sampling and self.verifier.method != "strict":
-            call |= drawn_from(verify_input.draft_probs, temperature)
         self.warm_up_once(call, info)
+        if self.needs_draft_probs(info):
+            call |= drawn_from(verify_input.draft_probs, temperature)
         truncates = is_truncated(batch, logits.shape[-1])
         return self.verifier(**call, **truncation(call, info) if truncates else {})
 
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
-        """Compile kernels, truncated and not, at the first call of its kind: SGLang's own warm-up makes that."""
-        kind = call["target_logits"].dtype, "draft_logits" in call
-        if kind in self.warm:
+        """Compile all kernels at the first call: SGLang's own warm-up makes that, with a greedy request.
+
+        Args:
+            call: the sampler's arguments, but draft logits and truncation.
+            info: what truncates.
+        """
+        dtype = call["target_logits"].dtype
+        if dtype in self.warm:
             return
         if not self.warm:  # not in `install`: SGLang loads its plug-ins before it sets up the log
             logger.info("specdecode: %r verifies draft chains", self.verifier.method)
-        self.warm.add(kind)
-        for options in (call, call | truncation(call, info)):
-            first: dict[str, Any] = {}
-            for name, value in options.items():
-                first[name] = value[:1] if isinstance(value, Tensor) else value
-            if "draft_sampling" in first:
-                first["draft_sampling"] = Sampling(temperature=first["temperature"])
-            self.verifier.warmup(**first)
+        self.warm.add(dtype)
+        first = first_request(call)
+        kinds = [first]
+        if self.draws_drafts():
+            batch, num_rows, vocab = first["target_logits"].shape
+            draft_probs = first["temperature"].new_zeros(batch, num_rows - 1, vocab)
+            kinds.append(drawn := first | drawn_from(draft_probs, first["temperature"]))
+            kinds.append(drawn | first_request(truncation(drawn, info)))
+        else:
+            kinds.append(first | first_request(truncation(first, info)))
+        for arguments in kinds:
+            self.verifier.warmup(**arguments)
+
+
+def first_request(call: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments for the first request alone."""
+    return {name: value[:1] if isinstance(value, Tensor) else value for name, value in call.items()}
+
+
+def has_probs(verify_input: Any, logits_output: Any) -> bool:
+    """Return whether drafts come with the probabilities that they were drawn from, over the target's vocabulary."""
+    draft_probs = verify_input.draft_probs
+    return draft_probs is not None and draft_probs.shape[-1] == logits_output.next_token_logits.shape[-1]
 
 
 def is_chain(verify_input: Any) -> bool:

@@ -9,6 +9,7 @@ temperatures and seeds are by slot, lengths stay on the device.
 | `pos`, of the token that is fed | `row_positions` |
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
+| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
 """
 
 from __future__ import annotations
@@ -226,8 +227,7 @@ class DraftVerification:
         """Return the token ids that each request emits, and how many, by this package's sampler."""
         states = self.sampler.sampling_states
         if draft_logits is not None:
-            vocab = min(logits.shape[-1], draft_logits.shape[-1])  # as in vLLM: what either has beyond it is padding
-            logits, draft_logits = logits[:, :vocab], draft_logits[..., :vocab]
+            draft_logits = draft_logits[..., : logits.shape[-1]]  # beyond it a draft is no token of the target
         call = {
             "target_logits": logits,
             "draft_token_ids": draft_token_ids,
@@ -238,6 +238,8 @@ class DraftVerification:
             "seeds": states.seeds.gpu,
             "row_positions": pos,
         }
+        if draft_logits is not None and draft_logits.shape[-1] < logits.shape[-1]:
+            call["draft_vocab_ids"] = torch.arange(draft_logits.shape[-1], device=logits.device)
         warm_up_once(self.warm, self.verifier, call, states)
         output = self.verifier.packed(**call, **for_drafts(sampling, draft_logits))
         return output.token_ids, output.num_tokens
