@@ -49,7 +49,9 @@ class SamplerOutput(NamedTuple):
     logprobs: Tensor | None = None
     """[batch, num_draft_tokens + 1] float32: the log-probability of each emitted token, NaN where `token_ids` is -1.
 
-    None if it was not asked for.
+    A row without a finite logit is the point mass on token 0, and so is what a packed request without rows draws from: the
+    token 0 that an `invalid` request emits has 0, and what only `"synthetic"` accepts there -inf. None if it was not asked
+    for.
     """
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from specdecode import backends
+from specdecode import backends, validation
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_count, check_logits, check_seeds, draw_seeds
@@ -25,12 +25,14 @@ from specdecode.packing import Packing, check_starts
 from specdecode.sampling import Sampling, check_draft_sampling
 from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
+from specdecode.validation import Validate
 
 
 def verify(
     method: str,
     backend: Backend,
     schedule: AcceptanceSchedule | None,
+    validate: Validate | None,
     target_logits: Tensor,
     draft_token_ids: Tensor,
     draft_logits: Tensor | None,
@@ -91,6 +93,7 @@ def verify(
             slots,
             row_positions,
             seeds is None,
+            validate=validate,
         )
         # Not by `_replace`: PyTorch 2.11 cannot compile a function that returns what that makes.
         return SamplerOutput(*(tensors[:4] if logprobs is None else tensors))
@@ -100,6 +103,7 @@ def sample(
     backend: Backend,
     domains: tuple[int, int],
     shard: VocabShard | None,
+    validate: Validate | None,
     logits: Tensor,
     temperature: float | Tensor,
     seeds: int | Tensor | None,
@@ -122,6 +126,7 @@ def sample(
             *_tensors_and_numbers(sampling),
             *tensor_and_number,
             positions,
+            validate=validate,
         )
         return token_ids, logsumexp, cutoff if _truncates(sampling, logits.shape[-1]) else None
 
@@ -131,13 +136,14 @@ def draft(
     domains_of: Callable[[int], tuple[int, int]],
     offset: int,
     shard: VocabShard | None,
+    validate: Validate | None,
     logits: Tensor,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one draft per row, as `sample` does, with noise of the domains of its offset, which must have some."""
     errors: list[str] = []
     domains = SELECT if _fails(errors, domains_of, offset) else domains_of(offset)
-    return sample(backend, domains, shard, _refused(logits, errors), *arguments)
+    return sample(backend, domains, shard, validate, _refused(logits, errors), *arguments)
 
 
 def _tensors_and_numbers(sampling: Sampling) -> tuple[list[Tensor | None], list[float]]:
@@ -242,11 +248,14 @@ def _verify(
     slots: Tensor | None,
     row_positions: Tensor | None,
     seeds_are_drawn: bool,
+    *,
+    validate: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from specdecode.sampler import RejectionSampler  # which imports this module
 
     schedule = AcceptanceSchedule.from_rates(joint_rates) if joint_rates else None
-    sampler = RejectionSampler(cast("Any", method), backend=cast("Backend", backend), schedule=schedule)
+    how: Any = {"backend": backend, "schedule": schedule, "validate": validate}
+    sampler = RejectionSampler(cast("Any", method), **how)
     temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
     drafts = _sampling_of(draft_sampling_tensors, draft_sampling_numbers) if draft_sampling_numbers else None
     seed = first_seed if seeds is None else seeds
@@ -274,6 +283,7 @@ def _(
     joint_rates: Sequence[float],
     target_logits: Tensor,
     *others: Any,
+    validate: str | None = None,
 ) -> SamplerOutput:
     *_, logprobs, row_starts, num_draft_tokens, _slots, _row_positions, _seeds_are_drawn = others
     if row_starts is None:
@@ -301,10 +311,14 @@ def _sample(
     seeds: Tensor | None,
     first_seed: int,
     positions: Tensor | None,
+    *,
+    validate: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     temperature, *truncation = _sampling_of(sampling_tensors, sampling_numbers)
     seed = first_seed if seeds is None else seeds
     batch = RowBatch.check(logits, cast("Any", temperature), seed, positions, *cast("Any", truncation))
+    if validate is not None:
+        validation.check_rows(batch)
     chosen = backends.choose(cast("Backend", backend), batch.logits)
     token_ids, logsumexp, *cutoff = chosen.sample(batch, (block_domain, token_domain))
     # A number that leaves nothing out has no cutoff, which -1 says, too.
@@ -313,7 +327,9 @@ def _sample(
 
 
 @_sample.register_fake
-def _(backend: str, block_domain: int, token_domain: int, logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    backend: str, block_domain: int, token_domain: int, logits: Tensor, *_: object, validate: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, _vocab = check_logits("logits", logits, ("batch", "vocab"))
     token_ids = logits.new_empty(batch, dtype=torch.int64)
     return token_ids, logits.new_empty(batch, dtype=torch.float32), torch.empty_like(token_ids)

@@ -77,7 +77,7 @@ def sample(
         check_shard(shard)
     if torch.compiler.is_compiling():
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-        token_ids, *_ = compiled.sample("auto", SELECT, shard, *arguments)
+        token_ids, *_ = compiled.sample("auto", SELECT, shard, None, *arguments)
         return token_ids
     batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard).greedy_if_alike()
     token_ids, *_ = backends.choose("auto", batch.logits).sample(batch, SELECT)

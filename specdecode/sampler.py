@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from specdecode import backends, compiled, eager
+from specdecode import backends, compiled, eager, validation
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
@@ -14,6 +14,7 @@ from specdecode.noise import SELECT, draft_domains
 from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
+from specdecode.validation import Validate
 
 Method = Literal["strict", "probabilistic", "block", "synthetic"]
 
@@ -55,10 +56,15 @@ class RejectionSampler:
             with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless on the
             Triton backend a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory.
             None: logits are of the whole vocabulary.
+        validate: `"values"` makes each call, also of `draft`, raise a ValueError if it is given probabilities for logits:
+            if no number is negative and each row sums to 1, within rounding, in all rows that the call may look at. For
+            that it reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
+            captured. None: a call cannot tell, and draws from a distribution that is nearly flat.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: an unknown method or backend, a missing schedule, or a schedule for another method than `"synthetic"`.
+        ValueError: an unknown method, backend or validation, a missing schedule, or a schedule for another method than
+            `"synthetic"`.
 
     Example:
         >>> import torch
@@ -101,9 +107,12 @@ class RejectionSampler:
         backend: Backend = "auto",
         schedule: AcceptanceSchedule | None = None,
         shard: VocabShard | None = None,
+        validate: Validate | None = None,
     ) -> None:
         check_choice("method", method, get_args(Method))
         check_choice("backend", backend, get_args(Backend))
+        if validate is not None:
+            check_choice("validate", validate, get_args(Validate))
         if schedule is not None and not isinstance(schedule, AcceptanceSchedule):
             raise TypeError(f"schedule: expected an AcceptanceSchedule, got {type(schedule).__name__}")
         if method == "synthetic" and schedule is None:
@@ -116,12 +125,14 @@ class RejectionSampler:
         self.backend = backend
         self.schedule = schedule
         self.shard = shard
+        self.validate = validate
 
     def __repr__(self) -> str:
         """Return the call that makes this sampler."""
         schedule = "" if self.schedule is None else f", schedule={self.schedule!r}"
         shard = "" if self.shard is None else f", shard={self.shard!r}"
-        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard})"
+        validate = "" if self.validate is None else f", validate={self.validate!r}"
+        return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard}{validate})"
 
     def __call__(
         self,
@@ -221,7 +232,7 @@ class RejectionSampler:
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others)
+            return compiled.verify(self.method, self.backend, self.schedule, self.validate, *arguments, *others)
         return self._verify(VerificationBatch.check(*arguments, *others))
 
     def packed(
@@ -308,7 +319,7 @@ class RejectionSampler:
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
+            return compiled.verify(self.method, self.backend, self.schedule, self.validate, *arguments, *others, *where)
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         return self._verify(VerificationBatch.check(*arguments, *others, *where))
@@ -382,8 +393,9 @@ class RejectionSampler:
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        batch = VerificationBatch.check(*arguments, *others, *where).greedy_if_alike(self.method)
-        self._check_schedule(batch)
+        batch = VerificationBatch.check(*arguments, *others, *where)
+        self._check_step(batch)
+        batch = batch.greedy_if_alike(self.method)
         if self.shard is not None:
             self.shard.agree(target_logits)
         if backends.choose(self.backend, target_logits) is eager:
@@ -403,18 +415,20 @@ class RejectionSampler:
 
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Have a backend verify what has been checked."""
-        self._check_schedule(batch)
+        self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         backend = backends.to_verify(self.backend, self.method, batch)
         output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
         return output
 
-    def _check_schedule(self, batch: VerificationBatch) -> None:
-        """Raise unless the schedule, if there is one, has a rate for each draft."""
+    def _check_step(self, batch: VerificationBatch) -> None:
+        """Raise unless the schedule, if there is one, has a rate for each draft, and values are valid, if that is asked."""
         if self.schedule is not None and batch.num_draft_tokens > self.schedule.num_draft_tokens:
             name = "draft_token_ids" if batch.packing is None else "num_draft_tokens"
             most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens
             raise ValueError(f"{name}: expected at most {most} drafts, as many as the schedule has rates, got {got}")
+        if self.validate is not None:
+            validation.check_step(batch)
 
     def draft(
         self,
@@ -467,9 +481,12 @@ class RejectionSampler:
         """
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         if torch.compiler.is_compiling():
-            return DraftOutput(*compiled.draft(self.backend, self._draft_domains, offset, self.shard, *arguments))
+            how: Any = self.backend, self._draft_domains, offset, self.shard, self.validate
+            return DraftOutput(*compiled.draft(*how, *arguments))
         domains = self._draft_domains(offset)
         batch = RowBatch.check(*arguments, self.shard)
+        if self.validate is not None:
+            validation.check_rows(batch)
         return DraftOutput(*backends.choose(self.backend, batch.logits).sample(batch, domains))
 
     def _draft_domains(self, offset: int) -> tuple[int, int]:

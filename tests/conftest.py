@@ -23,7 +23,8 @@ ON_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON and not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
-    speed_up()
+    if "SPECDECODE_PLAIN_INTERPRETER" not in os.environ:
+        speed_up()
 
 collect_ignore = ["benchmarks/block_size.py"]  # a script for a GPU, which needs Triton to be imported
 

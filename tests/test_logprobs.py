@@ -153,6 +153,82 @@ def test_rows_that_are_point_masses(place, of):
     assert output.invalid.tolist() == [False, True, False, False]
 
 
+def with_invalid_requests(device: str) -> tuple[dict[str, Any], Tensor]:
+    """Four requests of two drafts at most, of which the last alone has finite logits, and their first two tokens.
+
+    The rows of the others are NaN or -inf, and their first draft is token 0, a token that is not, or none.
+    """
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(4, 3, 40, generator=generator)
+    target[:3] = torch.tensor([NAN, -INF, NAN])[:, None, None]
+    target[1, :, 7] = NAN
+    draft = torch.randn(4, 2, 40, generator=generator)
+    draft[..., 0] = 3  # so that it is kept
+    call = {
+        "target_logits": target,
+        "draft_token_ids": torch.tensor([[0, 3], [5, 0], [-1, 0], [1, 2]]),
+        "draft_logits": draft,
+    }
+    first_two = torch.tensor([[0, 0], [0, -1], [0, -1]])
+    return {name: value.to(device) for name, value in call.items()}, first_two
+
+
+def assert_invalid_have_that_of_token_0(output: SamplerOutput, first_two: Tensor) -> None:
+    """That is 0; NaN follows."""
+    assert output.invalid[: len(first_two)].all()
+    assert output.token_ids[: len(first_two), :2].tolist() == first_two.tolist()
+    assert (output.token_ids[: len(first_two), 2] == -1).all()
+    of_tokens = output.logprobs[: len(first_two)].cpu()
+    assert torch.equal(of_tokens[:, :2].isnan(), first_two < 0)
+    assert of_tokens[:, 2].isnan().all()
+    assert (of_tokens.nan_to_num(nan=0) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "of", "options", "temperature", "with_logits", "masked"),
+    combine(
+        ["strict", "probabilistic", "block"],
+        ["processed", "raw"],
+        [{}, {"top_k": 3, "top_p": 0.9}],
+        [0.7, 0.0],
+        [True, False],
+        [True, False],
+    ),
+)
+def test_tokens_of_invalid_requests_have_a_log_probability_of_0(
+    place, method, of, options, temperature, with_logits, masked
+):
+    """Rows without a finite logit are the point mass on token 0; so is what a packed request without rows draws from."""
+    call, first_two = with_invalid_requests(place[1])
+    target, drafts, draft_logits = call.values()
+    sampler, draft_logits = RejectionSampler(method, backend=place[0]), draft_logits if with_logits else None
+    options = {"temperature": temperature, "seeds": 0, "logprobs": of, **options}
+    with like_a_device() if masked else nullcontext():
+        padded = sampler(target, drafts, draft_logits, **options)
+        row_starts = torch.tensor([0, 3, 6, 9, 12, 12, 12], device=place[1])
+        if draft_logits is not None:
+            draft_logits = torch.nn.functional.pad(draft_logits, (0, 0, 0, 0, 0, 2), value=NAN)
+        rows = target.flatten(0, 1), torch.nn.functional.pad(drafts, (0, 1)).flatten(), row_starts
+        packed = sampler.packed(*rows, draft_logits, num_draft_tokens=2, **options)
+    for output in (padded, packed):
+        assert_invalid_have_that_of_token_0(output, first_two)
+        assert not output.invalid[3]
+    assert packed.invalid[4:].all()
+    assert packed.token_ids[4:].tolist() == [[0, -1, -1]] * 2
+    assert packed.logprobs[4:].nan_to_num(nan=9).tolist() == [[0, 9, 9]] * 2
+
+
+@pytest.mark.parametrize("of", ["processed", "raw"])
+def test_a_schedule_may_accept_what_a_row_without_a_finite_logit_never_emits(place, of):
+    call, _ = with_invalid_requests(place[1])
+    sampler = RejectionSampler("synthetic", backend=place[0], schedule=SCHEDULE.from_rates([1.0, 1.0]))
+    for draft_logits in (call["draft_logits"], None):
+        output = sampler(call["target_logits"], call["draft_token_ids"], draft_logits, seeds=0, logprobs=of)
+        assert output.token_ids[:2].tolist() == [[0, 3, 0], [5, 0, 0]]
+        assert output.logprobs[:2].tolist() == [[0, -INF, 0], [-INF, 0, 0]]
+        assert output.invalid.tolist() == [True, True, True, False]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_requests_have_0_or_the_rows_own_log_softmax(place, method):
     batch = case(6, 2, 40, torch.float32, greedy=1)

@@ -139,7 +139,7 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
         (
             RejectionSampler.__init__,
             [("method", REQUIRED)],
-            [("backend", "auto"), ("schedule", None), ("shard", None)],
+            [("backend", "auto"), ("schedule", None), ("shard", None), ("validate", None)],
         ),
         (
             RejectionSampler.__call__,

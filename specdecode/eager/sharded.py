@@ -33,7 +33,7 @@ from specdecode.eager.probabilistic import (
 )
 from specdecode.eager.selection import block_sums, by_chunks, exp_scaled
 from specdecode.eager.steps import Steps
-from specdecode.eager.truncation import RowSampling, is_whole
+from specdecode.eager.truncation import RowSampling, is_whole, to_one_temperature
 from specdecode.noise import SELECT
 from specdecode.sharding import MOST_TOKENS, Layout, VocabShard
 
@@ -77,14 +77,12 @@ def framed(sources: tuple[Source, ...], layout: Layout, greedy: Tensor | None) -
     """
     frames, maxima = copy(tuple(source.logits for source in sources), layout, sources[0].row_max.dtype), []
     for logits, source in zip(frames, sources):
-        row_max = source.row_max[..., None]
         if source.sampling.truncates:
             inside = logits[..., layout.offset : layout.offset + layout.local]
             inside.masked_fill_(~is_kept_here(source), -torch.inf)
-        if source.sampling.factor is not None:
-            finite = row_max.isfinite()
-            logits.copy_(torch.where(finite, (logits - row_max) * source.sampling.factor[..., None], logits))
-            row_max = row_max.masked_fill(finite, 0)
+    row_maxima = torch.stack([source.row_max[..., None] for source in sources])
+    row_maxima = to_one_temperature(frames, row_maxima, tuple(source.sampling for source in sources))
+    for logits, row_max, source in zip(frames, row_maxima, sources):
         is_point = row_max.abs() == torch.inf
         if greedy is not None:
             is_point = is_point | greedy.view(-1, *[1] * (is_point.ndim - 1))

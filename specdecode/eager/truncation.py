@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specdecode.checks import on_host
 from specdecode.eager.selection import Rows, point_masses
 from specdecode.eager.selection import read as read_whole
 from specdecode.eager.vocabulary import DraftVocabRows
@@ -20,8 +21,8 @@ class RowSampling(NamedTuple):
     temperature: Tensor
     """> 0 and in the dtype to compute in."""
 
-    factor: Tensor | None = None
-    """By which logits are multiplied to have the target's temperature; None: they have it."""
+    target_temperature: Tensor | None = None
+    """Of draft rows, the temperature that they are given to be compared with the target's rows; None: they have it."""
 
     top_k: Tensor | None = None
     """int64, at least 1; None: all tokens."""
@@ -69,10 +70,11 @@ def row_sampling(temperature: Tensor, truncation: Truncation | None, vocab: int)
 
 
 def of_drafts(sampling: RowSampling, greedy: Tensor | bool, target_temperature: Tensor) -> RowSampling:
-    """Return how drafts were drawn, with the factor to the target's temperature; greedy ones have a top_k of 1."""
-    factor = (target_temperature / sampling.temperature).clamp(max=torch.finfo(target_temperature.dtype).max)
-    top_k = torch.full_like(factor, ALL, dtype=torch.int64) if sampling.top_k is None else sampling.top_k
-    return sampling._replace(factor=factor, top_k=top_k.masked_fill(torch.as_tensor(greedy, device=top_k.device), 1))
+    """Return how drafts were drawn, beside the target's temperature; greedy ones have a top_k of 1."""
+    whole = torch.full_like(target_temperature, ALL, dtype=torch.int64)
+    top_k = whole if sampling.top_k is None else sampling.top_k
+    top_k = top_k.masked_fill(torch.as_tensor(greedy, device=top_k.device), 1)
+    return sampling._replace(target_temperature=target_temperature, top_k=top_k)
 
 
 def truncate(logits: Tensor, row_max: Tensor, sampling: RowSampling) -> Tensor:
@@ -127,12 +129,31 @@ def read(models: tuple[Tensor, ...], samplings: tuple[RowSampling, ...]) -> tupl
         if sampling.truncates:
             kept_to = truncate(logits, row_max, sampling)
             cutoffs = kept_to if model == 0 else cutoffs
-        if sampling.factor is not None:
-            # softmax(l / T') = softmax(l' / T) where l' = (l - max) T / T'. A row with an infinite maximum is a point mass.
-            finite = row_max.isfinite()
-            logits.copy_(torch.where(finite, (logits - row_max) * sampling.factor[..., None], logits))
-            row_max.masked_fill_(finite, 0)
-    return rows, cutoffs
+    return rows._replace(row_max=to_one_temperature(rows.logits, rows.row_max, samplings)), cutoffs
+
+
+def to_one_temperature(logits: Tensor, row_max: Tensor, samplings: tuple[RowSampling, ...]) -> Tensor:
+    """Give the last model's rows the temperature T of the first, in place; return the rows' maxima.
+
+    softmax(l / T') = softmax(l' / T) where l' = ((l - max) / T') T. This rounds. So where T' differs from T the target's
+    rows are rounded alike, and where it does not, no row is rounded: equal distributions must stay equal, or rounding would
+    be taken for a residual. A row with an infinite maximum is a point mass.
+
+    Args:
+        logits: [models, ..., vocab].
+        row_max: [models, ..., 1] their maxima.
+        samplings: of each model.
+    """
+    if samplings[-1].target_temperature is None:
+        return row_max
+    common = samplings[-1].target_temperature[..., None]
+    moved = row_max.isfinite() & (samplings[-1].temperature[..., None] != common)
+    if on_host(moved) and not moved.any():
+        return row_max
+    logits.sub_(row_max.masked_fill(~moved, 0))
+    for rows, where, sampling in zip(logits, moved, samplings):
+        rows.div_(sampling.temperature[..., None].where(where, 1)).mul_(common.where(where, 1))
+    return row_max.masked_fill(moved, 0)
 
 
 def read_and_spread(
@@ -140,13 +161,16 @@ def read_and_spread(
 ) -> tuple[Rows, Tensor | None]:
     """Read rows of a target, and of a draft with a vocabulary of its own, which are truncated first and then spread."""
     rows, cutoffs = read((target,), (sampling,))
-    drafts, _ = read((draft.tensor,), (draft_sampling,))
+    drafts, _ = read((draft.tensor,), (draft_sampling._replace(target_temperature=None),))
     drafts = point_masses(drafts)  # where an order of ids decides, it is the draft's
     spread = draft.spread(drafts.logits, rows.logits.shape[-1])
     first = None if rows.first is None else torch.cat([rows.first, spread.argmax(dim=-1, keepdim=True)])
-    outside = draft.weight_outside(drafts.logits, drafts.row_max, sampling.temperature)
+    outside = draft.weight_outside(drafts.logits, drafts.row_max, draft_sampling.temperature)
     outside = None if outside is None else outside[0]
-    return Rows(torch.cat([rows.logits, spread]), torch.cat([rows.row_max, drafts.row_max]), first, outside), cutoffs
+    logits = torch.cat([rows.logits, spread])
+    row_max = torch.cat([rows.row_max, drafts.row_max])
+    row_max = to_one_temperature(logits, row_max, (sampling, draft_sampling))
+    return Rows(logits, row_max, first, outside), cutoffs
 
 
 def is_kept(logits: Tensor, token_ids: Tensor, cutoffs: Tensor) -> Tensor:

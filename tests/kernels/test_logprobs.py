@@ -11,7 +11,7 @@ from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import Case, case
 from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of_ones, small
-from tests.test_logprobs import assert_right, hostile
+from tests.test_logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
 from tests.test_truncation import TRUNCATIONS, on
 
 FEW_KINDS = ["strict", "probabilistic", "block", "synthetic strict"]
@@ -86,3 +86,16 @@ def test_logprobs_of_rows_far_from_0_are_the_references(of):
     batch.target_logits[0] += 500
     batch.target_logits[1] -= 500
     assert_right(verify("strict", batch, of, {}, False), batch, {}, of, "triton")
+
+
+@pytest.mark.parametrize(
+    ("method", "of", "large", "options", "with_logits"),
+    pairs(["strict", "probabilistic", "block"], ["processed", "raw"], [False, True], [{}, {"top_k": 3}], [True, False]),
+)
+def test_tokens_of_invalid_requests_have_a_log_probability_of_0(method, of, large, options, with_logits):
+    call, first_two = with_invalid_requests(DEVICE)
+    target, drafts, draft_logits = call.values()
+    arguments = target, drafts, draft_logits if with_logits else None, None, 0.7, 0, None
+    output = kernels.verify(method, VerificationBatch.check(*arguments, **options, logprobs=of), None, large=large)
+    assert_invalid_have_that_of_token_0(output, first_two)
+    assert not output.invalid[3]

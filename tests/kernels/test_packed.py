@@ -4,6 +4,7 @@ import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,21 @@ from specdecode import kernels
 from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
 from tests.differential import Case, case, like_a_device
+from tests.kernels import addresses
 from tests.kernels.addresses import apart, reads_and_writes_inside
 from tests.kernels.common import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
 from tests.kernels.test_block import in_question
-from tests.packing import HOSTILE_SLOTS, HOSTILE_STARTS, fed_positions, in_slots, is_sound, packed_rows, with_counts
+from tests.packing import (
+    HIGH,
+    HOSTILE_SLOTS,
+    HOSTILE_STARTS,
+    LOW,
+    fed_positions,
+    in_slots,
+    is_sound,
+    packed_rows,
+    with_counts,
+)
 
 NO_LIMITS = {
     "top_k": None,
@@ -157,3 +169,38 @@ def test_there_may_be_no_rows_and_no_requests(kind, truncated, logprobs, way):
         assert output.token_ids.tolist() == [[0, -1, -1, -1]] * requests
         assert output.logprobs.nan_to_num(nan=9).tolist() == [[0, 9, 9, 9]] * requests
         assert output.invalid.all()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kind", "truncated", "logprobs", "way"),
+    [
+        ("strict", False, "processed", {}),
+        ("probabilistic", True, "raw", {}),
+        ("block", False, "processed", LARGE),
+        ("synthetic", False, "raw", LARGE),
+        ("deterministic", True, "processed", MANY),
+    ],
+)
+@pytest.mark.parametrize(
+    ("starts", "slots"),
+    [([HIGH, LOW, 5, 5, 20], [0, 1, 2, 3]), ([0, 1, 4], [5, -1])],
+    ids=["rows", "slots"],
+)
+def test_no_logit_is_read_of_requests_that_have_none(kind, truncated, logprobs, way, starts, slots):
+    """Not even of rows that others may have; and the log-probability of the token 0 that they emit is 0."""
+    tensors, numbers = eight_rows(truncated)
+    places_of, where = addresses.places_of, (torch.tensor(starts), 3, torch.tensor(slots))
+
+    def places_without_logits(values: dict[str, Any]) -> Any:
+        return places_of({name: value for name, value in values.items() if name not in ("target", "draft")})
+
+    if kind == "deterministic":
+        del tensors["draft_logits"]
+    without_logits = mock.patch.object(addresses, "places_of", places_without_logits)
+    with like_a_device(), without_logits, reads_and_writes_inside() as launched:
+        output = call(kind, tensors, {**numbers, "logprobs": logprobs}, where, **way)
+    assert "target" in launched[0]
+    assert output.token_ids.tolist() == [[0, -1, -1, -1]] * len(slots)
+    assert output.logprobs.nan_to_num(nan=9).tolist() == [[0, 9, 9, 9]] * len(slots)
+    assert output.invalid.all()

@@ -1,0 +1,85 @@
+"""An opt-in check of values: probabilities where logits are wanted, which a sampler takes for logits without an error.
+
+Probabilities p differ by less than 1, so softmax(p / T) is nearly flat: the text becomes noise, and nothing else says why.
+A row of probabilities has no negative number and sums to 1, as hardly any row of logits does. Log-probabilities are no
+mistake: softmax(log p) is p.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.eager.packed import IndexedRows, unpack
+from specdecode.sharding import VocabShard
+
+Validate = Literal["values"]
+"""What is checked of logits beside their type, shape and device."""
+
+TOLERANCE = 0.01
+"""How far from 1 rounded probabilities may sum: at most 1/256 in bfloat16, and 1/128 in float16 of 262,144 tokens."""
+
+
+def check_step(batch: VerificationBatch) -> None:
+    """Raise if target logits or draft logits are probabilities in all rows that a step may look at.
+
+    Raises:
+        ValueError: they are, or a CUDA graph is being captured.
+    """
+    vocab = batch.target_logits.shape[-1] if batch.shard is None else batch.shard.vocab_size
+    packing, has_rows = batch.packing, None
+    if packing is not None:
+        batch, has_rows = unpack(batch, packing)
+    ids = torch.nn.functional.pad(batch.draft_token_ids, (1, 0))  # before the first draft, 0: its row is looked at
+    matters = ((ids >= 0) & (ids < vocab)).cumprod(dim=1).bool()
+    if has_rows is not None:
+        matters &= has_rows[:, None]
+    refuse_probabilities("target_logits", batch.target_logits, matters, batch.shard)
+    if batch.draft_logits is not None:
+        refuse_probabilities("draft_logits", batch.draft_logits, matters[:, 1:], batch.shard)
+
+
+def check_rows(batch: RowBatch) -> None:
+    """Raise if logits are probabilities in all rows, as `check_step` does."""
+    matters = torch.ones(len(batch.logits), dtype=torch.bool, device=batch.logits.device)
+    refuse_probabilities("logits", batch.logits, matters, batch.shard)
+
+
+def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tensor, shard: VocabShard | None) -> None:
+    """Raise if all rows that matter are probabilities; this waits for the device.
+
+    Args:
+        name: of the argument.
+        logits: [..., vocab], of this rank.
+        matters: [...] bool, which rows matter.
+        shard: which part of the vocabulary the logits are; None: all of it.
+    """
+    refuse_capture(matters.device)
+    sums, least = sums_and_minima(logits, shard)
+    sums, least, matters = torch.stack([sums, least, matters.to(sums.dtype)]).cpu()
+    sums, least = sums[matters == 1], least[matters == 1]
+    if len(sums) > 0 and bool(((least >= 0) & ((sums - 1).abs() <= TOLERANCE)).all()):
+        found = f"no number is negative, and each of {len(sums)} rows sums to 1 ({sums.min():.4f} to {sums.max():.4f})"
+        instead = "pass the model's logits, before softmax, or log-probabilities"
+        raise ValueError(f"{name}: expected raw logits, got probabilities: {found}; {instead}")
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise while a CUDA graph is captured: nothing can be waited for then."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        expected = "None while a CUDA graph is captured, because the check waits for the device"
+        raise ValueError(f"validate: expected {expected}, got 'values'")
+
+
+def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+    """Return the sum and the least number of each row, [...] float32 or float64 each."""
+    if isinstance(logits, IndexedRows):  # reduced before they are gathered, so that no row is copied
+        sums, least = sums_and_minima(logits.logits, shard)
+        return sums[logits.index], least[logits.index]
+    sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
+    if shard is None:
+        return sums, least
+    of_ranks = shard.gather(shard.agree(logits), sums, least)
+    return of_ranks[0].sum(dim=0), of_ranks[1].amin(dim=0)
