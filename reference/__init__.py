@@ -19,8 +19,8 @@ function `verify`. In `greedy` and `strict` it returns the emitted tokens. In th
 drafts and the distribution of the token after them, which `selection` draws.
 
 [`oracle`][reference.oracle] puts them together: logits and seeds instead of probabilities and random numbers, with every
-option; [`rows`][reference.rows] has what concerns a single row of logits. The tests require that the package returns the
-oracle's tokens for the same logits, seed and position, except where two scores are so close that rounding decides.
+option; [`sampling`][reference.sampling] has what concerns a single row of logits. The tests require that the package returns
+the oracle's tokens for the same logits, seed and position, except where two scores are so close that rounding decides.
 
 The examples of a module need its names: in a clone of the repository, `from reference.block import *` imports those of
 `block`.

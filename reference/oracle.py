@@ -1,8 +1,8 @@
 """The oracle: every method on raw logits, with every option, the real noise, and how close each decision was.
 
 The PyTorch and the Triton version are compared with it, token for token. It is put together from the other modules, which
-have the algorithms on probabilities and their proofs; read those first. [`rows`][reference.rows] turns a row of logits into
-a distribution, in logarithms, and draws from it. Here is the rest of what the algorithms leave out.
+have the algorithms on probabilities and their proofs; read those first. [`sampling`][reference.sampling] turns a row of
+logits into a distribution, in logarithms, and draws from it. Here is the rest of what the algorithms leave out.
 
 - *Noise*: each random number belongs to a seed, a position and a use, see [`philox`][reference.philox].
 - *Logarithms*: u <= p(x) / q(x) is decided as log u <= log p(x) - log q(x).
@@ -18,7 +18,7 @@ import numpy as np
 
 from reference import block, greedy, probabilistic
 from reference.philox import Domain, uniform
-from reference.rows import Choice, Sampling, is_invalid, log, log_softmax, point_mass, select, truncate, without_nan
+from reference.sampling import Choice, Sampling, is_invalid, log, log_softmax, point_mass, select, truncate, without_nan
 
 
 class Outcome(NamedTuple):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import binom, chi2, ncx2
 
-from reference import block, greedy, oracle, philox, probabilistic, rows, selection, strict, synthetic
+from reference import block, greedy, oracle, philox, probabilistic, sampling, selection, strict, synthetic
 from tests.distributions import FALSE_ALARM, assert_distribution
 from tests.enumeration import (
     Case,
@@ -345,7 +345,7 @@ GREEDY_ROWS = [
 """Rows with ties, whose lowest ids win."""
 
 VERIFIERS = {
-    "greedy": lambda logits, drafts: greedy.verify(map(rows.without_nan, logits), drafts),
+    "greedy": lambda logits, drafts: greedy.verify(map(sampling.without_nan, logits), drafts),
     "strict": lambda logits, drafts: oracle.verify("strict", logits, drafts, temperature=0).token_ids,
     "probabilistic": lambda logits, drafts: (
         oracle.verify("probabilistic", logits, drafts, logits, temperature=0).token_ids
@@ -394,7 +394,7 @@ def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
         where = {"seed": seed, "temperature": 0.8}
         alone: tuple = ()
         while len(alone) <= num_drafts:
-            alone += (rows.sample(logits(model(alone)), position=position + len(alone), **where).index,)
+            alone += (sampling.sample(logits(model(alone)), position=position + len(alone), **where).index,)
         for drafts in product(range(3), repeat=num_drafts):
             target = [logits(model(drafts[:offset])) for offset in range(num_drafts + 1)]
             agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
@@ -645,7 +645,7 @@ PAIRS = {
 @contextmanager
 def blocks_of(size: int):
     """Make `select` cut the vocabulary into blocks of this size."""
-    with mock.patch.object(rows.select, "__defaults__", (philox.SELECT, size)):
+    with mock.patch.object(sampling.select, "__defaults__", (philox.SELECT, size)):
         yield
 
 
@@ -654,7 +654,7 @@ def check_selection(weights: tuple, block_size: int) -> None:
 
     def draw(chance: Chance) -> int:
         with ideal_noise(chance), np.errstate(divide="ignore"):
-            return rows.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
+            return sampling.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
 
     assert_same_distribution(distribution(draw), dict(enumerate(normalised(weights))))
 
@@ -677,7 +677,7 @@ def check_coupling(target_weights: tuple, draft_weights: tuple, block_size: int 
 
     def draw(chance: Chance) -> tuple[int, int]:
         with ideal_noise(chance), blocks_of(block_size or len(target_row)):
-            picks = [rows.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
+            picks = [sampling.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
         return tuple(picks)
 
     joint = distribution(draw)
@@ -751,7 +751,7 @@ def test_the_match_formula_holds_for_real_noise(block_size):
     seeds = 2_000
     pair = [np.log(np.array(row)) for row in PAIRS["V5"]]
     with blocks_of(block_size):
-        matches = sum(len({rows.sample(row, seed=seed).index for row in pair}) == 1 for seed in range(seeds))
+        matches = sum(len({sampling.sample(row, seed=seed).index for row in pair}) == 1 for seed in range(seeds))
     match = strict.match_probability(*PAIRS["V5"], block_size=block_size)
     low, high = binom.ppf([5e-7, 1 - 5e-7], seeds, match)
     assert low <= matches <= high
@@ -786,10 +786,10 @@ def check_real_noise(case: Case) -> None:
     target_row, draft_row = (logits(model(())) for model in (case.target, case.draft))
     counts = dict.fromkeys(product(range(3), repeat=2), 0)
     for seed in range(REAL_SEEDS):
-        draft = rows.sample(draft_row, seed=seed, domains=philox.DRAFT).index
+        draft = sampling.sample(draft_row, seed=seed, domains=philox.DRAFT).index
         tokens = oracle.verify("probabilistic", [target_row] * 2, [draft], [draft_row], seed=seed).token_ids
         if len(tokens) == 1:
-            tokens.append(rows.sample(target_row, seed=seed, position=1).index)
+            tokens.append(sampling.sample(target_row, seed=seed, position=1).index)
         counts[tuple(tokens)] += 1
     expected = sequence_distribution(case.target, 2)
     assert_distribution(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
@@ -819,7 +819,7 @@ def check_real_selection() -> None:
     """
     weights = np.ones(65)
     weights[30] = 64
-    heavy = sum(rows.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
+    heavy = sum(sampling.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
     assert_distribution(np.array([heavy, 500 - heavy]), np.array([0.5, 0.5]))
 
 
@@ -1016,7 +1016,7 @@ MUTANTS = [
     Mutant("target rows not scaled", oracle.Step.target, "self.sampling)", "self.sampling._replace(temperature=1.0))", warm),
     Mutant("bonus row not scaled", oracle.verify_probabilistic, "step.target(len(step.drafts))",
            "log_softmax(step.target_logits[len(step.drafts)])", warm),
-    Mutant("temperature multiplied", rows.log_softmax, "/ temperature", "* temperature", warm),
+    Mutant("temperature multiplied", sampling.log_softmax, "/ temperature", "* temperature", warm),
     # Drafters without logits.
     Mutant("x left in the residual", oracle.verify_probabilistic, "np.exp(draft)))",
            "np.exp(draft) * (step.draft_logits is not None)))", deterministic),
@@ -1108,7 +1108,7 @@ MUTANTS = [
     # Greedy.
     Mutant("ties to the right", greedy.argmax, "int(np.argmax(logits))",
            "len(logits) - 1 - int(np.argmax(np.asarray(logits)[::-1]))", greedy_everywhere),
-    Mutant("NaN wins", rows.without_nan, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
+    Mutant("NaN wins", sampling.without_nan, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
            greedy_everywhere),
     Mutant("go on after a mismatch", greedy.compare, "if token != draft:", "if draft is None:", greedy_alone),
     Mutant("stop before the bonus token", greedy.compare, "zip_longest(", "zip(", greedy_alone),
@@ -1119,11 +1119,11 @@ MUTANTS = [
     Mutant("block by its unnormalised mean", S.log_block_sums, "log_sum(log_weights[start : start + block_size])",
            "log_sum(log_weights[start : start + block_size]) - np.log(len(log_weights[start : start + block_size]))",
            selection_cases),
-    Mutant("block noise used again for tokens", rows.select, "domains[1]", "domains[0]", selection_cases),
+    Mutant("block noise used again for tokens", sampling.select, "domains[1]", "domains[0]", selection_cases),
     Mutant("first block always", S.select, "[block * block_size :]", "[0:]", selection_cases),
     Mutant("wrong sign in the noise, seen in real noise", philox.gumbel, "-np.log(-np.log1p", "np.log(-np.log1p",
            check_real_selection),
-    Mutant("drafts share the target's noise", rows.sample, "log_softmax(logits, temperature), seed, position, domains)",
+    Mutant("drafts share the target's noise", sampling.sample, "log_softmax(logits, temperature), seed, position, domains)",
            "log_softmax(logits, temperature), seed, position)", joint),
     Mutant("match by minima", strict.match_probabilities, "max(p / pj, q / qj)", "min(p / pj, q / qj)", coupling),
     Mutant("match without blocks", strict.match_probability, "size = block_size or len(target_probs)",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import synthetic
+from reference import oracle
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler
 from tests import distributions
 from tests.differential import assert_same_tokens, case
@@ -32,7 +32,7 @@ def test_synthetic_equals_the_reference_token_for_token(place, with_logits, voca
         target, token_ids, draft = batch.rows(index)
         rates = {"conditional_rates": SCHEDULE.conditional_rates}
         draft = draft if with_logits else None
-        verdicts.append(synthetic.verify(target, token_ids, draft, **rates, **batch.request(index)))
+        verdicts.append(oracle.verify("synthetic", target, token_ids, draft, **rates, **batch.request(index)))
     assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 

@@ -1,4 +1,4 @@
-"""A row of logits, as the oracle takes it: the distribution that it stands for, and a draw from it.
+"""Sampling: from a row of logits to the distribution that it stands for, and to a token.
 
 The other modules speak of distributions p and q. A model gives logits instead, and a request says how to sample from them.
 
