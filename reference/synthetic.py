@@ -16,10 +16,11 @@ The token after the accepted drafts is drawn as the imitated method would: a rec
 target's own token. So a step computes and reads what the imitated one would. Its output is not distributed as the target:
 the method is for measuring speed, not for producing text.
 
-`solve` finds the rates a, a d, a d^2, ... whose joint rates a^(i+1) d^(i(i+1)/2) have a given mean. There is exactly one
-solution. Proof: the mean M(a, d) rises strictly with a, as J_0 = a does and no other term falls. So for a decay d with which
-a = 1 is enough, exactly one a gives the mean, by continuity. For K > 1 the largest mean, M(1, d), rises strictly with d, up
-to M(1, 1) = 1. So if the wanted decay is not enough, the smallest that is has M(1, d) equal to the mean, and with it a = 1.
+`solve` finds rates a, a d, a d^2, ... whose joint rates a^(i+1) d^(i(i+1)/2) have a given mean, with a wanted decay d if
+that can reach the mean, or else with the smallest one that can. There is exactly one solution. Proof: the mean M(a, d) rises
+strictly with a, as J_0 = a does and no other term falls. So for a decay d with M(1, d) at or above the given mean, exactly
+one a gives it, by continuity. For K > 1 the largest mean M(1, d) rises strictly with d, up to M(1, 1) = 1. So if the wanted
+decay cannot reach the given mean, the smallest that can has M(1, d) equal to it, and with that decay a = 1.
 
 Sources: vLLM pull request 38045 for the base rate and decay; llama.cpp for the constant rate (decay 1); vLLM's
 acceptance-length option for `minimum_variance`.
