@@ -28,9 +28,9 @@ Second, given the first i drafts, tau >= i and the next token is v with the prob
 
     min(c_i p(v), q(v)) + max(0, c_i p(v) - q(v)) = c_i p(v):
 
-either v is the next draft and tau >= i + 1, or tau = i and v is the recovered token. (For i = K it is the bonus token.) So if
-the first i tokens of the output are accepted drafts, the next one is distributed as p. If one of them was recovered, the
-target alone has gone on, with tokens from p too. By induction the output is exact.
+either v is the next draft and tau >= i + 1, or tau = i and v is the recovered token. (For i = K it is the bonus token.)
+So if the first i tokens of the output are accepted drafts, the next one is distributed as p. If one of them was recovered,
+the target alone has gone on, with tokens from p too. By induction the output is exact.
 
 No method accepts more drafts on average, if it is exact, sees one draft path drawn from q, and emits one token after the
 accepted drafts. The site has that proof.

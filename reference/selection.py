@@ -4,8 +4,8 @@
 mean 1. Then G(v) = -log E(v) is a standard Gumbel number. Take the token with the largest log w + G. It is token v with
 probability w(v) / W.
 
-Proof. log w(v) + G(v) = -log(E(v) / w(v)) is largest where E(v) / w(v) is smallest. Read E(v) / w(v) as the time of token v in
-an *exponential race*. It is later than t with probability P(E(v) > w(v) t) = exp(-w(v) t), so it has the density
+Proof. log w(v) + G(v) = -log(E(v) / w(v)) is largest where E(v) / w(v) is smallest. Read E(v) / w(v) as the time of token
+v in an *exponential race*. It is later than t with probability P(E(v) > w(v) t) = exp(-w(v) t), so it has the density
 w(v) exp(-w(v) t). Token v wins at time t if all others are later. So it wins with probability
 
     integral of w(v) exp(-w(v) t) prod_{j != v} exp(-w(j) t) dt = w(v) * integral of exp(-W t) dt = w(v) / W.
