@@ -12,9 +12,10 @@ must be distributed as if the target alone had drawn them. The more drafts it ac
 text needs.
 
 Each module is a page: an algorithm on probabilities, the proof that it is exact, and examples to redo by hand. (There *iff*
-is short for if and only if.) Read them in this order: [`greedy`][reference.greedy], [`probabilistic`][reference.probabilistic], [`selection`][reference.selection] (how
-a token is drawn), [`strict`][reference.strict], [`block`][reference.block], [`truncation`][reference.truncation] (top-k,
-top-p and min-p), [`synthetic`][reference.synthetic], [`philox`][reference.philox] (the random numbers). Each method has a
+is short for if and only if.) Read them in this order: [`greedy`][reference.greedy],
+[`probabilistic`][reference.probabilistic], [`selection`][reference.selection] (how a token is drawn),
+[`strict`][reference.strict], [`block`][reference.block], [`truncation`][reference.truncation] (top-k, top-p and min-p),
+[`synthetic`][reference.synthetic], [`philox`][reference.philox] (the random numbers). Each method has a
 function `verify`. In `greedy` and `strict` it returns the emitted tokens. In the others it returns the number of accepted
 drafts and the distribution of the token after them, which `selection` draws.
 
