@@ -36,7 +36,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import reference
 from reference import oracle, philox
-from reference.sampling import Sampling, sample, spread, truncate
+from reference import sampling as reference_sampling
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
@@ -383,15 +383,17 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     tokens: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     keywords = {"temperature": case.temperature, "seed": seed}
-    sampling = Sampling(case.temperature, **case.truncation)
+    sampling = reference_sampling.Sampling(case.temperature, **case.truncation)
     draft_sampling = sampling
     of_verify: dict = dict(case.truncation)
     if case.draft_truncation is not None:
-        draft_sampling = of_verify["draft_sampling"] = Sampling(case.temperature, **case.draft_truncation)
+        draft_sampling = of_verify["draft_sampling"] = reference_sampling.Sampling(
+            case.temperature, **case.draft_truncation
+        )
 
     names = case.draft_vocab_ids
     if names is not None:  # its rows come truncated
-        of_verify["draft_sampling"] = Sampling(case.temperature)
+        of_verify["draft_sampling"] = reference_sampling.Sampling(case.temperature)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
         return logits(model(prefix), case.temperature)
@@ -399,16 +401,16 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     def draft_row(prefix: tuple[int, ...]) -> np.ndarray:
         if names is None:
             return row(case.draft, prefix)
-        kept, _ = truncate(row(case.draft, prefix), draft_sampling)
-        return spread(kept, names, case.vocab_size)
+        kept, _ = reference_sampling.truncate(row(case.draft, prefix), draft_sampling)
+        return reference_sampling.spread(kept, names, case.vocab_size)
 
     with ideal_noise(chance):
         for num_drafts in case.drafts:
             drafts: tuple[int, ...] = ()
             for offset in range(num_drafts):
                 here = position + len(tokens) + offset
-                proposal = sample(
-                    truncate(row(case.draft, tokens + drafts), draft_sampling)[0],
+                proposal = reference_sampling.sample(
+                    reference_sampling.truncate(row(case.draft, tokens + drafts), draft_sampling)[0],
                     **keywords,
                     position=here,
                     domains=domains(offset) if callable(domains) else domains,
@@ -428,6 +430,6 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
             tokens += tuple(outcome.token_ids)
             accepted += (outcome.num_accepted,)
         while len(tokens) < case.num_tokens:
-            last_row, _ = truncate(row(case.target, tokens), sampling)
-            tokens += (sample(last_row, **keywords, position=position + len(tokens)).index,)
+            last_row, _ = reference_sampling.truncate(row(case.target, tokens), sampling)
+            tokens += (reference_sampling.sample(last_row, **keywords, position=position + len(tokens)).index,)
     return tokens[: case.num_tokens], accepted
