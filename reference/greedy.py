@@ -1,47 +1,66 @@
-"""Greedy verification: temperature 0, where the target always emits its most likely token.
+"""Greedy verification: the target always emits its most likely token, so a draft is accepted if and only if it is that one.
 
-A draft is accepted if and only if it is the argmax of the target's raw logits, the lowest id on ties. The softmax is
-monotone, so only maxima are needed: no exponential, no noise, and no draft logits. Strict, probabilistic and block
-verification treat a request of temperature 0 in this way. Synthetic verification accepts by its schedule even then, and
-emits the argmax.
+1. Accept drafts as long as each is the argmax of its row.
+2. At the first draft that is not, emit the argmax instead. If there is none, emit the argmax of the last row.
 
-Left out: nothing. Source: the T = 0 limit of Leviathan, Kalman, Matias, "Fast inference from transformers via
-speculative decoding" (2023), section 2.2.
+No random number is needed, and no draft probability. Softmax keeps the order of the logits, so no softmax is needed either.
+
+Proof that the output is that of greedy decoding, token for token. Row i belongs to the text and the drafts 0 to i - 1. If
+these are the tokens that greedy decoding would have emitted, then its argmax is the next token of greedy decoding. It is
+emitted in either case: as the accepted draft, which it equals, or in place of the draft. If it took the place of the draft,
+the rows after it belong to another text, and the step ends. By induction every emitted token is that of greedy decoding.
+
+The proof nowhere uses that a token is an argmax. So *comparing* drafts with the target's own tokens is exact however the
+target chooses its tokens: [`strict`][reference.strict] uses it for tokens that are drawn.
+
+Source: the limit of temperature 0 of Leviathan, Kalman, Matias, "Fast inference from transformers via speculative
+decoding" (2023), section 2.2.
 """
+
+from itertools import zip_longest
 
 import numpy as np
 
-from reference import Outcome, leading_drafts
-from reference.selection import Choice, first_maximum, is_invalid
 
+def verify(target_logits, draft_token_ids) -> list[int]:
+    """Return the emitted tokens: the accepted drafts, and the argmax of the row after them.
 
-def argmax(logits) -> Choice:
-    """Return the lowest id among the largest logits. NaN counts as -inf.
+    Args:
+        target_logits: [num_draft_tokens + 1, vocab], or probabilities, which have the same order.
+        draft_token_ids: [num_draft_tokens] ids.
 
-    >>> argmax([1.0, 3.0, np.nan, 3.0]).index
-    1
-    """
-    logits = np.array(logits, dtype=np.float64)
-    logits[np.isnan(logits)] = -np.inf
-    # A comparison does not round. So the margin is infinite: every implementation must return this very token.
-    return Choice(first_maximum(logits).index, np.inf)
-
-
-def verify(target_logits, draft_token_ids) -> Outcome:
-    """Accept drafts while each is the argmax of its row; then emit the argmax of the next row.
+    The argmaxes of these rows are 1, 0 and 2:
 
     >>> rows = [[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]]
-    >>> verify(rows, [1, 0]).token_ids
-    [1, 0, 2]
-    >>> verify(rows, [1, 2]).token_ids
-    [1, 0]
+    >>> verify(rows, [1, 0]), verify(rows, [1, 2]), verify(rows, [0, 0])
+    ([1, 0, 2], [1, 0], [1])
     """
-    drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
-    emitted, invalid = [], False
-    for offset, row in enumerate(target_logits):
-        token = argmax(row)
-        emitted.append(token.index)
-        invalid |= is_invalid(row)
-        if offset == len(drafts) or drafts[offset] != token.index:
+    return compare((argmax(row) for row in target_logits), draft_token_ids)
+
+
+def compare(target_token_ids, draft_token_ids) -> list[int]:
+    """Return the target's own tokens through the first that is not the draft in its place.
+
+    Args:
+        target_token_ids: [num_draft_tokens + 1], the target's token at each row; those after the first difference are not
+            looked at.
+        draft_token_ids: [num_draft_tokens].
+
+    >>> compare([4, 2, 7], [4, 2]), compare([4, 2, 7], [4, 3])
+    ([4, 2, 7], [4, 2])
+    """
+    emitted = []
+    for token, draft in zip_longest(target_token_ids, draft_token_ids):  # after all drafts the draft is None
+        emitted.append(token)
+        if token != draft:
             break
-    return Outcome(emitted, np.inf, invalid)
+    return emitted
+
+
+def argmax(logits) -> int:
+    """Return the lowest id among the largest logits.
+
+    >>> argmax([1.0, 3.0, 2.0, 3.0])
+    1
+    """
+    return int(np.argmax(logits))

@@ -1,25 +1,49 @@
-"""Strict verification: a draft is accepted if and only if it is the token that the target itself draws at that position.
+"""Strict verification: a draft is accepted iff it is the token that the target itself draws at that position.
 
-The target's sample y at each position is a function of its logits, the seed and the position. Accept the draft x if it
-equals y. Otherwise reject it and emit y. So the output equals, token for token, the output of plain seeded sampling,
-whatever the drafter does. Exactness follows at once.
+1. At each row draw the target's own token y, with noise that depends on the position alone.
+2. Accept drafts as long as each is the y of its row. At the first that is not, emit y instead. After all drafts emit the y
+   of the last row.
+
+So the output equals, token for token, that of plain sampling with the same noise, whatever the drafter does. The proof is
+the one in [`greedy`][reference.greedy], with y in place of the argmax. Plain sampling is exact, so this is.
 
 How often does it accept? If the drafts are drawn independently of y, P(x = y) = sum_j p(j) q(j), which is small. But a
-drafter may use the same Gumbel noise as the target. Where p and q are close, the same token then has the largest score
-in both: this is the Gumbel coupling. Verification does not need q for it. Let TV be the total variation between p and q.
-However x is drawn from q and y from p, the probability that they are equal is at most 1 - TV = sum_j min(p(j), q(j)).
-With one block, the Gumbel coupling reaches at least (1 - TV) / (1 + TV). With two levels, a block and then a token in it, it
-may be less.
+drafter may draw x from q with the same Gumbel noise as the target draws y from p. Where p and q are close, the same token
+then has the largest score in both: this is the *Gumbel coupling*. Verification does not need q for it.
 
-Left out: draft logits, which this method does not use. Source: Daliri, Musco, Suresh, "Coupling without communication and
-drafter-invariant speculative decoding" (2024), the protocol of Gumbel sampling.
+Let TV be the total variation between p and q. However x is drawn from q and y from p, P(x = y = j) is at most
+min(p(j), q(j)), so P(x = y) is at most sum_j min(p(j), q(j)) = 1 - TV. With one Gumbel-max over all tokens the coupling
+reaches at least (1 - TV) / (1 + TV). Proof: by `match_probabilities`, P(x = y = j) = 1 / sum_i max(p(i) / p(j),
+q(i) / q(j)). Each term is at most max(p(i), q(i)) / min(p(j), q(j)), and sum_i max(p(i), q(i)) = 1 + TV. So
+P(x = y = j) >= min(p(j), q(j)) / (1 + TV). Sum over j.
+
+With [two levels][reference.selection], a block and then a token in it, each level has that bound, their product may not.
+
+Source: Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding" (2024), the
+protocol of Gumbel sampling.
 """
 
-import numpy as np
+from reference.greedy import compare
+from reference.selection import gumbel_max
 
-from reference import Outcome, greedy, leading_drafts
-from reference.selection import is_invalid, sample
-from reference.truncation import Sampling, truncate_rows
+
+def verify(target_logprobs, draft_token_ids, gumbels) -> list[int]:
+    """Return the emitted tokens: the target's own, through the first that is not the draft in its place.
+
+    Args:
+        target_logprobs: [num_draft_tokens + 1, vocab] log p of each row.
+        draft_token_ids: [num_draft_tokens] ids, drawn in any way.
+        gumbels: [num_draft_tokens + 1, vocab] Gumbel numbers.
+
+    With this noise the target draws token 1, as log p + G is -0.69, -0.30, -1.41, and then token 0:
+
+    >>> import numpy as np
+    >>> rows, noise = np.log([[0.5, 0.3, 0.2], [0.8, 0.1, 0.1]]), np.array([[0.0, 0.9, 0.2], [0.1, 0.0, 0.3]])
+    >>> verify(rows, [1], noise), verify(rows, [2], noise)
+    ([1, 0], [1])
+    """
+    samples = (gumbel_max(row, noise) for row, noise in zip(target_logprobs, gumbels))
+    return compare(samples, draft_token_ids)
 
 
 def match_probabilities(target_weights, draft_weights):
@@ -57,48 +81,3 @@ def match_probability(target_probs, draft_probs, block_size: int | None = None):
     blocks = [(list(target_probs[s : s + size]), list(draft_probs[s : s + size])) for s in starts]
     same_block = match_probabilities([sum(p) for p, _ in blocks], [sum(q) for _, q in blocks])
     return sum(match * sum(match_probabilities(p, q)) for match, (p, q) in zip(same_block, blocks) if match)
-
-
-def verify(
-    target_logits,
-    draft_token_ids,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    position: int = 0,
-) -> Outcome:
-    """Accept drafts while each is the target's own sample; then emit the target's own sample.
-
-    Args:
-        target_logits: [num_draft_tokens + 1, vocab] raw logits.
-        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        temperature: 0 is greedy.
-        top_k: see [`truncation`][reference.truncation].
-        top_p: likewise.
-        min_p: likewise.
-        seed: the request's seed.
-        position: absolute position of the first draft token.
-
-    >>> rows = np.log([[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]])
-    >>> plain = [sample(row, seed=4, position=10 + i).index for i, row in enumerate(rows)]
-    >>> plain, verify(rows, plain[:2], seed=4, position=10).token_ids
-    ([1, 1, 1], [1, 1, 1])
-    >>> verify(rows, [1, 0], seed=4, position=10).token_ids
-    [1, 1]
-    """
-    if temperature == 0:
-        return greedy.verify(target_logits, draft_token_ids)
-    target_logits, margins = truncate_rows(target_logits, Sampling(temperature, top_k, top_p, min_p))
-    drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
-    emitted, margin, invalid = [], np.inf, False
-    for offset, row in enumerate(target_logits):
-        token = sample(row, temperature=temperature, seed=seed, position=position + offset)
-        emitted.append(token.index)
-        margin = min(margin, margins[offset], token.margin)
-        invalid |= is_invalid(row)
-        if offset == len(drafts) or drafts[offset] != token.index:
-            break
-    return Outcome(emitted, margin, invalid)

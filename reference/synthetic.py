@@ -11,8 +11,16 @@ The number of accepted drafts is greater than i with probability J_i, so its mea
 acceptance rate that a benchmark reports, accepted / drafted tokens, is the mean of the joint rates, and the acceptance
 length, emitted tokens per step, is 1 plus their sum.
 
-Left out: batches and checks of arguments. The output is not distributed as the target model: this method is for measuring
-speed, not for producing text.
+The token after the accepted drafts is drawn as the imitated method would: a recovered token from the residual of
+[`probabilistic`][reference.probabilistic] verification, or, if it imitates [`strict`][reference.strict] verification, the
+target's own token. So a step computes and reads what the imitated one would. Its output is not distributed as the target:
+the method is for measuring speed, not for producing text.
+
+`solve` finds rates a, a d, a d^2, ... whose joint rates a^(i+1) d^(i(i+1)/2) have a given mean, with a wanted decay d if
+that can reach the mean, or else with the smallest one that can. There is exactly one solution. Proof: the mean M(a, d) rises
+strictly with a, as J_0 = a does and no other term falls. So for a decay d with M(1, d) at or above the given mean, exactly
+one a gives it, by continuity. For K > 1 the largest mean M(1, d) rises strictly with d, up to M(1, 1) = 1. So if the wanted
+decay cannot reach the given mean, the smallest that can has M(1, d) equal to it, and with that decay a = 1.
 
 Sources: vLLM pull request 38045 for the base rate and decay; llama.cpp for the constant rate (decay 1); vLLM's
 acceptance-length option for `minimum_variance`.
@@ -20,10 +28,31 @@ acceptance-length option for `minimum_variance`.
 
 import numpy as np
 
-from reference import Outcome, greedy, leading_drafts, probabilistic
-from reference.philox import Domain, uniform
-from reference.selection import is_invalid, log_softmax, sample
-from reference.truncation import Sampling, truncate_rows
+from reference.probabilistic import residual
+
+
+def verify(target_probs, draft_probs, conditional_rates, uniforms):
+    """Return the number of accepted drafts, and the distribution that the token after them is drawn from.
+
+    Args:
+        target_probs: [num_draft_tokens + 1, vocab] p of each row.
+        draft_probs: [num_draft_tokens, vocab] q of each draft; None imitates strict verification, which draws from p.
+        conditional_rates: [num_draft_tokens] a_i.
+        uniforms: [num_draft_tokens] independent random numbers, uniform on (0, 1).
+
+    The first draft is accepted, as 0.5 is at most 0.9; the second is rejected, as 0.4 is more than 0.3.
+
+    >>> p, q = np.array([0.5, 0.5]), np.array([0.25, 0.75])
+    >>> verify([p, p, p], [q, q], conditional_rates=[0.9, 0.3], uniforms=[0.5, 0.4])
+    (1, array([1., 0.]))
+    >>> verify([p, p, p], None, conditional_rates=[0.9, 0.3], uniforms=[0.5, 0.4])
+    (1, array([0.5, 0.5]))
+    """
+    for offset, (uniform, rate) in enumerate(zip(uniforms, conditional_rates)):
+        if uniform > rate:
+            target = target_probs[offset]
+            return offset, target if draft_probs is None else residual(target, draft_probs[offset])
+    return len(uniforms), target_probs[len(uniforms)]
 
 
 def conditional_rates(base_rate, decay, num_draft_tokens):
@@ -140,69 +169,3 @@ def minimum_variance(length, num_draft_tokens):
     """
     accepted = length - 1.0
     return np.clip(accepted - np.arange(num_draft_tokens), 0.0, 1.0)
-
-
-def verify(
-    target_logits,
-    draft_token_ids,
-    draft_logits=None,
-    *,
-    conditional_rates,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    draft_sampling: Sampling | None = None,
-    seed: int = 0,
-    position: int = 0,
-) -> Outcome:
-    """Accept the draft at offset i if u_i <= a_i. After the accepted drafts emit what the imitated method would emit there.
-
-    With draft logits the imitated method is probabilistic verification, which draws a recovered token from the
-    residual. Without them it is strict verification, which emits the target's own sample. At temperature 0 both emit
-    the argmax. After the last draft every method emits a bonus token.
-
-    Args:
-        target_logits: [num_draft_tokens + 1, vocab] raw logits.
-        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
-        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from, or None.
-        conditional_rates: [num_draft_tokens] a_i.
-        temperature: 0 is greedy.
-        top_k: see [`truncation`][reference.truncation].
-        top_p: likewise.
-        min_p: likewise.
-        draft_sampling: how the drafts were drawn; None: as the target samples.
-        seed: the request's seed.
-        position: absolute position of the first draft token.
-
-    >>> rows = np.zeros((3, 4))
-    >>> verify(rows, [1, 2], conditional_rates=[1.0, 0.0], temperature=0.0).token_ids
-    [1, 0]
-    """
-    drafts = leading_drafts(draft_token_ids, vocab_size=len(target_logits[0]))
-    margin, offset = np.inf, 0
-    while offset < len(drafts):
-        with np.errstate(divide="ignore"):
-            log_rate = np.log(conditional_rates[offset])
-        log_uniform = np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))
-        decision = probabilistic.accepts(log_uniform, log_rate, 0.0)
-        margin = min(margin, decision.margin)
-        if not decision.index:
-            break
-        offset += 1
-
-    sampling = Sampling(temperature, top_k, top_p, min_p)
-    draft_sampling = draft_sampling or sampling
-    (row,), (row_margin,) = truncate_rows(target_logits[offset : offset + 1], sampling)
-    where = {"seed": seed, "position": position + offset}
-    if temperature == 0:
-        emitted = greedy.argmax(row)
-    elif offset == len(drafts) or draft_logits is None:
-        emitted = sample(row, temperature=temperature, **where)
-    else:
-        (draft_row,), (draft_margin,) = truncate_rows(draft_logits[offset : offset + 1], draft_sampling)
-        logprobs = log_softmax(row, temperature), log_softmax(draft_row, draft_sampling.temperature)
-        emitted = probabilistic.recover(*logprobs, **where)
-        margin = min(margin, draft_margin)
-    invalid = any(is_invalid(read) for read in target_logits[: offset + 1])
-    return Outcome([*drafts[:offset], emitted.index], min(margin, row_margin, emitted.margin), invalid)

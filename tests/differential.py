@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import Outcome
+from reference.oracle import Outcome
 
 FLOAT32_BAND, FLOAT64_BAND = 1e-4, 1e-9
 """A backend may decide otherwise than the reference only where the reference's margin, in nats, is at most this.

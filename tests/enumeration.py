@@ -35,7 +35,8 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import reference
-from reference import block, philox, probabilistic, selection, truncation
+from reference import oracle, philox
+from reference import sampling as reference_sampling
 
 ROOMS = [reference, *(import_module(f"reference.{room.name}") for room in pkgutil.iter_modules(reference.__path__))]
 
@@ -189,6 +190,21 @@ class Noise:
         return index
 
 
+class ExactUniform:
+    """A uniform number that is compared once, with a fraction (0 and 1 may be of any type)."""
+
+    def __init__(self, chance: Chance) -> None:
+        self.chance = chance
+
+    def __le__(self, threshold: Fraction | float) -> bool:
+        """Decide whether it is at most the threshold."""
+        return bool(self.chance.draw([1 - Fraction(threshold), Fraction(threshold)]))
+
+    def __gt__(self, threshold: Fraction | float) -> bool:
+        """Decide whether it is above the threshold."""
+        return not self <= threshold
+
+
 class Uniform(NDArrayOperatorsMixin):
     """A monotone function of a uniform number. Only comparisons decide it."""
 
@@ -254,7 +270,7 @@ def ideal_noise(chance: Chance) -> Iterator[Noise]:
                 if room is not philox:  # which defines them
                     patches.enter_context(mock.patch.object(room, replacement.__name__, replacement))
         # Used for margins only, and it needs the value of a uniform number.
-        patches.enter_context(mock.patch.object(block, "log_critical_ratio", return_value=-np.inf))
+        patches.enter_context(mock.patch.object(oracle, "log_critical_ratio", return_value=-np.inf))
         yield noise
 
 
@@ -367,15 +383,17 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     tokens: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     keywords = {"temperature": case.temperature, "seed": seed}
-    sampling = truncation.Sampling(case.temperature, **case.truncation)
+    sampling = reference_sampling.Sampling(case.temperature, **case.truncation)
     draft_sampling = sampling
     of_verify: dict = dict(case.truncation)
     if case.draft_truncation is not None:
-        draft_sampling = of_verify["draft_sampling"] = truncation.Sampling(case.temperature, **case.draft_truncation)
+        draft_sampling = of_verify["draft_sampling"] = reference_sampling.Sampling(
+            case.temperature, **case.draft_truncation
+        )
 
     names = case.draft_vocab_ids
     if names is not None:  # its rows come truncated
-        of_verify["draft_sampling"] = truncation.Sampling(case.temperature)
+        of_verify["draft_sampling"] = reference_sampling.Sampling(case.temperature)
 
     def row(model: Table, prefix: tuple[int, ...]) -> np.ndarray:
         return logits(model(prefix), case.temperature)
@@ -383,16 +401,16 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
     def draft_row(prefix: tuple[int, ...]) -> np.ndarray:
         if names is None:
             return row(case.draft, prefix)
-        kept, _ = truncation.truncate(row(case.draft, prefix), draft_sampling)
-        return probabilistic.spread(kept, names, case.vocab_size)
+        kept, _ = reference_sampling.truncate(row(case.draft, prefix), draft_sampling)
+        return reference_sampling.spread(kept, names, case.vocab_size)
 
     with ideal_noise(chance):
         for num_drafts in case.drafts:
             drafts: tuple[int, ...] = ()
             for offset in range(num_drafts):
                 here = position + len(tokens) + offset
-                proposal = selection.sample(
-                    truncation.truncate(row(case.draft, tokens + drafts), draft_sampling)[0],
+                proposal = reference_sampling.sample(
+                    reference_sampling.truncate(row(case.draft, tokens + drafts), draft_sampling)[0],
                     **keywords,
                     position=here,
                     domains=domains(offset) if callable(domains) else domains,
@@ -412,6 +430,6 @@ def decode(chance: Chance, case: Case, verify: Callable, domains: Domains, seed:
             tokens += tuple(outcome.token_ids)
             accepted += (outcome.num_accepted,)
         while len(tokens) < case.num_tokens:
-            last_row, _ = truncation.truncate(row(case.target, tokens), sampling)
-            tokens += (selection.sample(last_row, **keywords, position=position + len(tokens)).index,)
+            last_row, _ = reference_sampling.truncate(row(case.target, tokens), sampling)
+            tokens += (reference_sampling.sample(last_row, **keywords, position=position + len(tokens)).index,)
     return tokens[: case.num_tokens], accepted

@@ -6,6 +6,7 @@ longer in the source, because the reference was rewritten, that is an error: the
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -27,20 +28,23 @@ class Mutant(NamedTuple):
 
     def __str__(self) -> str:
         """Name the test."""
-        return f"{self.function.__module__.split('.')[-1]}.{self.function.__name__}: {self.mistake}"
+        return f"{self.function.__module__.split('.')[-1]}.{self.function.__qualname__}: {self.mistake}"
 
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Run the reference with the mistake in it, in every module that uses the function."""
-    source, name = inspect.getsource(mutant.function), mutant.function.__name__
+    """Run the reference with the mistake in it, in every module that uses the function, or in the class of the method."""
+    source, name = textwrap.dedent(inspect.getsource(mutant.function)), mutant.function.__name__
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant}: the snippet is there {source.count(mutant.old)} times: {mutant.old}")
     scope: dict = {}
-    exec(source.replace(mutant.old, mutant.new), vars(sys.modules[mutant.function.__module__]), scope)
+    module = sys.modules[mutant.function.__module__]
+    exec(source.replace(mutant.old, mutant.new), vars(module), scope)
+    *classes, _ = mutant.function.__qualname__.split(".")
+    owners = [getattr(module, classes[0])] if classes else rooms_that_use(mutant.function)
     with ExitStack() as patches:
-        for room in rooms_that_use(mutant.function):
-            patches.enter_context(mock.patch.object(room, name, scope[name]))
+        for owner in owners:
+            patches.enter_context(mock.patch.object(owner, name, scope[name]))
         yield
 
 

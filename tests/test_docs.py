@@ -257,7 +257,7 @@ def test_records_and_sources_that_a_page_names_must_exist():
             records.look_up(where)
     with pytest.raises(LookupError):
         source.extract((ROOT / "reference" / "strict.py").read_text(), "nothing")
-    text = source.extract((ROOT / "reference" / "__init__.py").read_text(), "Outcome.num_accepted")
+    text = source.extract((ROOT / "reference" / "oracle.py").read_text(), "Outcome.num_accepted")
     assert text.startswith("@property\ndef num_accepted")
     assert source.extract('A = 1\n"""Says\nwhat."""\nB = 2\n', "A") == 'A = 1\n"""Says\nwhat."""'
     assert source.extract("A = (\n    1,\n)\nB = 2\n", "A") == "A = (\n    1,\n)"

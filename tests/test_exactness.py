@@ -1,9 +1,9 @@
 """The reference's output is distributed as the target: checked by exact enumeration of small cases.
 
-`tests.enumeration` runs the reference's own `verify` along every path of drafts, accept decisions and emitted tokens. Only
-the noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book formulas also take
-fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its source
-replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
+`tests.enumeration` runs the oracle's `verify` along every path of drafts, accept decisions and emitted tokens. Only the
+noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book algorithms, on probabilities,
+take fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its
+source replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
 """
 
 import math
@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import binom, chi2, ncx2
 
-import reference
-from reference import block, greedy, philox, probabilistic, selection, strict, synthetic
+from reference import block, greedy, oracle, philox, probabilistic, sampling, selection, strict, synthetic
 from tests.distributions import FALSE_ALARM, assert_distribution
 from tests.enumeration import (
     Case,
     Chance,
     Domains,
+    ExactUniform,
     decode,
     distribution,
     history,
@@ -76,7 +76,7 @@ CASES = {
 
 
 class Method(NamedTuple):
-    """A way to verify: the `verify` of a module, which noise its drafts are drawn with, and how many drafts it accepts."""
+    """A way to verify: a method of the oracle, which noise its drafts are drawn with, and how many drafts it accepts."""
 
     verify: Callable
     domains: Domains
@@ -136,45 +136,41 @@ def accepted_distribution_of_blocks(case: Case) -> dict[int, Fraction]:
 
 
 def verify_probabilistic(target_logits, draft_token_ids, draft_logits, **keywords):
-    return probabilistic.verify(target_logits, draft_token_ids, draft_logits, **keywords)
+    return oracle.verify("probabilistic", target_logits, draft_token_ids, draft_logits, **keywords)
 
 
 def verify_without_draft_logits(target_logits, draft_token_ids, draft_logits, **keywords):
-    return probabilistic.verify(target_logits, draft_token_ids, **keywords)
+    return oracle.verify("probabilistic", target_logits, draft_token_ids, **keywords)
 
 
 def verify_block(target_logits, draft_token_ids, draft_logits, **keywords):
-    return block.verify(target_logits, draft_token_ids, draft_logits, **keywords)
+    return oracle.verify("block", target_logits, draft_token_ids, draft_logits, **keywords)
 
 
 def verify_block_without_draft_logits(target_logits, draft_token_ids, draft_logits, **keywords):
-    return block.verify(target_logits, draft_token_ids, **keywords)
+    return oracle.verify("block", target_logits, draft_token_ids, **keywords)
 
 
 def fresh_domains(offset: int) -> tuple[int, int]:
-    return block.draft_domains(offset)  # looked up at each call, so that a mutant of it takes effect
+    return philox.draft_domains(offset)  # looked up at each call, so that a mutant of it takes effect
 
 
 def verify_strict(target_logits, draft_token_ids, draft_logits, **keywords):
-    return strict.verify(target_logits, draft_token_ids, **keywords)
+    return oracle.verify("strict", target_logits, draft_token_ids, **keywords)
 
 
 METHODS = {
-    "probabilistic": Method(
-        verify_probabilistic, selection.DRAFT, partial(accepted_distribution, accepted_draft=overlap)
-    ),
+    "probabilistic": Method(verify_probabilistic, philox.DRAFT, partial(accepted_distribution, accepted_draft=overlap)),
     # To treat the draft as certain is exact for every drafter. It is then accepted as often as by strict.
     "no-draft-logits": Method(
-        verify_without_draft_logits, selection.DRAFT, partial(accepted_distribution, accepted_draft=agreement)
+        verify_without_draft_logits, philox.DRAFT, partial(accepted_distribution, accepted_draft=agreement)
     ),
     "block": Method(verify_block, fresh_domains, accepted_distribution_of_blocks),
     "block-no-draft-logits": Method(
         verify_block_without_draft_logits, fresh_domains, partial(accepted_distribution, accepted_draft=agreement)
     ),
-    "strict": Method(verify_strict, selection.DRAFT, partial(accepted_distribution, accepted_draft=agreement)),
-    "strict-shared-noise": Method(
-        verify_strict, selection.SELECT, partial(accepted_distribution, accepted_draft=coupled)
-    ),
+    "strict": Method(verify_strict, philox.DRAFT, partial(accepted_distribution, accepted_draft=agreement)),
+    "strict-shared-noise": Method(verify_strict, philox.SELECT, partial(accepted_distribution, accepted_draft=coupled)),
 }
 
 BEYOND = {("strict-shared-noise", "steps-history")}
@@ -208,31 +204,38 @@ def test_the_joint_distribution_of_the_tokens_is_the_targets(method, case):
         check_method(method, CASES[case])
 
 
-# --- The text-book formulas, in fractions ------------------------------------------------------------------------------
+# --- The text-book algorithms, in fractions ----------------------------------------------------------------------------
 
 
-def text_book_step(chance: Chance, case: Case, num_drafts: int) -> tuple:
-    """Algorithm 1 of Leviathan et al. by the reference's formulas, in fractions; return (tokens, accepted drafts)."""
-    tokens: tuple = ()
-    while len(tokens) < num_drafts:
-        target_row, draft_row = (np.array(model(tokens), dtype=object) for model in (case.target, case.draft))
-        draft = chance.draw(draft_row)
-        acceptance = probabilistic.acceptance_probability(target_row[draft], draft_row[draft])
-        if not chance.draw([1 - acceptance, acceptance]):
-            accepted = len(tokens)
-            tokens += (chance.draw(probabilistic.residual(target_row, draft_row)),)
-            break
-        tokens += (draft,)
-    else:
-        accepted = num_drafts
+def text_book_step(chance: Chance, case: Case, num_drafts: int, verify: Callable) -> tuple:
+    """A step of an algorithm on probabilities; return (its tokens, accepted drafts)."""
+    drafts: tuple = ()
+    draft_rows = []
+    while len(drafts) < num_drafts:
+        draft_rows.append(np.array(case.draft(drafts), dtype=object))
+        drafts += (chance.draw(draft_rows[-1]),)
+    target_rows = [np.array(case.target(drafts[:offset]), dtype=object) for offset in range(num_drafts + 1)]
+    uniforms = [ExactUniform(chance) for _ in drafts]
+    accepted, probs = verify(target_rows, draft_rows, drafts, uniforms)
+    return (*drafts[:accepted], chance.draw(probs)), accepted
+
+
+def completed_step(chance: Chance, case: Case, num_drafts: int, verify: Callable) -> tuple:
+    """The same, and the target alone generates what is missing of the tokens."""
+    tokens, accepted = text_book_step(chance, case, num_drafts, verify)
+    return completed(chance, case, num_drafts, tokens), accepted
+
+
+def completed(chance: Chance, case: Case, num_drafts: int, tokens: tuple) -> tuple:
     while len(tokens) <= num_drafts:
         tokens += (chance.draw(case.target(tokens)),)
-    return tokens, accepted
+    return tokens
 
 
 def check_formulas(case: Case) -> None:
+    """Algorithm 1 of Leviathan et al."""
     num_drafts = case.drafts[0]
-    joint = distribution(lambda chance: text_book_step(chance, case, num_drafts))
+    joint = distribution(lambda chance: completed_step(chance, case, num_drafts, probabilistic.verify))
     tokens = marginal(joint, lambda outcome: outcome[0])
     assert tokens == sequence_distribution(case.target, num_drafts + 1)
     accepted = marginal(joint, lambda outcome: outcome[1])
@@ -248,11 +251,10 @@ def test_the_formulas_are_exact_in_fractions(case):
 def check_closed_forms(target_weights: tuple, draft_weights: tuple, num_drafts: int) -> None:
     """With models that ignore the text the number of accepted drafts is a geometric number, cut off at K."""
     case = Case(iid(*target_weights), iid(*draft_weights), (num_drafts,), num_drafts + 1)
-    rows = (np.array(model(()), dtype=object) for model in (case.target, case.draft))
-    alpha = probabilistic.acceptance_rate(*rows)
-    accepted = marginal(
-        distribution(lambda chance: text_book_step(chance, case, num_drafts)), lambda outcome: outcome[1]
-    )
+    pair = (np.array(model(()), dtype=object) for model in (case.target, case.draft))
+    alpha = probabilistic.acceptance_rate(*pair)
+    joint = distribution(lambda chance: text_book_step(chance, case, num_drafts, probabilistic.verify))
+    accepted = marginal(joint, lambda outcome: outcome[1])
     geometric = {n: alpha**n * (1 - alpha) for n in range(num_drafts)} | {num_drafts: alpha**num_drafts}
     assert accepted == {n: probability for n, probability in geometric.items() if probability}
     mean_tokens = 1 + sum(n * probability for n, probability in accepted.items())
@@ -302,8 +304,8 @@ def check_deterministic(case: Case) -> None:
     """A drafter that always proposes its most likely token and gives no logits: x is accepted with probability p(x)."""
     certain = replace(case, draft=most_likely(case.draft))
     check_method("no-draft-logits", certain)
-    with_logits = distribution(lambda chance: decode(chance, certain, verify_probabilistic, selection.DRAFT))
-    without = distribution(lambda chance: decode(chance, certain, verify_without_draft_logits, selection.DRAFT))
+    with_logits = distribution(lambda chance: decode(chance, certain, verify_probabilistic, philox.DRAFT))
+    without = distribution(lambda chance: decode(chance, certain, verify_without_draft_logits, philox.DRAFT))
     assert_same_distribution(without, with_logits)
 
 
@@ -323,7 +325,7 @@ def check_impossible_drafts() -> None:
 
         def step(chance: Chance, target_logits=target_logits, draft_logits=draft_logits) -> int:
             with ideal_noise(chance):
-                return probabilistic.verify(target_logits, [0], draft_logits).num_accepted
+                return oracle.verify("probabilistic", target_logits, [0], draft_logits).num_accepted
 
         assert_same_distribution(distribution(step), {0: 1})
 
@@ -343,10 +345,12 @@ GREEDY_ROWS = [
 """Rows with ties, whose lowest ids win."""
 
 VERIFIERS = {
-    "greedy": lambda rows, drafts: greedy.verify(rows, drafts),
-    "strict": lambda rows, drafts: strict.verify(rows, drafts, temperature=0),
-    "probabilistic": lambda rows, drafts: probabilistic.verify(rows, drafts, rows, temperature=0),
-    "block": lambda rows, drafts: block.verify(rows, drafts, rows, temperature=0),
+    "greedy": lambda logits, drafts: greedy.verify(map(sampling.without_nan, logits), drafts),
+    "strict": lambda logits, drafts: oracle.verify("strict", logits, drafts, temperature=0).token_ids,
+    "probabilistic": lambda logits, drafts: (
+        oracle.verify("probabilistic", logits, drafts, logits, temperature=0).token_ids
+    ),
+    "block": lambda logits, drafts: oracle.verify("block", logits, drafts, logits, temperature=0).token_ids,
 }
 
 
@@ -368,14 +372,14 @@ def check_greedy_from(start: int, verify: Callable, num_drafts: int) -> None:
     while len(alone) <= num_drafts:
         alone += (most_likely_token(row(alone)),)
     for drafts in product(range(3), repeat=num_drafts):
-        rows = [row(drafts[:offset]) for offset in range(num_drafts + 1)]
+        target = [row(drafts[:offset]) for offset in range(num_drafts + 1)]
         agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
-        assert verify(rows, list(drafts)).token_ids == list(alone[: agreed + 1])
+        assert verify(target, list(drafts)) == list(alone[: agreed + 1])
         # A ragged request: its first `n` drafts, then -1 and arbitrary values.
         for n in range(num_drafts):
             padded = [*drafts[:n], -1, *alone[n + 1 : num_drafts]]
-            ragged = [*rows[: n + 1], *([[9.0, 0.0, 0.0]] * (num_drafts - n))]
-            assert verify(ragged, padded).token_ids == list(alone[: min(agreed, n) + 1])
+            ragged = [*target[: n + 1], *([[9.0, 0.0, 0.0]] * (num_drafts - n))]
+            assert verify(ragged, padded) == list(alone[: min(agreed, n) + 1])
 
 
 @pytest.mark.parametrize("name", VERIFIERS)
@@ -390,11 +394,11 @@ def check_strict_is_plain_sampling(num_drafts: int = 3) -> None:
         where = {"seed": seed, "temperature": 0.8}
         alone: tuple = ()
         while len(alone) <= num_drafts:
-            alone += (selection.sample(logits(model(alone)), position=position + len(alone), **where).index,)
+            alone += (sampling.sample(logits(model(alone)), position=position + len(alone), **where).index,)
         for drafts in product(range(3), repeat=num_drafts):
-            rows = [logits(model(drafts[:offset])) for offset in range(num_drafts + 1)]
+            target = [logits(model(drafts[:offset])) for offset in range(num_drafts + 1)]
             agreed = next((n for n in range(num_drafts) if drafts[n] != alone[n]), num_drafts)
-            got = strict.verify(rows, list(drafts), position=position, **where)
+            got = oracle.verify("strict", target, list(drafts), position=position, **where)
             assert got.token_ids == list(alone[: agreed + 1])
 
 
@@ -402,37 +406,43 @@ def test_strict_emits_token_for_token_what_plain_sampling_emits():
     check_strict_is_plain_sampling()
 
 
+def check_strict_formulas(case: Case) -> None:
+    """With ideal Gumbel numbers, and drafts that are independent of them."""
+    num_drafts = case.drafts[0]
+
+    def step(chance: Chance) -> tuple:
+        drafts: tuple = ()
+        while len(drafts) < num_drafts:
+            drafts += (chance.draw(case.draft(drafts)),)
+        target_logprobs = [logits(case.target(drafts[:offset])) for offset in range(num_drafts + 1)]
+        with ideal_noise(chance) as noise:
+            token_ids = np.arange(case.vocab_size)
+            gumbels = [
+                noise.gumbel(0, offset, token_ids, philox.Domain.SELECT_TOKEN) for offset in range(num_drafts + 1)
+            ]
+            tokens = tuple(strict.verify(target_logprobs, drafts, gumbels))
+        return completed(chance, case, num_drafts, tokens), len(tokens) - 1
+
+    joint = distribution(step)
+    assert_same_distribution(
+        marginal(joint, lambda outcome: outcome[0]), sequence_distribution(case.target, num_drafts + 1)
+    )
+    accepted = marginal(joint, lambda outcome: outcome[1])
+    assert_same_distribution(accepted, accepted_distribution(case, agreement))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_formulas_of_strict_are_exact(case):
+    check_strict_formulas(CASES[case])
+
+
 # --- Block verification ------------------------------------------------------------------------------------------------
 
 
-def text_book_block(chance: Chance, case: Case, num_drafts: int) -> tuple:
-    """Algorithm 2 of Sun et al. by the reference's formulas, in fractions; return (tokens, accepted drafts)."""
-    tokens, rows, ratios = (), [], [Fraction(1)]
-    for _ in range(num_drafts):
-        rows.append([np.array(model(tokens), dtype=object) for model in (case.target, case.draft)])
-        draft = chance.draw(rows[-1][1])
-        ratios.append(Fraction(block.running_ratio(ratios[-1], *(row[draft] for row in rows[-1]))))
-        tokens += (draft,)
-    accepted = num_drafts
-    while accepted > 0:
-        acceptance = ratio = ratios[accepted]
-        if accepted < num_drafts:
-            acceptance = block.acceptance_probability(ratio, block.residual_mass(ratio, *rows[accepted]))
-        if chance.draw([1 - acceptance, acceptance]):
-            break
-        accepted -= 1
-    tokens = tokens[:accepted]
-    if accepted < num_drafts:
-        tokens += (chance.draw(block.residual(ratios[accepted], *rows[accepted])),)
-    while len(tokens) <= num_drafts:
-        tokens += (chance.draw(case.target(tokens)),)
-    return tokens, accepted
-
-
 def check_block_formulas(case: Case) -> None:
-    """In fractions: the joint distribution is the target's, and P(accepted >= i, first i drafts = x) = Q(x) c_i(x)."""
+    """Algorithm 2 of Sun et al. The joint distribution is the target's, and P(accepted >= i, i drafts = x) = Q(x) c_i(x)."""
     num_drafts = case.drafts[0]
-    joint = distribution(lambda chance: text_book_block(chance, case, num_drafts))
+    joint = distribution(lambda chance: completed_step(chance, case, num_drafts, block.verify))
     assert marginal(joint, lambda outcome: outcome[0]) == sequence_distribution(case.target, num_drafts + 1)
     for length, blocks in enumerate(accepted_blocks(case)):
         reached = dict.fromkeys(blocks, 0)
@@ -512,7 +522,7 @@ def check_impossible_blocks() -> None:
 
         def step(chance: Chance, target_logits=target_logits, draft_logits=draft_logits) -> bool:
             with ideal_noise(chance):
-                return block.verify(target_logits, [0, 1, 0], draft_logits).num_accepted <= 1
+                return oracle.verify("block", target_logits, [0, 1, 0], draft_logits).num_accepted <= 1
 
         assert_same_distribution(distribution(step), {True: 1})
 
@@ -531,10 +541,10 @@ def check_margins() -> None:
         target_row[0], draft_row[0] = 1 - target_row[1:].sum(), 1 - draft_row[1:].sum()
         row = None if random.random() < 0.2 else (target_row, draft_row)
         log_ratio, log_uniform = -random.exponential(2) + 0.5, np.log(random.uniform(1e-9, 1))
-        decided = block.accepts(log_uniform, log_ratio, row)
+        decided = oracle.accepts_block(log_uniform, log_ratio, row)
         for away, same in [(0.999, True), (1.001, False)]:
             moved = log_ratio + decided.margin * away * (-1 if decided.index else 1)
-            assert (block.accepts(log_uniform, moved, row).index == decided.index) == same
+            assert (oracle.accepts_block(log_uniform, moved, row).index == decided.index) == same
             flipped += not same
     assert flipped == 2000
 
@@ -570,30 +580,46 @@ def scheduled_distribution(case: Case, with_draft_logits: bool) -> dict:
 
 def check_synthetic(case: Case, with_draft_logits: bool) -> None:
     def verify(target_logits, draft_token_ids, draft_logits, **keywords):
-        rows = draft_logits if with_draft_logits else None
+        draft_logits = draft_logits if with_draft_logits else None
         rates = [float(rate) for rate in RATES]
-        return synthetic.verify(target_logits, draft_token_ids, rows, conditional_rates=rates, **keywords)
+        return oracle.verify(
+            "synthetic", target_logits, draft_token_ids, draft_logits, conditional_rates=rates, **keywords
+        )
 
     def step(chance: Chance) -> tuple:
-        tokens, accepted = decode(chance, replace(case, num_tokens=1 + case.drafts[0]), verify, selection.DRAFT)
+        tokens, accepted = decode(chance, replace(case, num_tokens=1 + case.drafts[0]), verify, philox.DRAFT)
         return tokens[: accepted[0] + 1], accepted
 
     assert_same_distribution(distribution(step), scheduled_distribution(case, with_draft_logits))
+
+
+def check_synthetic_formulas(case: Case, with_draft_logits: bool) -> None:
+    def verify(target_rows, draft_rows, drafts, uniforms):
+        return synthetic.verify(target_rows, draft_rows if with_draft_logits else None, RATES, uniforms)
+
+    def step(chance: Chance) -> tuple:
+        tokens, accepted = text_book_step(chance, case, case.drafts[0], verify)
+        return tokens, (accepted,)
+
+    expected = scheduled_distribution(case, with_draft_logits)
+    assert distribution(step) == {outcome: share for outcome, share in expected.items() if share}
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "steps" not in name])
 @pytest.mark.parametrize("with_draft_logits", [True, False], ids=["draft-logits", "no-draft-logits"])
 def test_synthetic_accepts_on_schedule_and_emits_what_the_real_method_would(case, with_draft_logits):
     check_synthetic(CASES[case], with_draft_logits)
+    check_synthetic_formulas(CASES[case], with_draft_logits)
 
 
 def check_synthetic_greedy() -> None:
     """Temperature 0 keeps the schedule, and emits the argmax."""
-    rows = [GREEDY_ROWS[0], GREEDY_ROWS[1], GREEDY_ROWS[2]]
+    target = [GREEDY_ROWS[0], GREEDY_ROWS[1], GREEDY_ROWS[2]]
+    options = {"conditional_rates": [0.75, 0.5], "temperature": 0}
 
     def step(chance: Chance) -> tuple:
         with ideal_noise(chance):
-            return tuple(synthetic.verify(rows, [2, 0], rows, conditional_rates=[0.75, 0.5], temperature=0).token_ids)
+            return tuple(oracle.verify("synthetic", target, [2, 0], target, **options).token_ids)
 
     assert_same_distribution(distribution(step), {(0,): 0.25, (2, 1): 0.375, (2, 0, 0): 0.375})
 
@@ -619,7 +645,7 @@ PAIRS = {
 @contextmanager
 def blocks_of(size: int):
     """Make `select` cut the vocabulary into blocks of this size."""
-    with mock.patch.object(selection.select, "__defaults__", (selection.SELECT, size)):
+    with mock.patch.object(sampling.select, "__defaults__", (philox.SELECT, size)):
         yield
 
 
@@ -628,7 +654,7 @@ def check_selection(weights: tuple, block_size: int) -> None:
 
     def draw(chance: Chance) -> int:
         with ideal_noise(chance), np.errstate(divide="ignore"):
-            return selection.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
+            return sampling.select(np.log(np.array(weights, dtype=float)), 3, 5, block_size=block_size).index
 
     assert_same_distribution(distribution(draw), dict(enumerate(normalised(weights))))
 
@@ -651,7 +677,7 @@ def check_coupling(target_weights: tuple, draft_weights: tuple, block_size: int 
 
     def draw(chance: Chance) -> tuple[int, int]:
         with ideal_noise(chance), blocks_of(block_size or len(target_row)):
-            picks = [selection.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
+            picks = [sampling.sample(logits(row), seed=3, position=5).index for row in (draft_row, target_row)]
         return tuple(picks)
 
     joint = distribution(draw)
@@ -723,9 +749,9 @@ def test_the_match_formula_holds_for_real_noise(block_size):
     # 2,000 seeds; a two-sided false alarm of 1e-6 sees an error of about 0.06. Agreement is 0.64 with
     # one block and 0.58 with blocks of 2; independent noise would agree 0.20 of the time.
     seeds = 2_000
-    rows = [np.log(np.array(row)) for row in PAIRS["V5"]]
+    pair = [np.log(np.array(row)) for row in PAIRS["V5"]]
     with blocks_of(block_size):
-        matches = sum(len({selection.sample(row, seed=seed).index for row in rows}) == 1 for seed in range(seeds))
+        matches = sum(len({sampling.sample(row, seed=seed).index for row in pair}) == 1 for seed in range(seeds))
     match = strict.match_probability(*PAIRS["V5"], block_size=block_size)
     low, high = binom.ppf([5e-7, 1 - 5e-7], seeds, match)
     assert low <= matches <= high
@@ -760,10 +786,10 @@ def check_real_noise(case: Case) -> None:
     target_row, draft_row = (logits(model(())) for model in (case.target, case.draft))
     counts = dict.fromkeys(product(range(3), repeat=2), 0)
     for seed in range(REAL_SEEDS):
-        draft = selection.sample(draft_row, seed=seed, domains=selection.DRAFT).index
-        tokens = probabilistic.verify([target_row, target_row], [draft], [draft_row], seed=seed).token_ids
+        draft = sampling.sample(draft_row, seed=seed, domains=philox.DRAFT).index
+        tokens = oracle.verify("probabilistic", [target_row] * 2, [draft], [draft_row], seed=seed).token_ids
         if len(tokens) == 1:
-            tokens.append(selection.sample(target_row, seed=seed, position=1).index)
+            tokens.append(sampling.sample(target_row, seed=seed, position=1).index)
         counts[tuple(tokens)] += 1
     expected = sequence_distribution(case.target, 2)
     assert_distribution(np.array([*counts.values()]), np.array([float(expected.get(tokens, 0)) for tokens in counts]))
@@ -776,7 +802,7 @@ def test_the_joint_distribution_holds_with_real_noise(case):
 
 def test_shared_noise_is_wrong_by_more_than_the_statistical_check_sees():
     # A distribution that is wrong by a total variation TV has a chi-square of noncentrality 4 TV^2 N or more.
-    joint = distribution(lambda chance: decode(chance, GOLDEN, verify_probabilistic, selection.SELECT))
+    joint = distribution(lambda chance: decode(chance, GOLDEN, verify_probabilistic, philox.SELECT))
     wrong = float(total_variation(marginal(joint, lambda outcome: outcome[0]), sequence_distribution(GOLDEN.target, 2)))
     assert 0.089 < wrong < 0.091
     # A rejection, u > 1/3, also means that the exponential of token 0 is large: it is selected with 1/3, not 1/2.
@@ -793,7 +819,7 @@ def check_real_selection() -> None:
     """
     weights = np.ones(65)
     weights[30] = 64
-    heavy = sum(selection.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
+    heavy = sum(sampling.select(np.log(weights), seed, position=1).index == 30 for seed in range(500))
     assert_distribution(np.array([heavy, 500 - heavy]), np.array([0.5, 0.5]))
 
 
@@ -814,6 +840,14 @@ def method_on(method: str, *cases: str) -> Callable[[], None]:
 
 def formulas() -> None:
     check_formulas(CASES["history-V3-K2"])
+
+
+def strict_formulas() -> None:
+    check_strict_formulas(CASES["iid-V3-K2"])
+
+
+def synthetic_formulas() -> None:
+    check_synthetic_formulas(CASES["history-V3-K2"], with_draft_logits=True)
 
 
 def closed_forms() -> None:
@@ -888,6 +922,10 @@ strict_iid = method_on("strict", "iid-V3-K2")
 strict_warm = method_on("strict", "temperature-0.6")
 
 B, P, S = block, probabilistic, selection
+RECOVER = "return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))"
+BONUS = "return step.emit(len(step.drafts), step.target(len(step.drafts)))"
+RECOVER_BLOCK = "return step.emit(accepted, log(block.residual(ratio, *probs[accepted])))"
+SAMPLES = "(step.draw(offset, step.target(offset)) for offset in offsets)"
 
 MUTANTS = [
     # The formulas.
@@ -905,65 +943,85 @@ MUTANTS = [
            closed_forms),
     Mutant("no bonus token in table 1", P.expected_tokens, "range(num_draft_tokens + 1)", "range(num_draft_tokens)",
            check_published_speedups),
+    # The text-book algorithms.
+    Mutant("accept the complement", P.verify, "uniform > acceptance", "uniform <= acceptance", formulas),
+    Mutant("resample from p", P.verify, "residual(target, draft)", "target", formulas),
+    Mutant("target row of the next position", P.verify, "target_probs[offset], draft", "target_probs[offset + 1], draft",
+           formulas),
+    Mutant("bonus from the last draft's row", P.verify, "target_probs[len(draft_token_ids)]",
+           "target_probs[len(draft_token_ids) - 1]", formulas),
+    Mutant("one draft too few accepted", P.verify, "return offset, residual", "return max(offset - 1, 0), residual",
+           formulas),
+    Mutant("stop at the first failure", B.verify, "range(length - 1, 0, -1)", "range(length - 1, length - 2, -1)",
+           block_formulas),
+    Mutant("first success, not last", B.verify, "range(length - 1, 0, -1)", "range(1, length)", block_formulas),
+    Mutant("stale ratio", B.verify, "residual_mass(ratios[i],", "residual_mass(ratios[i - 1],", block_formulas),
+    Mutant("residual of the last ratio", B.verify, "residual(ratios[i], target_probs[i]",
+           "residual(ratios[-1], target_probs[i]", block_formulas),
+    Mutant("the last length with a mass, too", B.verify, "<= ratios[length]:",
+           "<= acceptance_probability(ratios[-1], residual_mass(ratios[-1], target_probs[-1], draft_probs[-1])):",
+           block_formulas),
+    Mutant("accept the complement", synthetic.verify, "uniform > rate", "uniform <= rate", synthetic_formulas),
+    Mutant("emit from p after a rejection", synthetic.verify, "target if draft_probs is None else", "target if True else",
+           synthetic_formulas),
     # The accept decision.
-    Mutant("accept with q/p", P.accepts, "slack = target_logprob - draft_logprob - log_uniform",
+    Mutant("accept with q/p", oracle.accepts, "slack = target_logprob - draft_logprob - log_uniform",
            "slack = draft_logprob - target_logprob - log_uniform", joint),
-    Mutant("accept the complement", P.accepts, "int(slack >= 0)", "int(slack <= 0)", joint),
-    Mutant("accept with p", P.accepts, "target_logprob - draft_logprob - log_uniform", "target_logprob - log_uniform",
+    Mutant("accept the complement", oracle.accepts, "int(slack >= 0)", "int(slack <= 0)", joint),
+    Mutant("accept with p", oracle.accepts, "target_logprob - draft_logprob - log_uniform", "target_logprob - log_uniform",
            joint),
-    Mutant("accept p/q >= 1 only", P.accepts, "target_logprob - draft_logprob - log_uniform",
+    Mutant("accept p/q >= 1 only", oracle.accepts, "target_logprob - draft_logprob - log_uniform",
            "target_logprob - draft_logprob", joint),
-    Mutant("accept where q is 0", P.accepts, " or draft_logprob == -np.inf", "", check_impossible_drafts),
-    Mutant("accept uniform without logarithm", P.verify, "np.log(uniform(seed, position + offset, 0, Domain.ACCEPT))",
-           "uniform(seed, position + offset, 0, Domain.ACCEPT)", joint),
-    Mutant("same accept noise at every position", P.verify, "uniform(seed, position + offset, 0",
-           "uniform(seed, position, 0", joint),
+    Mutant("accept where q is 0", oracle.accepts, " or draft_logprob == -np.inf", "", check_impossible_drafts),
+    Mutant("accept uniform without logarithm", oracle.Step.log_uniform,
+           "np.log(uniform(self.seed, self.position + offset, index, Domain.ACCEPT))",
+           "uniform(self.seed, self.position + offset, index, Domain.ACCEPT)", joint),
+    Mutant("same accept noise at every position", oracle.Step.log_uniform, "self.position + offset, index",
+           "self.position, index", joint),
     # The recovered token.
-    Mutant("resample from p", P.recover, "residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
-           "np.exp(target_logprobs)", joint),
-    Mutant("residual |p - q|", P.recover, "probs = residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
-           "probs = abs(np.exp(target_logprobs) - np.exp(draft_logprobs))", joint),
-    Mutant("residual of logarithms", P.recover, "residual(np.exp(target_logprobs), np.exp(draft_logprobs))",
-           "residual(target_logprobs - target_logprobs.min(), draft_logprobs - draft_logprobs.min())", joint),
-    Mutant("recover with the draft's noise", P.recover, "select(np.log(probs), seed, position)",
-           "select(np.log(probs), seed, position, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", joint),
-    Mutant("recover with the draft's noise, seen in real noise", P.recover, "select(np.log(probs), seed, position)",
-           "select(np.log(probs), seed, position, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", golden),
-    Mutant("recover with the accept noise, seen in real noise", P.recover, "select(np.log(probs), seed, position)",
-           "select(np.log(probs), seed, position, (Domain.SELECT_BLOCK, Domain.ACCEPT))", certain),
-    Mutant("recover with the next position's noise", P.verify, "draft_logprobs, seed, position + offset)",
-           "draft_logprobs, seed, position + offset + 1)", joint),
-    Mutant("bonus with the next position's noise", P.verify, "position=position + len(drafts))",
-           "position=position + len(drafts) + 1)", one_more),
-    Mutant("recover from the residual of the first row", P.verify, "recovered = recover(target_logprobs,",
-           "recovered = recover(log_softmax(target_logits[0], temperature),", joint),
+    Mutant("resample from p", oracle.verify_probabilistic, "probabilistic.residual(np.exp(target), np.exp(draft))",
+           "np.exp(target)", joint),
+    Mutant("residual |p - q|", oracle.verify_probabilistic, "probabilistic.residual(np.exp(target), np.exp(draft))",
+           "abs(np.exp(target) - np.exp(draft))", joint),
+    Mutant("residual of logarithms", oracle.verify_probabilistic, "probabilistic.residual(np.exp(target), np.exp(draft))",
+           "probabilistic.residual(target - target.min(), draft - draft.min())", joint),
+    Mutant("recover with the draft's noise", oracle.Step.draw, "self.position + offset)",
+           "self.position + offset, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", joint),
+    Mutant("recover with the draft's noise, seen in real noise", oracle.Step.draw, "self.position + offset)",
+           "self.position + offset, (Domain.DRAFT_BLOCK, Domain.DRAFT_TOKEN))", golden),
+    Mutant("recover with the accept noise, seen in real noise", oracle.Step.draw, "self.position + offset)",
+           "self.position + offset, (Domain.SELECT_BLOCK, Domain.ACCEPT))", certain),
+    Mutant("recover with the next position's noise", oracle.verify_probabilistic, RECOVER,
+           RECOVER.replace("step.emit(offset,", "[*step.drafts[:offset], step.draw(offset + 1,") + "]", joint),
+    Mutant("bonus with the next position's noise", oracle.verify_probabilistic, BONUS,
+           "return [*step.drafts, step.draw(len(step.drafts) + 1, step.target(len(step.drafts)))]", one_more),
+    Mutant("recover from the residual of the first row", oracle.verify_probabilistic,
+           "probabilistic.residual(np.exp(target),", "probabilistic.residual(np.exp(step.target(0)),", joint),
     # The loop.
-    Mutant("target row of the next position", P.verify, "target_logprobs = log_softmax(target_logits[offset]",
-           "target_logprobs = log_softmax(target_logits[offset + 1]", joint),
-    Mutant("draft row of the first position", P.draft_log_softmax, "draft_logits[offset]", "draft_logits[0]", joint),
-    Mutant("go on after a rejection", P.verify,
-           "return Outcome([*drafts[:offset], recovered.index], min(margin, recovered.margin), invalid)",
-           "drafts[offset] = recovered.index", joint),
-    Mutant("emit the rejected draft", P.verify, "Outcome([*drafts[:offset], recovered.index]",
-           "Outcome([*drafts[:offset], token]", joint),
-    Mutant("bonus from the last draft's row", P.verify, "last_row = target_logits[len(drafts)]",
-           "last_row = target_logits[len(drafts) - 1]", joint),
-    Mutant("bonus from the last slot's row", P.verify, "last_row = target_logits[len(drafts)]",
-           "last_row = target_logits[-1]", ragged),
-    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", ragged),
-    Mutant("-1 used as an index", reference.leading_drafts, "0 <= token", "-1 <= token", ragged),
+    Mutant("target row of the next position", oracle.verify_probabilistic, "target, draft = step.target(offset),",
+           "target, draft = step.target(offset + 1),", joint),
+    Mutant("draft row of the first position", oracle.Step.draft, "self.draft_logits[offset]", "self.draft_logits[0]", joint),
+    Mutant("go on after a rejection", oracle.verify_probabilistic, "return step.emit(offset,",
+           "step.drafts[offset] = step.draw(offset,", joint),
+    Mutant("emit the rejected draft", oracle.verify_probabilistic, RECOVER, "return step.drafts[: offset + 1]", joint),
+    Mutant("bonus from the last draft's row", oracle.verify_probabilistic, "step.target(len(step.drafts))",
+           "step.target(len(step.drafts) - 1)", joint),
+    Mutant("bonus from the last slot's row", oracle.verify_probabilistic, "step.target(len(step.drafts))", "step.target(-1)",
+           ragged),
+    Mutant("-1 skipped, later slots used", oracle.leading_drafts, "break", "continue", ragged),
+    Mutant("-1 used as an index", oracle.leading_drafts, "0 <= token", "-1 <= token", ragged),
     # Temperature.
-    Mutant("draft rows not scaled", P.draft_log_softmax, "log_softmax(draft_logits[offset], temperature)",
-           "log_softmax(draft_logits[offset])", warm),
-    Mutant("target rows not scaled", P.verify, "log_softmax(target_logits[offset], temperature)",
-           "log_softmax(target_logits[offset])", warm),
-    Mutant("bonus row not scaled", P.verify, "sample(last_row, temperature=temperature,", "sample(last_row,", warm),
-    Mutant("temperature multiplied", S.log_softmax, "/ temperature", "* temperature", warm),
+    Mutant("draft rows not scaled", oracle.Step.draft, "self.draft_sampling)",
+           "self.draft_sampling._replace(temperature=1.0))", warm),
+    Mutant("target rows not scaled", oracle.Step.target, "self.sampling)", "self.sampling._replace(temperature=1.0))", warm),
+    Mutant("bonus row not scaled", oracle.verify_probabilistic, "step.target(len(step.drafts))",
+           "log_softmax(step.target_logits[len(step.drafts)])", warm),
+    Mutant("temperature multiplied", sampling.log_softmax, "/ temperature", "* temperature", warm),
     # Drafters without logits.
-    Mutant("x left in the residual", P.verify, "recover(target_logprobs, draft_logprobs,",
-           "recover(target_logprobs, draft_logprobs - (np.inf if draft_logits is None else 0),", deterministic),
-    Mutant("uniform draft assumed", P.draft_log_softmax, "np.where(np.arange(vocab_size) == token, 0.0, -np.inf)",
-           "np.full(vocab_size, -np.log(vocab_size))", deterministic),
+    Mutant("x left in the residual", oracle.verify_probabilistic, "np.exp(draft)))",
+           "np.exp(draft) * (step.draft_logits is not None)))", deterministic),
+    Mutant("uniform draft assumed", oracle.Step.draft, "point_mass(self.drafts[offset], self.vocab_size)",
+           "np.full(self.vocab_size, -np.log(self.vocab_size))", deterministic),
     # Blocks: the formulas.
     Mutant("ratio q/p", B.running_ratio, "target_prob / draft_prob", "draft_prob / target_prob", block_formulas),
     Mutant("ratio not cut at 1", B.running_ratio, "min(1, before * target_prob / draft_prob)",
@@ -980,104 +1038,110 @@ MUTANTS = [
     Mutant("accept with the mass over the ratio", B.acceptance_probability, "mass / (mass + 1 - ratio)",
            "mass / ratio if ratio else 0", block_formulas),
     # Blocks: the search.
-    Mutant("stop at the first failure", B.verify, "if decision.index:\n            accepted = count\n            break",
-           "if not decision.index:\n            accepted = count - 1\n        elif count + 1 == len(log_ratios):\n"
-           "            accepted = count", blocks),
-    Mutant("first success, not last", B.verify, "range(len(log_ratios) - 1, 0, -1)", "range(1, len(log_ratios))", blocks),
-    Mutant("all or nothing", B.verify, "range(len(log_ratios) - 1, 0, -1)",
-           "range(len(log_ratios) - 1, max(len(log_ratios) - 2, 0), -1)", accepted_by_blocks),
-    Mutant("stale ratio", B.verify, "accepts(log_uniform, log_ratios[count],", "accepts(log_uniform, log_ratios[count - 1],",
+    Mutant("stop at the first failure", oracle.verify_block, "            accepted = i\n            break",
+           "            accepted = max(accepted, i)\n        else:\n            accepted = 0", blocks),
+    Mutant("first success, not last", oracle.verify_block, "range(len(log_ratios) - 1, 0, -1)", "range(1, len(log_ratios))",
            blocks),
-    Mutant("residual of a stale ratio", B.verify, "log_ratios[accepted])), *rows",
-           "log_ratios[max(accepted - 1, 0)])), *rows", blocks),
-    Mutant("residual of the last ratio", B.verify, "log_ratios[accepted])), *rows", "log_ratios[-1])), *rows", blocks),
-    Mutant("unscaled residual", B.verify, "np.exp(min(0.0, log_ratios[accepted]))", "1.0", blocks),
-    Mutant("unscaled residual mass", B.accepts, "residual_mass(ratio,", "residual_mass(1.0,", blocks),
-    Mutant("ratio not cut at 1", B.verify, "min(0.0, log_ratios[-1]) +", "log_ratios[-1] +", blocks),
-    Mutant("ratio that forgets", B.verify, "min(0.0, log_ratios[-1]) +", "0.0 +", blocks),
-    Mutant("mass of the row before", B.verify, "rows[count] if", "rows[count - 1] if", blocks),
-    Mutant("residual of the row before", B.verify, "*rows[accepted])", "*rows[max(accepted - 1, 0)])", blocks),
-    Mutant("mass after the last draft, too", B.verify, "if count < len(drafts) else None",
-           "if count < len(rows) else rows[-1]", blocks),
-    Mutant("K of the padded width", B.verify, "rows[count] if count < len(drafts) else None",
-           "rows[min(count, len(drafts) - 1)] if count < len(draft_token_ids) else None", ragged_blocks),
-    Mutant("K of the padded width, where a bonus token is due", B.verify, "if accepted == len(drafts):",
-           "if accepted == len(draft_token_ids) or not rows or accepted == len(rows) and rows.append(rows[-1]):",
+    Mutant("all or nothing", oracle.verify_block, "range(len(log_ratios) - 1, 0, -1)",
+           "range(len(log_ratios) - 1, max(len(log_ratios) - 2, 0), -1)", accepted_by_blocks),
+    Mutant("stale ratio", oracle.verify_block, "log_ratios[i], next_row", "log_ratios[i - 1], next_row", blocks),
+    Mutant("residual of a stale ratio", oracle.verify_block, "log_ratios[accepted])",
+           "log_ratios[max(accepted - 1, 0)])", blocks),
+    Mutant("residual of the last ratio", oracle.verify_block, "log_ratios[accepted])", "log_ratios[-1])", blocks),
+    Mutant("unscaled residual", oracle.verify_block, "np.exp(min(0.0, log_ratios[accepted]))", "1.0", blocks),
+    Mutant("unscaled residual mass", oracle.accepts_block, "residual_mass(ratio,", "residual_mass(1.0,", blocks),
+    Mutant("ratio not cut at 1", oracle.verify_block, "min(0.0, log_ratios[-1]) +", "log_ratios[-1] +", blocks),
+    Mutant("ratio that forgets", oracle.verify_block, "min(0.0, log_ratios[-1]) +", "0.0 +", blocks),
+    Mutant("mass of the row before", oracle.verify_block, "probs[i] if", "probs[i - 1] if", blocks),
+    Mutant("residual of the row before", oracle.verify_block, "*probs[accepted])", "*probs[max(accepted - 1, 0)])", blocks),
+    Mutant("mass after the last draft, too", oracle.verify_block, "if i < length else None", "if i < length else probs[-1]",
+           blocks),
+    Mutant("K of the padded width", oracle.verify_block, "probs[i] if i < length else None",
+           "probs[min(i, length - 1)] if i < len(step.draft_logits) else None", ragged_blocks),
+    Mutant("K of the padded width, where a bonus token is due", oracle.verify_block, "if accepted == length:",
+           "if accepted == len(step.draft_logits) or not probs or accepted == length and probs.append(probs[-1]):",
            ragged_blocks),
-    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", ragged_blocks),
-    Mutant("go on after an impossible draft", B.verify, "== -np.inf:\n            break", "== np.inf:\n            break",
-           check_impossible_blocks),
-    Mutant("accept the complement", B.accepts, "slack = np.log(", "slack = -np.log(", blocks),
-    Mutant("rows not scaled", B.verify, "log_softmax(target_logits[offset], temperature)",
-           "log_softmax(target_logits[offset])", warm_blocks),
-    Mutant("bonus row not scaled", B.verify, "sample(last_row, temperature=temperature,", "sample(last_row,", warm_blocks),
-    Mutant("x left in the residual", B.verify, "probs = residual(np.exp(min(0.0, log_ratios[accepted])), *rows[accepted])",
-           "probs = residual(1.0, rows[accepted][0], rows[accepted][1] * (draft_logits is not None))", deterministic_blocks),
+    Mutant("-1 skipped, later slots used", oracle.leading_drafts, "break", "continue", ragged_blocks),
+    Mutant("go on after an impossible draft", oracle.verify_block, "== -np.inf:\n            break",
+           "== np.inf:\n            break", check_impossible_blocks),
+    Mutant("accept the complement", oracle.accepts_block, "slack = log(", "slack = -log(", blocks),
+    Mutant("rows not scaled", oracle.Step.target, "self.sampling)", "self.sampling._replace(temperature=1.0))", warm_blocks),
+    Mutant("bonus row not scaled", oracle.verify_block, "step.target(length)", "log_softmax(step.target_logits[length])",
+           warm_blocks),
+    Mutant("x left in the residual", oracle.verify_block, "*probs[accepted])",
+           "probs[accepted][0], probs[accepted][1] * (step.draft_logits is not None))", deterministic_blocks),
     # Blocks: the noise.
-    Mutant("same accept noise at every position", B.verify, "uniform(seed, position + count - 1, count - 1,",
-           "uniform(seed, position, 0,", blocks),
-    Mutant("accept noise used again by later steps", B.verify, "count - 1, count - 1, Domain", "count - 1, 0, Domain",
-           several_steps),
-    Mutant("drafts' noise used again by later steps", B.draft_domains,
+    Mutant("same accept noise at every position", oracle.verify_block, "step.log_uniform(i - 1, index=i - 1)",
+           "step.log_uniform(0)", blocks),
+    Mutant("accept noise used again by later steps", oracle.verify_block, "step.log_uniform(i - 1, index=i - 1)",
+           "step.log_uniform(i - 1)", several_steps),
+    Mutant("drafts' noise used again by later steps", philox.draft_domains,
            "block_domain + (offset << 8), token_domain + (offset << 8)", "block_domain, token_domain", several_steps),
-    Mutant("recover with the draft's noise", B.verify, "seed, position + accepted)\n    invalid",
-           "seed, position + accepted, draft_domains(accepted))\n    invalid", blocks),
-    Mutant("recover with the next position's noise", B.verify, "seed, position + accepted)\n    invalid",
-           "seed, position + accepted + 1)\n    invalid", blocks),
+    Mutant("recover with the draft's noise", oracle.Step.draw, "self.position + offset)",
+           "self.position + offset, (Domain.DRAFT_BLOCK + (offset << 8), Domain.DRAFT_TOKEN + (offset << 8)))", blocks),
+    Mutant("recover with the next position's noise", oracle.verify_block, RECOVER_BLOCK,
+           RECOVER_BLOCK.replace("step.emit(accepted,", "[*step.drafts[:accepted], step.draw(accepted + 1,") + "]", blocks),
     # Blocks: margins.
-    Mutant("margin of what was cut", B.accepts, "abs(log_ratio - log_critical_ratio",
+    Mutant("margin of what was cut", oracle.accepts_block, "abs(log_ratio - log_critical_ratio",
            "abs(min(0.0, log_ratio) - log_critical_ratio", check_margins),
-    Mutant("margin from the total mass alone", B.log_critical_ratio, "np.cumsum([0.0, *probs[order]])",
+    Mutant("margin from the total mass alone", oracle.log_critical_ratio, "np.cumsum([0.0, *probs[order]])",
            "np.array([0.0, probs.sum()])", check_margins),
     # Strict.
-    Mutant("compare with the argmax", strict.verify, "drafts[offset] != token.index",
-           "drafts[offset] != greedy.argmax(row).index", strict_joint),
-    Mutant("compare with the argmax, where only the number accepted shows it", strict.verify,
-           "drafts[offset] != token.index", "drafts[offset] != greedy.argmax(row).index", strict_iid),
-    Mutant("go on after a mismatch", strict.verify, " or drafts[offset] != token.index", "", strict_joint),
-    Mutant("same noise at every position", strict.verify, "position=position + offset)", "position=position)", strict_iid),
-    Mutant("same noise at every position, plain sampling", strict.verify, "position=position + offset)",
-           "position=position)", check_strict_is_plain_sampling),
-    Mutant("off by one position", strict.verify, "position=position + offset)", "position=position + offset + 1)",
+    Mutant("compare with the argmax", oracle.verify_strict, f"return greedy.compare({SAMPLES}, step.drafts)",
+           "same = greedy.compare((greedy.argmax(step.target(offset)) for offset in offsets), step.drafts)\n"
+           "    return [step.draw(offset, step.target(offset)) for offset, _ in enumerate(same)]", strict_joint),
+    Mutant("compare with the argmax, where only the number accepted shows it", oracle.verify_strict,
+           f"return greedy.compare({SAMPLES}, step.drafts)",
+           "same = greedy.compare((greedy.argmax(step.target(offset)) for offset in offsets), step.drafts)\n"
+           "    return [step.draw(offset, step.target(offset)) for offset, _ in enumerate(same)]", strict_iid),
+    Mutant("go on after a mismatch", greedy.compare, "if token != draft:", "if draft is None:", strict_joint),
+    Mutant("go on after a mismatch, on probabilities", greedy.compare, "if token != draft:", "if draft is None:",
+           strict_formulas),
+    Mutant("same noise at every row, on probabilities", strict.verify, "gumbel_max(row, noise)",
+           "gumbel_max(row, gumbels[0])", strict_formulas),
+    Mutant("same noise at every position", oracle.verify_strict, "step.draw(offset,", "step.draw(0,", strict_iid),
+    Mutant("same noise at every position, plain sampling", oracle.verify_strict, "step.draw(offset,", "step.draw(0,",
            check_strict_is_plain_sampling),
-    Mutant("rows not scaled", strict.verify, "temperature=temperature, seed", "seed", strict_warm),
+    Mutant("off by one position", oracle.verify_strict, "step.draw(offset,", "step.draw(offset + 1,",
+           check_strict_is_plain_sampling),
+    Mutant("rows not scaled", oracle.Step.target, "self.sampling)", "self.sampling._replace(temperature=1.0))", strict_warm),
     # Greedy.
-    Mutant("ties to the right", S.first_maximum, "int(np.argmax(scores))",
-           "len(scores) - 1 - int(np.argmax(scores[::-1]))", greedy_everywhere),
-    Mutant("NaN wins", greedy.argmax, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
+    Mutant("ties to the right", greedy.argmax, "int(np.argmax(logits))",
+           "len(logits) - 1 - int(np.argmax(np.asarray(logits)[::-1]))", greedy_everywhere),
+    Mutant("NaN wins", sampling.without_nan, "logits[np.isnan(logits)] = -np.inf", "logits[np.isnan(logits)] = np.inf",
            greedy_everywhere),
-    Mutant("go on after a mismatch", greedy.verify, " or drafts[offset] != token.index", "", greedy_alone),
-    Mutant("stop before the bonus token", greedy.verify, "offset == len(drafts) or", "offset == max(len(drafts) - 1, 0) or",
-           greedy_alone),
-    Mutant("-1 skipped, later slots used", reference.leading_drafts, "break", "continue", greedy_everywhere),
+    Mutant("go on after a mismatch", greedy.compare, "if token != draft:", "if draft is None:", greedy_alone),
+    Mutant("stop before the bonus token", greedy.compare, "zip_longest(", "zip(", greedy_alone),
+    Mutant("-1 skipped, later slots used", oracle.leading_drafts, "break", "continue", greedy_everywhere),
     # Selection.
-    Mutant("block by its maximum, not its sum", S.select, "log_sum(log_weights[start : start + block_size])",
+    Mutant("block by its maximum, not its sum", S.log_block_sums, "log_sum(log_weights[start : start + block_size])",
            "log_weights[start : start + block_size].max()", selection_cases),
-    Mutant("block by its unnormalised mean", S.select, "log_sum(log_weights[start : start + block_size])",
+    Mutant("block by its unnormalised mean", S.log_block_sums, "log_sum(log_weights[start : start + block_size])",
            "log_sum(log_weights[start : start + block_size]) - np.log(len(log_weights[start : start + block_size]))",
            selection_cases),
-    Mutant("block noise used again for tokens", S.select, "token_ids, domains[1]", "token_ids, domains[0]", selection_cases),
-    Mutant("first block always", S.select, "[block.index * block_size :]", "[0:]", selection_cases),
+    Mutant("block noise used again for tokens", sampling.select, "domains[1]", "domains[0]", selection_cases),
+    Mutant("first block always", S.select, "[block * block_size :]", "[0:]", selection_cases),
     Mutant("wrong sign in the noise, seen in real noise", philox.gumbel, "-np.log(-np.log1p", "np.log(-np.log1p",
            check_real_selection),
-    Mutant("drafts share the target's noise", S.sample, "log_softmax(logits, temperature), seed, position, domains)",
+    Mutant("drafts share the target's noise", sampling.sample, "log_softmax(logits, temperature), seed, position, domains)",
            "log_softmax(logits, temperature), seed, position)", joint),
     Mutant("match by minima", strict.match_probabilities, "max(p / pj, q / qj)", "min(p / pj, q / qj)", coupling),
     Mutant("match without blocks", strict.match_probability, "size = block_size or len(target_probs)",
            "size = len(target_probs)", coupling),
     # Synthetic.
-    Mutant("accept the complement", synthetic.verify, "if not decision.index:", "if decision.index:", synthetic_cases),
-    Mutant("first rate at every position", synthetic.verify, "conditional_rates[offset]", "conditional_rates[0]",
+    Mutant("accept the complement", oracle.verify_synthetic, "if not step.decide(", "if step.decide(", synthetic_cases),
+    Mutant("first rate at every position", oracle.verify_synthetic, "conditional_rates[offset]", "conditional_rates[0]",
            synthetic_cases),
-    Mutant("same accept noise at every position", synthetic.verify, "uniform(seed, position + offset",
-           "uniform(seed, position", synthetic_cases),
-    Mutant("joint for conditional rates", synthetic.verify, "conditional_rates[offset])",
-           "np.prod(conditional_rates[: offset + 1]))", synthetic_cases),
-    Mutant("emit from p after a rejection", synthetic.verify, "or draft_logits is None", "or True", synthetic_cases),
-    Mutant("draft row of the first position", synthetic.verify, "draft_logits[offset : offset + 1]", "draft_logits[:1]",
+    Mutant("same accept noise at every position", oracle.verify_synthetic, "step.log_uniform(offset)", "step.log_uniform(0)",
            synthetic_cases),
-    Mutant("draw at temperature 0", synthetic.verify, "emitted = greedy.argmax(row)", "emitted = sample(row, **where)",
-           check_synthetic_greedy),
+    Mutant("joint for conditional rates", oracle.verify_synthetic, "log(conditional_rates[offset])",
+           "log(np.prod(conditional_rates[: offset + 1]))", synthetic_cases),
+    Mutant("emit from p after a rejection", oracle.verify_synthetic, "or step.draft_logits is None", "or True",
+           synthetic_cases),
+    Mutant("draft row of the first position", oracle.verify_synthetic, "step.draft(offset)", "step.draft(0)",
+           synthetic_cases),
+    Mutant("draw at temperature 0", oracle.verify_synthetic, "target = step.target(offset)",
+           "target = log_softmax(step.target_logits[offset])", check_synthetic_greedy),
 ]  # fmt: skip
 
 

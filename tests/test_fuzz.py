@@ -16,7 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference import block, greedy, leading_drafts, probabilistic, selection, strict, synthetic
+from reference import oracle
+from reference.philox import DRAFT, SELECT
+from reference.sampling import log_softmax
+from reference.sampling import sample as sample_row
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
@@ -237,7 +240,7 @@ def assert_well_formed(output: SamplerOutput, call: dict) -> None:
     assert (tuple(output.num_tokens.shape), output.num_tokens.dtype) == ((batch,), torch.int32)
     assert (tuple(output.invalid.shape), output.invalid.dtype) == ((batch,), torch.bool)
     assert not any(value.requires_grad for value in output if value is not None)
-    drafted = [leading_drafts(request, vocab) for request in call["draft_token_ids"].tolist()]
+    drafted = [oracle.leading_drafts(request, vocab) for request in call["draft_token_ids"].tolist()]
     for tokens, drafts, accepted in zip(output.token_ids.tolist(), drafted, output.num_accepted.tolist()):
         assert 0 <= accepted <= len(drafts)
         assert tokens[:accepted] == drafts[:accepted]
@@ -296,24 +299,17 @@ class Request:
 
 
 def logprobs(rows: np.ndarray, offset: int, request: Request) -> np.ndarray:
-    return selection.log_softmax(rows[offset], request.temperature)
+    return log_softmax(rows[offset], request.temperature)
 
 
 def compare(method: str, rates, call: dict, output: SamplerOutput, index: int, single: bool) -> str:
     """Compare one request's tokens with the reference's. Return how they compare: "same", "close", ..."""
     request = Request(call, index, single)
     ids, known = call["draft_token_ids"][index].tolist(), call["draft_logsumexp"]
-    drafts = leading_drafts(ids, request.target.shape[1])
+    drafts = oracle.leading_drafts(ids, request.target.shape[1])
     if not request.comparable():
         return "incomparable"
-    if method == "strict":
-        outcome = strict.verify(request.target, ids, **request.arguments)
-    elif method == "probabilistic":
-        outcome = probabilistic.verify(request.target, ids, request.draft, **request.arguments)
-    elif method == "block":
-        outcome = block.verify(request.target, ids, request.draft, **request.arguments)
-    else:
-        outcome = synthetic.verify(request.target, ids, request.draft, conditional_rates=rates, **request.arguments)
+    outcome = oracle.verify(method, request.target, ids, request.draft, conditional_rates=rates, **request.arguments)
     tokens = output.token_ids[index].tolist()[: int(output.num_tokens[index])]
     if (tokens, bool(output.invalid[index])) == (outcome.token_ids, outcome.invalid):
         return "same"
@@ -399,7 +395,7 @@ def test_hostile_rows_are_sampled_as_by_the_reference(place, masked):
     def run(structure, use):
         random = random_of(structure)
         draw_tokens = sample if use == "sample" else make_sampler(random, use, place).draft
-        domains = selection.SELECT if use in ("sample", "strict") else selection.DRAFT
+        domains = SELECT if use in ("sample", "strict") else DRAFT
         call = laid_out(random, make_row_call(random, structure), place[1])
         with like_a_device() if masked else nullcontext():
             result = attempt(draw_tokens, call)
@@ -421,10 +417,7 @@ def test_hostile_rows_are_sampled_as_by_the_reference(place, masked):
                 continue
             compared.append(token)
             with np.errstate(all="ignore"):
-                if request.temperature == 0:
-                    choice = greedy.argmax(request.target)
-                else:
-                    choice = selection.sample(request.target, **request.arguments, domains=domains)
+                choice = sample_row(request.target, **request.arguments, domains=domains)
             assert token == choice.index or choice.margin <= request.band, (token, choice)
 
     run()
@@ -593,7 +586,7 @@ def call_is_valid(call: dict, schedule: AcceptanceSchedule | None, look: bool) -
         return False
     if look:
         for request in ids.tolist():
-            leading = leading_drafts(request, vocab)
+            leading = oracle.leading_drafts(request, vocab)
             if len(leading) < drafts and request[len(leading)] != -1:
                 return False
     if draft is not None and not is_tensor(draft, FLOATS, (batch, drafts, vocab), target.device):

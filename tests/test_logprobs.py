@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import logprobs
-from reference.logprobs import processed_logprobs, raw_logprobs
-from reference.truncation import Sampling, truncate_rows
+from reference import sampling
+from reference.sampling import Sampling, processed_logprobs, raw_logprobs, truncate
 from specdecode import RejectionSampler, SamplerOutput
 from tests.conftest import combine
 from tests.differential import Case, band_of, case, like_a_device
@@ -41,7 +40,7 @@ def assert_right(output: SamplerOutput, batch: Case, options: Any, of: str, back
     for index, (tokens, got) in enumerate(zip(output.token_ids.tolist(), output.logprobs.cpu().numpy())):
         tokens, rows = tokens[: tokens.index(-1)] if -1 in tokens else tokens, batch.rows(index)[0]
         sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
-        _, margins = truncate_rows(rows[: len(tokens)], sampling)
+        margins = [truncate(row, sampling)[1] for row in rows[: len(tokens)]]
         # Rounding may decide what is kept of a row.
         clear = np.array(margins) > band_of(dtype, backend) if of == "processed" else np.full(len(tokens), True)
         want = processed_logprobs(rows, tokens, sampling) if of == "processed" else raw_logprobs(rows, tokens)
@@ -88,13 +87,13 @@ def check_against_fractions(rows: int = 100) -> None:
         kept = kept_tokens([weight / sum(squared) for weight in squared], **options)
         token = int(random.choice(kept))
         logits = np.log(weights.astype(float))
-        (got,) = logprobs.processed_logprobs([logits], [token], Sampling(0.5, **options))
+        (got,) = sampling.processed_logprobs([logits], [token], Sampling(0.5, **options))
         assert abs(np.exp(got) - float(squared[token] / sum(squared[v] for v in kept))) < 1e-12
         left_out = set(range(8)) - set(kept)
-        assert all(logprobs.processed_logprobs([logits], [v], Sampling(0.5, **options))[0] == -INF for v in left_out)
-        (got,) = logprobs.raw_logprobs([logits], [token])
+        assert all(sampling.processed_logprobs([logits], [v], Sampling(0.5, **options))[0] == -INF for v in left_out)
+        (got,) = sampling.raw_logprobs([logits], [token])
         assert abs(np.exp(got) - weights[token] / weights.sum()) < 1e-12
-    (greedy,) = logprobs.processed_logprobs([logits], [int(weights.argmax())], Sampling(0.0))
+    (greedy,) = sampling.processed_logprobs([logits], [int(weights.argmax())], Sampling(0.0))
     assert greedy == 0
 
 
@@ -104,16 +103,16 @@ def test_the_reference_returns_logarithms_of_what_is_kept():
 
 MUTANTS = [
     Mutant(
-        "not truncated", logprobs.processed_logprobs, "in zip(rows", "in zip(target_logits", check_against_fractions
+        "not truncated", sampling.processed_logprobs, "in zip(rows", "in zip(target_logits", check_against_fractions
     ),
     Mutant(
         "temperature 1",
-        logprobs.processed_logprobs,
+        sampling.processed_logprobs,
         "row, sampling.temperature)",
         "row, 1.0)",
         check_against_fractions,
     ),
-    Mutant("processed", logprobs.raw_logprobs, "Sampling())", "Sampling(0.5))", check_against_fractions),
+    Mutant("processed", sampling.raw_logprobs, "Sampling())", "Sampling(0.5))", check_against_fractions),
 ]
 
 

@@ -127,7 +127,7 @@ def test_domains_are_distinct_and_equal_on_both_floors():
         domain.name: int(domain) for domain in reference.Domain
     }
     assert len({int(domain) for domain in reference.Domain}) == len(reference.Domain.__members__) == 5
-    assert (selection.SELECT, selection.DRAFT, selection.BLOCK_SIZE) == (noise.SELECT, noise.DRAFT, noise.BLOCK_SIZE)
+    assert (reference.SELECT, reference.DRAFT, selection.BLOCK_SIZE) == (noise.SELECT, noise.DRAFT, noise.BLOCK_SIZE)
     assert not {*noise.SELECT, noise.Domain.ACCEPT} & {*noise.DRAFT}
 
 

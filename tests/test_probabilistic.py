@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import probabilistic
+from reference import oracle
 from specdecode import RejectionSampler
 from specdecode.eager.probabilistic import residual
 from specdecode.eager.selection import select
@@ -37,9 +37,8 @@ def test_probabilistic_equals_the_reference_token_for_token(place, deterministic
     verdicts = []
     for index in range(40):
         target, token_ids, draft = batch.rows(index)
-        verdicts.append(
-            probabilistic.verify(target, token_ids, None if deterministic else draft, **batch.request(index))
-        )
+        draft = None if deterministic else draft
+        verdicts.append(oracle.verify("probabilistic", target, token_ids, draft, **batch.request(index)))
     assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import specdecode
-from reference import selection
+from reference.sampling import sample as sample_row
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.checks import check_seeds
@@ -550,7 +550,7 @@ def test_seeds_and_positions_count_in_all_their_bits(place, seed, position):
         "seeds": torch.tensor([seed], device=place[1]),
         "positions": torch.tensor([position], device=place[1]),
     }
-    expected = [selection.sample(np.zeros(vocab), seed=seed, position=position + i).index for i in range(2)]
+    expected = [sample_row(np.zeros(vocab), seed=seed, position=position + i).index for i in range(2)]
     assert sample(target[:, 0], **arguments).tolist() == expected[:1]
     assert sample(target[:, 0], seeds=seed, positions=arguments["positions"]).tolist() == expected[:1]
     output = make("strict", place)(target, ids(place, expected[0]), **arguments)

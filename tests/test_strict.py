@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import strict
+from reference import oracle, strict
 from specdecode import RejectionSampler
 from tests import distributions
 from tests.differential import assert_same_tokens, case
@@ -26,7 +26,7 @@ def test_strict_equals_the_reference_token_for_token(place, drafts, vocab, dtype
         seeds=moved.seeds,
         positions=moved.positions,
     )
-    verdicts = [strict.verify(*batch.rows(index)[:2], **batch.request(index)) for index in range(40)]
+    verdicts = [oracle.verify("strict", *batch.rows(index)[:2], **batch.request(index)) for index in range(40)]
     assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 

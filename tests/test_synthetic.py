@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import probabilistic, strict, synthetic
-from reference.probabilistic import spread
-from reference.truncation import Sampling as ReferenceSampling
-from reference.truncation import truncate_rows
+from reference import oracle
+from reference.sampling import Sampling as ReferenceSampling
+from reference.sampling import spread, truncate
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling, VocabShard
 from tests import distributions
 from tests.conftest import HAS_TRITON, ON_GPU, combine
@@ -44,7 +43,7 @@ def test_synthetic_equals_the_reference_token_for_token(place, with_logits, voca
         target, token_ids, draft = batch.rows(index)
         rates = {"conditional_rates": SCHEDULE.conditional_rates}
         draft = draft if with_logits else None
-        verdicts.append(synthetic.verify(target, token_ids, draft, **rates, **batch.request(index)))
+        verdicts.append(oracle.verify("synthetic", target, token_ids, draft, **rates, **batch.request(index)))
     assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
 
 
@@ -179,11 +178,11 @@ def check_equal_rows(
         (target, token_ids, draft), request = batch.rows(index), batch.request(index)
         how = ReferenceSampling(request["temperature"] * (of_drafts or 1), **options)
         if ids is not None:  # truncated before it is spread
-            rows, _ = truncate_rows(draft, how)
-            draft, how = [spread(rows[0], ids.numpy(), size[1])], ReferenceSampling(how.temperature)
+            row, _ = truncate(draft[0], how)
+            draft, how = [spread(row, ids.numpy(), size[1])], ReferenceSampling(how.temperature)
         told = {"conditional_rates": NEVER.conditional_rates, "draft_sampling": how}
-        outcomes.append(synthetic.verify(target, token_ids, draft, **told, **options, **request))
-        assert outcomes[-1].token_ids == strict.verify(target[:1], [], **options, **request).token_ids
+        outcomes.append(oracle.verify("synthetic", target, token_ids, draft, **told, **options, **request))
+        assert outcomes[-1].token_ids == oracle.verify("strict", target[:1], [], **options, **request).token_ids
     moved = batch.to(place[1])
     temperature = moved.temperature if by_request else 0.75
     output = rejected(
@@ -259,7 +258,7 @@ def test_temperatures_whose_ratio_is_no_float32_leave_no_row_undefined():
         options = {"temperature": target_temperature, "draft_sampling": ReferenceSampling(draft_temperature)}
         drafted = sampler.draft(batch.draft_logits[:, 0], draft_temperature, seeds=0).token_ids[:, None]
         rows = [(batch.rows(index)[0], drafted[index].tolist(), batch.rows(index)[2]) for index in range(60)]
-        outcomes = [probabilistic.verify(*each, **options, seed=seed) for seed, each in enumerate(rows)]
+        outcomes = [oracle.verify("probabilistic", *each, **options, seed=seed) for seed, each in enumerate(rows)]
         options["draft_sampling"] = Sampling(draft_temperature)
         output = sampler(batch.target_logits, drafted, batch.draft_logits, **options, seeds=0)
         assert_same_tokens(output.token_ids, outcomes, batch.band("eager"))

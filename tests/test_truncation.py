@@ -1,6 +1,6 @@
 """Top-k, top-p and min-p: what is kept, and that every method is exact for the truncated target."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import block, probabilistic, strict, synthetic, truncation
-from reference.selection import sample as sample_row
-from reference.truncation import Sampling, cutoff, truncate
+from reference import oracle, sampling, truncation
+from reference.sampling import Sampling, cutoff, truncate
+from reference.sampling import sample as sample_row
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, eager, sample
 from specdecode import Sampling as PackageSampling
 from tests import distributions
@@ -118,29 +118,47 @@ def test_the_joint_distribution_of_the_tokens_is_the_truncated_targets(method, m
     check(method, CASES[models])
 
 
-def check_kept(rows: int = 200) -> None:
-    """What is kept of random rows, many of them with ties, is what the rules in fractions keep."""
+def random_rows(count: int) -> Iterator[tuple[list[Fraction], dict]]:
+    """Random rows, many of them with ties, and options for each."""
     random = np.random.default_rng(0)
-    for _ in range(rows):
+    for _ in range(count):
         weights = random.integers(0, 6, size=random.integers(1, 9))
         weights[random.integers(len(weights))] = 6
-        row = normalised(weights)
         options = {
             "top_k": int(random.integers(0, 5)),
             "top_p": float(random.choice([1.0, 0.93, 0.5001, 0.17])),
             "min_p": float(random.choice([0.0, 0.17, 0.51])),
         }
+        yield normalised(weights), options
+
+
+def check_formulas(rows: int = 200) -> None:
+    """The text-book rules, on probabilities, leave exactly the distribution that the rules in fractions leave."""
+    for row, options in random_rows(rows):
+        exact = {name: Fraction(value) if name != "top_k" else value for name, value in options.items()}
+        kept = kept_tokens(row, **options)
+        mass = sum(row[token] for token in kept)
+        expected = [row[token] / mass if token in kept else 0 for token in range(len(row))]
+        probs = np.array(row, dtype=object)
+        assert truncation.truncate(probs, **exact).tolist() == expected, (row, options)
+        assert truncation.cutoff(probs, **exact) == kept[-1]
+
+
+def check_kept(rows: int = 200) -> None:
+    """What the oracle keeps of the logits is what the rules in fractions keep."""
+    for row, options in random_rows(rows):
         with np.errstate(divide="ignore"):
             logits = np.log(np.array(row, dtype=float))
         kept = kept_tokens(row, **options)
         result, margin = truncate(logits, Sampling(**options))
         if margin > 1e-9:
-            assert np.flatnonzero(np.isfinite(result)).tolist() == sorted(kept), (weights, options)
+            assert np.flatnonzero(np.isfinite(result)).tolist() == sorted(kept), (row, options)
             assert cutoff(logits, Sampling(**options)) == kept[-1]
 
 
 def test_what_is_kept_follows_the_rules():
     check_kept(2000)
+    check_formulas(2000)
 
 
 def test_rows_with_nothing_to_leave_out_stay_as_they_are():
@@ -149,29 +167,33 @@ def test_rows_with_nothing_to_leave_out_stay_as_they_are():
     assert truncate([1.0, INF, INF], Sampling(top_k=2))[0].tolist() == [-INF, INF, -INF]  # a point mass
 
 
-T = truncation
+T, S = truncation, sampling
 joint = partial(check, "probabilistic", CASES["all three"])
 order = partial(check, "probabilistic", CASES["top-k before top-p"])
 ties = partial(check, "probabilistic", CASES["ties"])
 MUTANTS = [
-    Mutant("top-p before top-k", T.num_kept, "probs = np.exp(logprobs[:count])", "probs = np.exp(logprobs)", order),
-    Mutant("the mass not renormalised after top-k", T.num_kept, "sampling.top_p * probs.sum()", "sampling.top_p", order),
-    Mutant("the token that crosses p dropped", T.num_kept, "count = 1 + int((slack > 0).sum())",
+    Mutant("top-p before top-k", S.num_kept, "probs = np.exp(logprobs[:count])", "probs = np.exp(logprobs)", order),
+    Mutant("the mass not renormalised after top-k", S.num_kept, "sampling.top_p * probs.sum()", "sampling.top_p", order),
+    Mutant("the token that crosses p dropped", S.num_kept, "count = 1 + int((slack > 0).sum())",
            "count = max(1, int((np.log(sampling.top_p * probs.sum()) >= np.log(before + probs)).sum()))", joint),
-    Mutant("ties kept", T.truncate, "logits[order[kept.index :]] = -np.inf",
+    Mutant("ties kept", S.truncate, "logits[order[kept.index :]] = -np.inf",
            "logits[logits < logits[order[kept.index - 1]]] = -np.inf", ties),
-    Mutant("the order of ids reversed", T.token_order, 'np.argsort(-logits, kind="stable")',
-           'np.argsort(logits, kind="stable")[::-1]', ties),
-    Mutant("min-p of the mass", T.num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
+    Mutant("the order of ids reversed", T.token_order, 'np.argsort(-scores, kind="stable")',
+           'np.argsort(scores, kind="stable")[::-1]', ties),
+    Mutant("min-p of the mass", S.num_kept, "logprobs[:count] - logprobs[0] - np.log", "logprobs[:count] - np.log",
            partial(check, "probabilistic", CASES["min-p"])),
-    Mutant("q not truncated", probabilistic.verify, "truncate_rows(draft_logits, draft_sampling)",
-           "truncate_rows(draft_logits, Sampling())", joint),
-    Mutant("q truncated as the target samples", probabilistic.verify, "truncate_rows(draft_logits, draft_sampling)",
-           "truncate_rows(draft_logits, sampling)", partial(check, "probabilistic", CASES["untruncated drafts"])),
-    Mutant("p not truncated", block.verify, "truncate_rows(target_logits, sampling)",
-           "truncate_rows(target_logits, Sampling())", partial(check, "block", CASES["all three"])),
-    Mutant("p not truncated", strict.verify, "truncate_rows(target_logits, Sampling(temperature, top_k, top_p, min_p))",
-           "truncate_rows(target_logits, Sampling())", partial(check, "strict", CASES["all three"])),
+    Mutant("q not truncated", oracle.Step.draft, "self.draft_sampling)", "Sampling(self.draft_sampling.temperature))",
+           joint),
+    Mutant("q truncated as the target samples", oracle.Step.draft, "self.draft_sampling)", "self.sampling)",
+           partial(check, "probabilistic", CASES["untruncated drafts"])),
+    *(Mutant(f"p not truncated, {method}", oracle.Step.target, "self.sampling)", "Sampling(self.sampling.temperature))",
+             partial(check, method, CASES["all three"])) for method in ("probabilistic", "block", "strict")),
+    Mutant("top-p before top-k, on probabilities", T.num_kept, "probs.sum()", "1", check_formulas),
+    Mutant("the token that crosses p dropped, on probabilities", T.num_kept, "before < top_p * probs.sum()",
+           "(before + probs <= top_p * probs.sum()) | (before == 0)", check_formulas),
+    Mutant("min-p of the smallest, on probabilities", T.num_kept, "min_p * probs[0]", "min_p * probs[-1]", check_formulas),
+    Mutant("tokens without probability kept", T.num_kept, "(probs > 0) & ", "", check_formulas),
+    Mutant("not normalised", T.truncate, "truncated / truncated.sum()", "truncated", check_formulas),
 ]  # fmt: skip
 
 
@@ -197,7 +219,7 @@ TRUNCATIONS: dict[str, dict] = {
     },
 }
 SCHEDULE = AcceptanceSchedule.from_rates([0.8, 0.5, 0.3])
-VERIFY = {"strict": strict, "probabilistic": probabilistic, "block": block, "synthetic": synthetic}
+VERIFY = ("strict", "probabilistic", "block", "synthetic")
 
 
 def of_request(options: Mapping, index: int) -> dict:
@@ -221,7 +243,7 @@ def expected(method: str, batch: Case, options: Mapping, draft_options: Mapping 
                 keywords["draft_sampling"] = Sampling(**of_request(draft_options, index))
         if method == "synthetic":
             keywords["conditional_rates"] = SCHEDULE.conditional_rates
-        outcomes.append(VERIFY[method].verify(*rows, **keywords))
+        outcomes.append(oracle.verify(method, *rows, **keywords))
     return outcomes
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from reference import block, selection, truncation
+from reference import block, oracle, philox
 from reference import probabilistic as reference
+from reference.sampling import Sampling, cutoff, log_softmax, truncate
 from specdecode import AcceptanceSchedule
 from tests.enumeration import Case, decode, distribution, normalised
 
@@ -137,17 +139,17 @@ def test_truncation_keeps_what_the_reference_keeps(call):
     cases = [[logits, *values] for logits in fixed + drawn for values in options]
     close = 0
     for (logits, temperature, top_k, top_p, min_p), found in zip(cases, call("truncate", cases)):
-        sampling = truncation.Sampling(temperature, top_k, top_p, min_p)
-        row, margin = truncation.truncate(logits, sampling)
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        row, margin = truncate(logits, sampling)
         if margin < 1e-9:
             close += 1
             assert logits not in fixed  # for the widget's rows rounding decides nothing
             continue
-        assert found["cutoff"] == truncation.cutoff(logits, sampling) == found["kept"][-1]
+        assert found["cutoff"] == cutoff(logits, sampling) == found["kept"][-1]
         assert sorted(found["kept"]) == np.flatnonzero(np.isfinite(row)).tolist()
-        expected = np.exp(selection.log_softmax(row, temperature))
+        expected = np.exp(log_softmax(row, temperature))
         assert found["truncated"] == pytest.approx(expected.tolist(), abs=1e-12)
-        assert found["probs"] == pytest.approx(np.exp(selection.log_softmax(np.array(logits), temperature)).tolist())
+        assert found["probs"] == pytest.approx(np.exp(log_softmax(np.array(logits), temperature)).tolist())
     assert close < len(cases) / 100
 
 
@@ -321,8 +323,12 @@ def test_joint_rates_are_those_of_the_references_verify(call, weights):
     target, draft = (normalised(side) for side in weights)
     case = Case(lambda prefix: target, lambda prefix: draft, (2,), 3)
     (found,) = call("jointRatesByMethod", [[[float(prob) for prob in side] for side in (target, draft)] + [2]])
-    for method, room, domains in (("token", reference, selection.DRAFT), ("block", block, block.draft_domains)):
-        outcomes = distribution(lambda chance, room=room, domains=domains: decode(chance, case, room.verify, domains))
+    for method, name, domains in (
+        ("token", "probabilistic", philox.DRAFT),
+        ("block", "block", philox.draft_domains),
+    ):
+        verify = partial(oracle.verify, name)
+        outcomes = distribution(lambda chance, verify=verify, domains=domains: decode(chance, case, verify, domains))
         rates = [sum(P for (_, (accepted,)), P in outcomes.items() if accepted > i) for i in range(2)]
         assert found[method] == pytest.approx(rates, abs=1e-12)
 
@@ -624,12 +630,12 @@ def test_truncation_by_keyboard(show):
     target, draft = row_constants("TARGET_LOGITS"), row_constants("DRAFT_LOGITS")
 
     def check(**options: float) -> None:
-        sampling = truncation.Sampling(**options)
-        rows_of = [truncation.truncate(logits, sampling)[0] for logits in (target, draft)]
-        p, q = (np.exp(selection.log_softmax(np.array(logits), sampling.temperature)) for logits in (target, draft))
-        kept_p, kept_q = (np.exp(selection.log_softmax(row, sampling.temperature)) for row in rows_of)
+        sampling = Sampling(**options)
+        rows_of = [truncate(logits, sampling)[0] for logits in (target, draft)]
+        p, q = (np.exp(log_softmax(np.array(logits), sampling.temperature)) for logits in (target, draft))
+        kept_p, kept_q = (np.exp(log_softmax(row, sampling.temperature)) for row in rows_of)
         for name, logits, row in zip(("target", "draft"), (target, draft), rows_of):
-            shown = f"{np.isfinite(row).sum()} of 8, token {truncation.cutoff(logits, sampling)}"
+            shown = f"{np.isfinite(row).sum()} of 8, token {cutoff(logits, sampling)}"
             assert readout(page, name) == shown
         assert readout(page, "truncated") == f"{100 * reference.acceptance_rate(kept_p, kept_q):.1f}%"
         assert readout(page, "plain") == f"{100 * reference.acceptance_rate(kept_p, q):.1f}%"

@@ -17,9 +17,10 @@ from pymdownx.superfences import SuperFencesException
 from docs._tools.svg import WIDTH, mark, path, picture, rect, text
 from reference import greedy  # noqa: TID251 - the reference computes what figures show
 from reference.block import running_ratio  # noqa: TID251
+from reference.oracle import accepts  # noqa: TID251
 from reference.philox import Domain, uniform  # noqa: TID251
-from reference.probabilistic import acceptance_probability, accepts, residual  # noqa: TID251
-from reference.truncation import Sampling, cutoff, token_order  # noqa: TID251
+from reference.probabilistic import acceptance_probability, residual  # noqa: TID251
+from reference.truncation import token_order  # noqa: TID251
 
 
 def figure_fence(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
@@ -329,7 +330,7 @@ def count_words(found: list[str], words: list[str]) -> str:
 def greedy_figure() -> str:
     """Draw greedy verification of the drafts 1, 2 over the rows of the example by hand."""
     rows, drafts = [[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]], [1, 2]
-    emitted = greedy.verify(rows, drafts).token_ids
+    emitted = greedy.verify(rows, drafts)
     left, pitch, width, base = 108, 112, 96, 76
     parts = []
     labels = {"target's logits": 56, "argmax": 116, "draft": 152, "compare": 186, "emitted": 222}
@@ -338,7 +339,7 @@ def greedy_figure() -> str:
     for i, row in enumerate(rows):
         x, middle = left + pitch * i, left + pitch * i + width / 2
         used = i < len(emitted)
-        best = greedy.argmax(row).index
+        best = greedy.argmax(row)
         parts.append(
             text(middle, 14, f"row {i}" + ("" if used else ", not needed"), "small" if used else "small muted")
         )
@@ -705,8 +706,7 @@ def level_figure() -> str:
     k, left, pitch, width, bottom, unit = 3, 40, 66, 54, 170, 16
     level = sorted(map(max, LEVEL_ROW))[-k]
     logits = np.array(LEVEL_ROW, dtype=float).ravel()
-    last = cutoff(logits, Sampling(top_k=k))
-    kept = set(token_order(logits)[:k].tolist())
+    *_, last = kept = token_order(logits)[:k].tolist()
     parts = [text(4, 14, f"top_k = {k}; bars: largest logit of each block", "label", "start")]
     for logit in (0, 4, 8):
         parts += [text(left - 8, bottom - unit * logit + 4, str(logit), "tick", "end")]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from reference import truncation
+from reference.sampling import Sampling, truncate
 from specdecode import AcceptanceSchedule, RejectionSampler
 from tests.distributions import FALSE_ALARM, p_value, softmax
 from tests.hugging_face.common import (
@@ -256,7 +256,7 @@ class TestTruncatedDistribution:
     """
 
     REQUESTS, NEW, PROMPT = 30_000, 3, (0, 0, 3, 3)
-    SAMPLING = truncation.Sampling(temperature=2.0, top_k=3, top_p=0.8, min_p=0.1)
+    SAMPLING = Sampling(temperature=2.0, top_k=3, top_p=0.8, min_p=0.1)
 
     @torch.no_grad()
     def distribution(self, model, vocab, new):
@@ -275,7 +275,7 @@ class TestTruncatedDistribution:
         return joint
 
     def truncated(self, row):
-        kept, _ = truncation.truncate(row, self.SAMPLING)
+        kept, _ = truncate(row, self.SAMPLING)
         return softmax(kept / self.SAMPLING.temperature)
 
     def counts(self, output, joint):

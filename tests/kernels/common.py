@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import block, probabilistic, strict, synthetic
+from reference import oracle
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as plans
@@ -42,15 +42,20 @@ def small(*cases: Any) -> tuple:
     return cases if ON_GPU else cases[:1]
 
 
+def method_of(kind: str) -> str:
+    """The method that a kind of call names."""
+    first = kind.split()[0]
+    return first if first in ("strict", "synthetic", "block") else "probabilistic"
+
+
 def given(kind: str, batch: Case) -> tuple[str, Tensor | None, Tensor | None]:
     """The method that a kind of call names, and the draft's logits and their logsumexp where it gives them."""
-    method = kind.split()[0] if kind.split()[0] in ("strict", "synthetic", "block") else "probabilistic"
     draft_logits = None if kind.endswith(("strict", "deterministic")) else batch.draft_logits
     logsumexp = None
     if kind.endswith("given logsumexp"):
         columns = [drafted(batch, offset).logsumexp for offset in range(batch.draft_logits.shape[1])]
         logsumexp = torch.stack(columns, 1) if columns else torch.empty(*batch.draft_token_ids.shape, device=DEVICE)
-    return method, draft_logits, logsumexp
+    return method_of(kind), draft_logits, logsumexp
 
 
 def drafted(batch: Case, offset: int) -> Any:
@@ -77,17 +82,10 @@ def expected(kind: str, batch: Case) -> list:
     outcomes = []
     for index in range(len(batch.seeds)):
         target, token_ids, draft = batch.rows(index)
-        request = batch.request(index)
         if kind.endswith(("strict", "deterministic")):
             draft = None
-        if kind.startswith("strict"):
-            outcomes.append(strict.verify(target, token_ids, **request))
-        elif kind.startswith("synthetic"):
-            rates = SCHEDULE.conditional_rates
-            outcomes.append(synthetic.verify(target, token_ids, draft, conditional_rates=rates, **request))
-        else:
-            method = block if kind.startswith("block") else probabilistic
-            outcomes.append(method.verify(target, token_ids, draft, **request))
+        options = {**batch.request(index), "conditional_rates": SCHEDULE.conditional_rates}
+        outcomes.append(oracle.verify(method_of(kind), target, token_ids, draft, **options))
     return outcomes
 
 

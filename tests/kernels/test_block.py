@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from reference.block import accepts
+from reference.oracle import accepts_block
 from reference.philox import Domain, uniform
-from reference.probabilistic import draft_log_softmax
-from reference.selection import log_softmax
+from reference.sampling import log_softmax, point_mass
 from specdecode.kernels import block, plan, residual
 from tests.conftest import ON_GPU
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
@@ -59,19 +58,22 @@ def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tupl
     numbers = batch.request(request)
     temperature, seed, position = numbers["temperature"], numbers["seed"], numbers["position"]
     ids = ids[: ids.index(-1)] if -1 in ids else ids
+
+    def draft_logprobs(offset: int) -> np.ndarray:
+        return log_softmax(draft[offset], temperature) if with_logits else point_mass(ids[offset], target.shape[1])
+
     choices, log_ratio = [], 0.0
     for count in range(len(ids) + 1):
         if count > 0:
             p = log_softmax(target[count - 1], temperature)
-            q = draft_log_softmax(draft if with_logits else None, count - 1, ids[count - 1], len(p), temperature)
+            q = draft_logprobs(count - 1)
             log_ratio = min(0.0, log_ratio) + p[ids[count - 1]] - q[ids[count - 1]]
         log_uniform = np.log(uniform(seed, position + count - 1, count - 1, Domain.ACCEPT)) if count > 0 else -np.inf
         row, is_open = None, False
         if count < len(ids):
-            q = draft_log_softmax(draft if with_logits else None, count, ids[count], target.shape[1], temperature)
-            row = np.exp(log_softmax(target[count], temperature)), np.exp(q)
+            row = np.exp(log_softmax(target[count], temperature)), np.exp(draft_logprobs(count))
             is_open = with_logits and log_uniform <= log_ratio < 0 and max(row[0].max(), row[1].max()) < 1
-        choices.append((accepts(log_uniform, log_ratio, row), min(0.0, log_ratio), is_open))
+        choices.append((accepts_block(log_uniform, log_ratio, row), min(0.0, log_ratio), is_open))
     return choices
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.selection import sample as sample_row
-from reference.truncation import Sampling, cutoff, truncate
+from reference.sampling import Sampling, cutoff, truncate
+from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import probabilistic as reference
-from reference import truncation
+from reference import oracle
+from reference.sampling import Sampling, spread, truncate
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
@@ -23,7 +23,7 @@ from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case, lik
 from tests.kernels.addresses import reads_and_writes_inside
 from tests.kernels.common import DEVICE, FEW, LARGE, MANY, assert_same, run
 from tests.packing import in_slots, packed_rows, with_counts
-from tests.test_truncation import SCHEDULE, VERIFY, of_request, on
+from tests.test_truncation import SCHEDULE, of_request, on
 
 METHODS = ["probabilistic", "block", "synthetic"]
 SIZES = [(4200, 37), (2064, 1040)] + [(2100, 2100), (151_936, 32_000), (50_257, 5001)] * ON_GPU
@@ -85,14 +85,14 @@ def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
     for index in range(len(batch.seeds)):
         target, token_ids, draft = batch.rows(index)
         keywords, limits = batch.request(index), of_request(options, index)
-        how = truncation.Sampling(keywords["temperature"], **limits)
-        rows, margins = truncation.truncate_rows(draft, how)
-        rows = [reference.spread(row, ids.numpy(), vocab) for row in rows]
+        how = Sampling(keywords["temperature"], **limits)
+        kept = [truncate(row, how) for row in draft]
+        rows = [spread(row, ids.numpy(), vocab) for row, _ in kept]
         if method == "synthetic":
             keywords["conditional_rates"] = SCHEDULE.conditional_rates
-        keywords["draft_sampling"] = truncation.Sampling(keywords["temperature"])
-        outcome = VERIFY[method].verify(target, token_ids, rows, **keywords, **limits)
-        outcomes.append(outcome._replace(margin=min([outcome.margin, *margins])))
+        keywords["draft_sampling"] = Sampling(keywords["temperature"])
+        outcome = oracle.verify(method, target, token_ids, rows, **keywords, **limits)
+        outcomes.append(outcome._replace(margin=min(outcome.margin, *(margin for _, margin in kept))))
     return outcomes
 
 

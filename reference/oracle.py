@@ -1,0 +1,267 @@
+"""The oracle: every method on raw logits, with every option, the real noise, and how close each decision was.
+
+The PyTorch and the Triton version are compared with it, token for token. It is put together from the other modules, which
+have the algorithms on probabilities and their proofs; read those first. [`sampling`][reference.sampling] turns a row of
+logits into a distribution, in logarithms, and draws from it. Here is the rest of what the algorithms leave out.
+
+- *Noise*: each random number belongs to a seed, a position and a use, see [`philox`][reference.philox].
+- *Logarithms*: u <= p(x) / q(x) is decided as log u <= log p(x) - log q(x).
+- *Temperature 0* is greedy in every method; only synthetic verification keeps its schedule.
+- *Ragged drafts*: the first id that is not a token ends a request's drafts.
+- *Margins*: the margin of a step is that of its closest decision. An implementation whose differences of scores are all
+  wrong by less must return the same tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from reference import block, greedy, probabilistic
+from reference.philox import Domain, uniform
+from reference.sampling import Choice, Sampling, is_invalid, log, log_softmax, point_mass, select, truncate, without_nan
+
+
+class Outcome(NamedTuple):
+    """What one verification step returns for one request."""
+
+    token_ids: list[int]
+    """Accepted drafts, then the one recovered or bonus token."""
+
+    margin: float
+    """How far the closest decision of the step was from the opposite decision, in nats."""
+
+    invalid: bool = False
+    """Whether a target row that decided a token had no finite logit and no `+inf`."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of accepted draft tokens."""
+        return len(self.token_ids) - 1
+
+
+def accepts(log_uniform: float, target_logprob: float, draft_logprob: float) -> Choice:
+    """Decide whether to accept a draft: log u <= log p(x) - log q(x).
+
+    >>> [accepts(np.log(u), np.log(0.2), np.log(0.5)).index for u in (0.3, 0.5)]
+    [1, 0]
+    >>> accepts(np.log(1e-9), np.log(0.5), -np.inf).index
+    0
+    """
+    if target_logprob == -np.inf or draft_logprob == -np.inf:
+        return Choice(0, np.inf)
+    slack = target_logprob - draft_logprob - log_uniform
+    return Choice(int(slack >= 0), abs(slack))
+
+
+def accepts_block(log_uniform: float, log_ratio: float, next_row=None) -> Choice:
+    """Decide whether to accept i drafts: log eta_i <= log h_i.
+
+    The margin is how far log c_i can move before the decision changes.
+
+    Args:
+        log_uniform: log eta_i.
+        log_ratio: log c_i before the minimum with 0. The margin needs it: log c_i stays 0 until this value is below 0.
+        next_row: (p, q) of the row after the i drafts, or None if these are all drafts.
+
+    >>> row = np.array([0.75, 0.25]), np.array([0.25, 0.75])
+    >>> [accepts_block(np.log(u), np.log(0.5), row).index for u in (0.19, 0.21)]
+    [1, 0]
+    >>> [accepts_block(np.log(u), np.log(0.5)).index for u in (0.49, 0.51)]
+    [1, 0]
+    """
+    if next_row is None:
+        slack = min(0.0, log_ratio) - log_uniform
+        return Choice(int(slack >= 0), abs(log_ratio - log_uniform))
+    ratio = np.exp(min(0.0, log_ratio))
+    slack = log(block.acceptance_probability(ratio, block.residual_mass(ratio, *next_row))) - log_uniform
+    return Choice(int(slack >= 0), abs(log_ratio - log_critical_ratio(log_uniform, *next_row)))
+
+
+def log_critical_ratio(log_uniform: float, target_probs, draft_probs) -> float:
+    """Return the logarithm of the smallest running ratio c at which the drafts before a row are accepted: h(c) = u.
+
+    h(c) >= u if and only if (1 - u) sum max(0, c p - q) >= u (1 - c). That sum is the largest c P(S) - Q(S) over all
+    sets S of tokens. So the condition is c >= (u + (1 - u) Q(S)) / (u + (1 - u) P(S)) for some S. The smallest bound is
+    reached by one of the sets of the tokens with the smallest q/p: no token, the first in this order, the first two, ...
+
+    >>> c = np.exp(log_critical_ratio(np.log(0.2), np.array([0.75, 0.25]), np.array([0.25, 0.75])))
+    >>> round(float(c), 12)
+    0.5
+    """
+    u = np.exp(log_uniform)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        order = np.argsort(draft_probs / target_probs)  # tokens with p = 0 come last
+    target_sums, draft_sums = (np.cumsum([0.0, *probs[order]]) for probs in (target_probs, draft_probs))
+    return float(np.log(((u + (1 - u) * draft_sums) / (u + (1 - u) * target_sums)).min()))
+
+
+class Step:
+    """One request's step: its drafts, its rows by offset, its noise, and the smallest margin of what was decided so far."""
+
+    def __init__(
+        self, target_logits, draft_token_ids, draft_logits, sampling: Sampling, draft_sampling: Sampling, seed, position
+    ) -> None:
+        self.target_logits, self.draft_logits = target_logits, draft_logits
+        self.sampling, self.draft_sampling = sampling, draft_sampling
+        self.seed, self.position = seed, position
+        self.vocab_size = len(target_logits[0])
+        self.drafts = leading_drafts(draft_token_ids, self.vocab_size)
+        self.margin = np.inf
+
+    def decide(self, choice: Choice) -> int:
+        """Take note of how close a decision was, and return what was decided."""
+        self.margin = min(self.margin, choice.margin)
+        return choice.index
+
+    def logprobs(self, logits, sampling: Sampling):
+        """Return the log-probabilities of a row, truncated."""
+        logits, margin = truncate(logits, sampling)
+        self.margin = min(self.margin, margin)
+        return log_softmax(logits, sampling.temperature)
+
+    def target(self, offset: int):
+        """Return log p."""
+        return self.logprobs(self.target_logits[offset], self.sampling)
+
+    def draft(self, offset: int):
+        """Return log q: the point mass on the draft if the drafter gave no logits."""
+        if self.draft_logits is None:
+            return point_mass(self.drafts[offset], self.vocab_size)
+        return self.logprobs(self.draft_logits[offset], self.draft_sampling)
+
+    def log_uniform(self, offset: int, index: int = 0) -> float:
+        """Return log u of an accept decision."""
+        return np.log(uniform(self.seed, self.position + offset, index, Domain.ACCEPT))
+
+    def draw(self, offset: int, log_weights) -> int:
+        """Return a token drawn at an offset."""
+        return self.decide(select(log_weights, self.seed, self.position + offset))
+
+    def emit(self, offset: int, log_weights) -> list[int]:
+        """Return the drafts before an offset, and a token drawn there."""
+        return [*self.drafts[:offset], self.draw(offset, log_weights)]
+
+
+def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
+    """Return the drafts before the first id that is not a token of the vocabulary (-1 pads ragged batches).
+
+    >>> leading_drafts([4, 2, -1, 3], vocab_size=5)
+    [4, 2]
+    >>> leading_drafts([4, 5], vocab_size=5)
+    [4]
+    """
+    drafts = []
+    for token in draft_token_ids:
+        if not 0 <= token < vocab_size:
+            break
+        drafts.append(int(token))
+    return drafts
+
+
+def verify_greedy(step: Step) -> list[int]:
+    """Return the tokens of greedy verification. Comparisons of logits do not round: the margin stays infinite."""
+    return greedy.verify(map(without_nan, step.target_logits), step.drafts)
+
+
+def verify_strict(step: Step) -> list[int]:
+    """Return the tokens of strict verification."""
+    offsets = range(len(step.drafts) + 1)
+    return greedy.compare((step.draw(offset, step.target(offset)) for offset in offsets), step.drafts)
+
+
+def verify_probabilistic(step: Step) -> list[int]:
+    """Return the tokens of probabilistic verification."""
+    for offset, token in enumerate(step.drafts):
+        target, draft = step.target(offset), step.draft(offset)
+        if not step.decide(accepts(step.log_uniform(offset), target[token], draft[token])):
+            return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(draft))))
+    return step.emit(len(step.drafts), step.target(len(step.drafts)))
+
+
+def verify_block(step: Step) -> list[int]:
+    """Return the tokens of block verification."""
+    length = len(step.drafts)
+    rows, last_row = [(step.target(offset), step.draft(offset)) for offset in range(length)], step.target(length)
+    log_ratios = [0.0]
+    for token, (target, draft) in zip(step.drafts, rows):
+        if target[token] == -np.inf or draft[token] == -np.inf:
+            break  # the running ratio is 0 from here on: neither this draft nor a later one can be accepted
+        log_ratios.append(min(0.0, log_ratios[-1]) + target[token] - draft[token])
+
+    probs = [(np.exp(target), np.exp(draft)) for target, draft in rows]
+    accepted = 0
+    for i in range(len(log_ratios) - 1, 0, -1):
+        next_row = probs[i] if i < length else None
+        if step.decide(accepts_block(step.log_uniform(i - 1, index=i - 1), log_ratios[i], next_row)):
+            accepted = i
+            break
+    if accepted == length:
+        return step.emit(length, last_row)
+    ratio = np.exp(min(0.0, log_ratios[accepted]))
+    return step.emit(accepted, log(block.residual(ratio, *probs[accepted])))
+
+
+def verify_synthetic(step: Step, conditional_rates) -> list[int]:
+    """Return the tokens of synthetic verification."""
+    offset = 0
+    while offset < len(step.drafts):
+        if not step.decide(accepts(step.log_uniform(offset), log(conditional_rates[offset]), 0.0)):
+            break
+        offset += 1
+    target = step.target(offset)
+    if offset == len(step.drafts) or step.draft_logits is None or step.sampling.temperature == 0:
+        return step.emit(offset, target)
+    return step.emit(offset, log(probabilistic.residual(np.exp(target), np.exp(step.draft(offset)))))
+
+
+def verify(
+    method: str,
+    target_logits,
+    draft_token_ids,
+    draft_logits=None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    draft_sampling: Sampling | None = None,
+    seed: int = 0,
+    position: int = 0,
+    conditional_rates=None,
+) -> Outcome:
+    """Verify one request's drafts.
+
+    Args:
+        method: "strict", "probabilistic", "block" or "synthetic".
+        target_logits: [num_draft_tokens + 1, vocab] raw logits.
+        draft_token_ids: [num_draft_tokens] ids; the first -1 ends them.
+        draft_logits: [num_draft_tokens, vocab] raw logits that the drafts were drawn from; None for a deterministic drafter.
+        temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: likewise.
+        min_p: likewise.
+        draft_sampling: how the drafts were drawn; None: as the target samples.
+        seed: the request's seed.
+        position: absolute position of the first draft token.
+        conditional_rates: [num_draft_tokens] a_i, of synthetic verification.
+
+    >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
+    >>> verify("probabilistic", target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
+    [0, 1]
+    >>> verify("probabilistic", target, [1], draft, seed=1).token_ids  # accepted one time in five; here rejected
+    [0]
+    >>> plain = [select(row, seed=1, position=10 + i).index for i, row in enumerate(target)]
+    >>> plain, verify("strict", target, plain[:1], seed=1, position=10).token_ids
+    ([0, 1], [0, 1])
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    step = Step(target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position)
+    if method == "synthetic":
+        token_ids = verify_synthetic(step, conditional_rates)
+    elif temperature == 0:
+        token_ids = verify_greedy(step)
+    else:
+        verifiers = {"strict": verify_strict, "probabilistic": verify_probabilistic, "block": verify_block}
+        token_ids = verifiers[method](step)
+    invalid = any(is_invalid(row) for row in target_logits[: len(token_ids)])
+    return Outcome(token_ids, step.margin, invalid)
