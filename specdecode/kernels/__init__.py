@@ -57,7 +57,7 @@ from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
 from specdecode.kernels import block, bounds, probabilistic, strict
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, MIN_DRAFTS, OF_TRUNCATION, TENSORS, layout
-from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
+from specdecode.kernels.plan import MANY_REQUESTS, AcceptRule, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.shard_memory import Way
 from specdecode.kernels.shard_plan import plan_sharded
@@ -118,8 +118,7 @@ def verify(
         schedule: for `"synthetic"`.
         large: whether to decide while reading (in block verification: to sum no more residuals than it takes to decide);
             None chooses by the number of rows.
-        many: whether to search as is best for many requests in a small batch (in block verification: to sum few residuals in
-            a large one); None chooses by their number.
+        many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
     if batch.shard is not None and verifies_whole_rows(method, batch, batch.shard):
         return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
@@ -157,8 +156,8 @@ def verify(
         large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
     large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
     if many is None:
-        many = requests > SPREAD_REQUESTS if large else requests >= MANY_REQUESTS
-    many = many and (rule is IN_BLOCK or not large)
+        many = requests >= MANY_REQUESTS
+    many = many and not large
     run(rule, outputs, tensors, batch, SELECT, large, many)
     return output
 
@@ -327,7 +326,7 @@ def add_limits(
 
 def warm_up(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
-    ways = [(False, False), (False, True), (True, False), (True, True)]
+    ways = [(False, False), (False, True), (True, False)]
     if batch.shard is not None and not verifies_whole_rows(method, batch, batch.shard):
         ways = ways[::2]  # there are two
     if batch.packing is not None:  # the drafts of its requests may be fewer at any call

@@ -246,11 +246,9 @@ class Truncating(NamedTuple):
 class Settling(NamedTuple):
     """How block verification decides what it takes residual sums to decide."""
 
-    TOP: Constant  # by bounds: so many blocks are looked at first
-    BLOCKS: Constant  # then, and where all are summed, so many at once
+    BLOCKS: Constant  # so many are summed at once
     LANES: Constant  # logits of each that are loaded at once
-    ROUNDS: Constant  # bounds decide, or end after so many rounds; 0: nothing is decided by bounds
-    SUMMED: Constant  # which residuals' block sums are wanted besides: OPEN_ONES, SPREAD or ALL of `residual`
+    SUMS: Constant  # block sums are wanted of residuals that a token may be drawn from, too, not only to decide
     OVERLAPS: Constant
 
 
@@ -265,5 +263,5 @@ class Searching(NamedTuple):
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     SETTLES: Constant  # or, in block verification, that is settled first
-    SUMMED: Constant  # and which residuals' block sums are in the workspace, as for `Settling`
+    SUMS: Constant  # ... and block sums of the residual that the token is drawn from are in the workspace, as for `Settling`
     OVERLAPS: Constant

@@ -7,8 +7,7 @@ is rejected if eta_i > c_i, accepted if c_i = 1, accepted if it is the last and 
 point mass. An i that is left *open* matters only above the largest accepted one.
 
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
-2. `decide_kernel`, a program for each number of drafts: decides without reading, and in a large batch by the few blocks that
-   hold most of p, which bound A_i from both sides. If that is not enough, it lists the residual.
+2. `decide_kernel`, a program for each number of drafts: decides without reading, or lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
 4. `settle`, at the start of the launch that emits: what is still open follows from the sums. The token after the accepted
    drafts is drawn by `probabilistic.draw`.
@@ -17,19 +16,15 @@ point mass. An i that is left *open* matters only above the largest accepted one
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import combine, logprob, relative_sums
+from specdecode.kernels.distribution import combine, logprob
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
 from specdecode.kernels.packed import locate_program
 from specdecode.kernels.philox import ACCEPT, load_key, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
 from specdecode.kernels.residual import (
-    ALL,
     NONE,
-    OPEN_ONES,
     ROW,
-    SPREAD,
-    SUMMED_ROW,
     list_residual,
     listed_place,
     load_both,
@@ -48,7 +43,6 @@ from specdecode.kernels.rows import (
     row_index,
     target_row_at,
 )
-from specdecode.kernels.search import SLACK, blocks_of, keys_of, least_of, take_top
 from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, load_empty, load_stop
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.values import Place, Residual
@@ -57,13 +51,10 @@ from specdecode.kernels.vocabulary import NO_PLACE
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (
     tl.constexpr(number) for number in range(7)
 )
-LOG_C, LEAST, DECISION, IS_LISTED, NUMBERS = (tl.constexpr(number) for number in range(7, 12))
+LOG_C, LEAST, DECISION, NUMBERS = (tl.constexpr(number) for number in range(7, 11))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
-at least, the decision, as far as it takes no sum of all blocks, and whether the residual is listed to be summed."""
-
-LARGEST_PART = tl.constexpr(0.25)
-"""A row none of whose blocks has this part of p is spread out: by bounds, most of its blocks would be read in turn."""
+at least, and the decision, as far as it takes no sum of blocks."""
 
 REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.0)
 
@@ -184,61 +175,27 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
 
 @triton.jit
 def decide_kernel(inputs, workspace, sizes, tuning):
-    """Decide about one number of drafts of a request, if that takes no sum of all blocks; else list the residual for it."""
+    """Decide about one number of drafts of a request, if that takes no sum of blocks; else list the residual for it."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
-    temperature = load_temperature(inputs.requests, request)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    place = Place(request, offset, None, load_key(inputs.requests, request), temperature)
-    uniforms = uniform(place.key, counts - 1, counts - 1, ACCEPT)
+    uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
     log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
     admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
-        decision, mass = at(decisions, offset), at(least, offset)
         numbers_ptr = numbers_at(workspace, request, offset, sizes)
         tl.store(numbers_ptr + LOG_C, at(log_c, offset))
-        tl.store(numbers_ptr + LEAST, mass)
+        tl.store(numbers_ptr + LEAST, at(least, offset))
+        tl.store(numbers_ptr + DECISION, at(decisions, offset))
         if inputs.draft.ptr is not None:
             wanted = at(is_open, offset) == 1
-            # From the row up to which all is accepted the token is drawn, if no more is.
-            stops = (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
-            if tuning.SUMMED != ALL:
-                residual = load_residual(numbers_ptr, at(log_c, offset))
-                decision, wanted, stops = decide_by_blocks(
-                    decision, wanted, stops, mass, residual, place, inputs, workspace, sizes, tuning
-                )
-            if tuning.SUMMED != OPEN_ONES:
-                wanted |= stops
-            tl.store(numbers_ptr + IS_LISTED, tl.where(wanted, 1.0, 0.0))
+            if tuning.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
+                wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if wanted:
                 list_residual(request, offset, workspace)
-        tl.store(numbers_ptr + DECISION, decision)
-
-
-@triton.jit
-def decide_by_blocks(decision, wanted, may_stop, least, residual, place, inputs, workspace, sizes, tuning):
-    """Return what few blocks decide about a number of drafts, and whether its residual is to be summed, to decide or draw.
-
-    If no block holds much of p, bounds would decide nothing, and searching would read most blocks in turn.
-    """
-    is_seen = wanted
-    if tuning.SUMMED == SPREAD:
-        is_seen |= may_stop
-    if is_seen:
-        statistics = load_target_statistics(place, workspace, sizes)
-        block_sums = relative_sums(residual.row_max, statistics, place.temperature)
-        if tuning.SUMMED == SPREAD:
-            is_spread = tl.max(block_sums, 0) < tl.sum(block_sums, 0) * LARGEST_PART
-            may_stop &= is_spread
-            is_seen = wanted & (is_spread == 0)
-        if tuning.ROUNDS > 0:
-            if is_seen:
-                decision = decide_by_bounds(least, residual, block_sums, place, inputs, workspace, sizes, tuning)
-                wanted = decision == OPEN
-    return decision, wanted, may_stop
 
 
 @triton.jit
@@ -247,40 +204,6 @@ def load_residual(numbers_ptr, log_c):
     row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
     log_sum_ratio = tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c
     return Residual(row_max, draft_max, log_sum_ratio, tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def decide_by_bounds(least, residual, block_sums, place, inputs, workspace, sizes, tuning):
-    """Compare sum max(0, p - q / c), relative to p's maximum, with `least`, by the blocks that hold most of p.
-
-    No block's part is more than its sum of p. So blocks are summed in the order of these, until what is found is enough, or
-    would not be with all that is left. If `ROUNDS` of them do not decide, it stays open.
-    """
-    rows, temperature = both_rows_at(place, inputs, workspace, sizes), place.temperature
-    block_sums = tl.where(block_sums == block_sums, block_sums, INFINITY)  # of a block with a NaN the sum is not known
-    left = tl.sum(block_sums, 0)
-    margin = left * SLACK  # `left` becomes a difference, and is rounded
-    top, remaining = take_top(keys_of(block_sums, sizes), tuning)
-    top_target, top_draft = load_both(inputs, rows, blocks_of(top, sizes), tuning.LANES)
-    # The next blocks are loaded before it is known whether they matter.
-    largest = tl.max(remaining, 0)
-    blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-    found = tl.sum(residual_sums(top_target, top_draft, residual, temperature), 0)
-    left -= tl.sum(least_of(top, sizes), 0)
-    enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-    rounds = 0
-    while (tl.max(largest, 0) >= 0) & (enough == 0) & (too_little == 0) & (rounds < tuning.ROUNDS):
-        rounds += 1
-        left -= tl.sum(least_of(largest, sizes), 0)
-        remaining = tl.where(remaining == largest[None, :], -1, remaining)
-        largest = tl.max(remaining, 0)
-        blocks = blocks_of(largest, sizes)
-        next_target, next_draft = load_both(inputs, rows, blocks, tuning.LANES)
-        found += tl.sum(residual_sums(target, draft, residual, temperature), 0)
-        enough, too_little = found * (1 - SLACK) >= least, (found + left + margin) * (1 + SLACK) < least
-        target, draft = next_target, next_draft
-    return tl.where(enough, ACCEPTED, tl.where(too_little, REJECTED, OPEN))
 
 
 @triton.jit
@@ -342,9 +265,6 @@ def decide(place, noise, inputs, workspace, sizes):
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
         numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
-        row_max, draft_max, log_sum_ratio, subtracted = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
-        if inputs.draft.ptr is not None:
-            subtracted = tl.where(tl.load(numbers_ptr + IS_LISTED) == 1, SUMMED_ROW, subtracted)
-        residual = Residual(row_max, draft_max, log_sum_ratio, subtracted)
+        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
     p = combine(statistics, row, place.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

@@ -28,7 +28,7 @@ from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.launch import Argument, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
-from specdecode.kernels.residual import ALL, LIST_FIELDS, OPEN_ONES, SPREAD
+from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.state import FIELDS
 from specdecode.kernels.truncation import truncate_kernel
 from specdecode.kernels.vocabulary import SPAN, places_kernel
@@ -66,17 +66,13 @@ READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 # T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
 RAW_REGISTERS = 16
 
-# In block verification: programs that share all sums; and TOP, BLOCKS, LANES and ROUNDS of `arguments.Settling`.
-SUM_PROGRAMS, SETTLING = 1056, (1, 4, 512, 2)
+# In block verification: programs that share all sums; and BLOCKS and LANES of `arguments.Settling`.
+SUM_PROGRAMS, SETTLING = 1056, (4, 512)
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
 # requests one is likely to need a long search, for which the others wait.
 SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
 MANY_REQUESTS = 12
-
-# In block verification with up to so many requests, each on a multiprocessor of its own, emission waits for the longest
-# search: residuals of rows that are spread out are summed. At T = 1, 3 drafts: 128 requests 97 -> 91 us, 256 157 -> 163 us.
-SPREAD_REQUESTS = 132
 
 PLANS = 1024  # that are kept, of calls whose sizes, strides or dtypes differ
 MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
@@ -100,7 +96,7 @@ def plan_step(
     Args:
         rule: how drafts are decided about.
         large: whether to find out early which rows do not matter.
-        many: whether to search as is best for many requests; in a large batch of block verification, to sum few residuals.
+        many: whether to search as is best for many requests.
         device: where the tensors are.
         shape: [batch, num_draft_tokens + 1, vocab] of the target logits that are read, or [batch, vocab].
         layouts: how each of `TENSORS` lies, None for those that are not there; of `OF_TRUNCATION` too if rows are truncated.
@@ -132,13 +128,13 @@ def plan_step(
     add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None, large, keeps_raw=truncates)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
-    summed = int(OPEN_ONES if not (settles and has_draft_rows) or (large and many) else SPREAD if large else ALL)
+    sums = settles and has_draft_rows and not large
     if settles:
-        add_settling(plan, *bundles, summed)
+        add_settling(plan, *bundles, sums)
     per_row = has_drafts and not settles and (truncates or not large)
-    searches = has_draft_rows and summed != ALL.value
+    searches = has_draft_rows and not sums
     search = "large" if large and not per_row else "many" if searches and (many or large) else "few"
-    flags = per_row, per_row and decides, settles, summed, can_overlap(device)
+    flags = per_row, per_row and decides, settles, sums, can_overlap(device)
     tuning = Searching(*SEARCH[search], rule.decide, rule.draw, *flags)
     outputs = outputs_of(samples, truncates, logprobs_ptr)
     add_drawing(plan, emit_kernel, (inputs, outputs, workspace, sizes, tuning), rule.num_warps)
@@ -176,22 +172,21 @@ def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -
     plan.add(places_kernel, (triton.cdiv(sizes.vocab_size, SPAN.value),), bundles, num_warps=8, follows=False)
 
 
-def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> None:
+def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
     """Add the launches of block verification between reading and emitting."""
-    tuning = add_deciding(plan, inputs, workspace, sizes, summed)
+    tuning = add_deciding(plan, inputs, workspace, sizes, sums)
     if inputs.draft.ptr is not None:
         shares = sizes.batch * sizes.num_draft_tokens * triton.cdiv(sizes.num_blocks, tuning.BLOCKS)
         plan.add(sum_kernel, (min(shares, SUM_PROGRAMS),), (inputs, workspace, sizes, tuning), num_warps=8)
 
 
-def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> Settling:
-    """Add the launches of block verification that decide; return how, but for what is `summed`, which others ignore."""
-    tuning = Settling(*SETTLING, OPEN_ONES.value, can_overlap(plan.device))
+def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> Settling:
+    """Add the launches of block verification that decide; return how, but for `sums`, which others ignore."""
+    tuning = Settling(*SETTLING, False, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
-    by_blocks = inputs.draft.ptr is not None and summed != ALL.value
     plan.add(ratio_kernel, (requests * num_draft_tokens,), (*bundles, tuning), num_warps=4)
-    deciding = *bundles, tuning._replace(SUMMED=summed)
-    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=8 if by_blocks else 4)
+    deciding = *bundles, tuning._replace(SUMS=sums)
+    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=4)
     return tuning
 
 

@@ -14,11 +14,8 @@ from specdecode.kernels.distribution import combine, combine_both, logprob
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.residual import (
-    ALL,
     NONE,
     ROW,
-    SPREAD,
-    SUMMED_ROW,
     select_residual_block,
     select_summed_block,
     shortfall,
@@ -130,19 +127,9 @@ def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tunin
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place, inputs, workspace, sizes)
         rows = row, draft_row
-        if tuning.SETTLES:
-            is_summed = subtracted == SUMMED_ROW
-            subtracted = tl.where(is_summed, ROW, subtracted)
         if subtracted == ROW:
-            if tuning.SUMMED == ALL:
+            if tuning.SUMS:
                 block, score = select_summed_block(place, exponentials, workspace, sizes)
-            elif tuning.SUMMED == SPREAD:
-                if is_summed:
-                    block, score = select_summed_block(place, exponentials, workspace, sizes)
-                else:
-                    block, score = select_residual_block(
-                        place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning
-                    )
             else:
                 block, score = select_residual_block(
                     place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning

@@ -41,18 +41,13 @@ from specdecode.kernels.state import NUM_LISTED
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Request
 
-OPEN_ONES, SPREAD, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Which residuals are summed by blocks before a token is drawn, beside those that must be to decide: none; those of rows
-that are spread out; all that may be drawn from."""
-
 LIST_FIELDS = tl.constexpr(4)
 """Of a listed residual: index, row and slot of its request, and its offset. So to sum it the request need not be located."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
-NONE, ROW, SUMMED_ROW = tl.constexpr(-1), tl.constexpr(-2), tl.constexpr(-3)
-"""What is subtracted from p before a token is drawn: nothing; all of q; all of q, where what is left is summed by blocks in
-the workspace. Any other number is the only token of q."""
+NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
+"""What is subtracted from p before a token is drawn: nothing; all of q. Any other number is the only token of q."""
 
 
 @triton.jit

@@ -49,12 +49,6 @@ def most_of(keys, sizes):
 
 
 @triton.jit
-def least_of(keys, sizes):
-    """Return what a bound is at least; 0 for the key -1."""
-    return tl.maximum(keys & -sizes.MAX_BLOCKS, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def take_top(keys, tuning):
     """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 in place of those."""
     slots = tl.arange(0, tuning.TOP)

@@ -26,7 +26,6 @@ from specdecode.kernels.plan import (
     add_drawing,
     add_reading,
 )
-from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
@@ -263,8 +262,7 @@ def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...]
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
     """Add the launches of block verification before its offers, and the exchange of residual sums if there are any."""
-    summed = ALL.value if step.sums else OPEN_ONES.value
-    tuning = add_deciding(plan.last, step.inputs, workspace, step.sizes, summed)
+    tuning = add_deciding(plan.last, step.inputs, workspace, step.sizes, step.sums)
     if not step.sums:
         return exchanged
     num_drafts = step.sizes.batch * step.sizes.num_draft_tokens
@@ -289,8 +287,7 @@ def add_offers(
     """Add the launch that offers tokens."""
     is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
-    summed = ALL.value if step.sums else OPEN_ONES.value
-    flags = step.per_row, step.per_row and step.decides, step.settles, summed, can_overlap(plan.device)
+    flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
     tuning = Searching(*search, decide, None, *flags)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
     add_drawing(plan.last, sharded.offer_kernel, bundles, rule.num_warps)

@@ -152,7 +152,7 @@ class Residual(NamedTuple):
     row_max: Any  # of p
     draft_max: Any  # of q
     log_sum_ratio: Any  # log(sumexp of q / sumexp of p), plus log c
-    subtracted: Any  # NONE, ROW (all of q), SUMMED_ROW (likewise, summed by blocks), or the only token of q
+    subtracted: Any  # NONE, ROW (all of q), or the only token of q
 
 
 class Terms(NamedTuple):

@@ -125,7 +125,7 @@ if triton is not None:
         """Make the trips to memory of `emit_kernel` in a small batch, each to an address that depends on the last.
 
         Statistics, two blocks of both rows, one of them again, the stop bits, the output. Nothing is computed but the
-        largest of what came, which is then multiplied by a seed of 0. Or, if `SUMMED`, as many maxima as that kernel makes
+        largest of what came, which is then multiplied by a seed of 0. Or, if `SUMS`, as many maxima as that kernel makes
         maxima and sums at least, each of which has its threads wait for each other: of the statistics the largest, the sum
         and the top blocks; of the blocks' logits the sums, and which is best; of the last block's the first largest.
         """
@@ -141,13 +141,13 @@ if triton is not None:
         found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < sizes.num_blocks, other=0.0)
         place = Place(request, offset, -1, (seed, index), 0.0)
         add_stop_bits(workspace.state_ptr, place, offset == sizes.num_draft_tokens, offset < 0, False)
-        first = (reduced(found.to(tl.int32), 3 + tuning.TOP if tuning.SUMMED else 1) * seed).to(tl.int32)
+        first = (reduced(found.to(tl.int32), 3 + tuning.TOP if tuning.SUMS else 1) * seed).to(tl.int32)
         places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
         block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * seed).to(tl.int32)
         places = block * 1024 + tl.arange(0, 1024)
         found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        token = reduced(found.to(tl.int32), 2 if tuning.SUMMED else 1) * seed
+        token = reduced(found.to(tl.int32), 2 if tuning.SUMS else 1) * seed
         bits = tl.atomic_or(bits_at(workspace.state_ptr, request), 0, sem="relaxed")
         tl.store(outputs.token_ids_ptr + tl.program_id(0), token)
         if are_complete(bits, sizes):

@@ -547,7 +547,7 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider
     launches, ready = plan.launches, plan.ready
     try:
         *bundles, tuning = launches[1].bundles
-        bundles = *bundles, tuning._replace(SUMMED=provider == "trips and reductions")
+        bundles = *bundles, tuning._replace(SUMS=provider == "trips and reductions")
         plan.launches, plan.ready = [launches[0], launches[1]._replace(kernel=trips_kernel, bundles=bundles)], []
         call()
         after = until_each_launch(monkeypatch, call)

@@ -668,7 +668,7 @@ def test_rows_to_sample_from_are_gathered(bounds, options, ranks_of):
 
 @pytest.mark.parametrize(("bounds", "options"), [(TWO, {"top_p": 0.9}), (DIVIDED, {}), (TWO, {})])
 def test_a_warmup_takes_the_ways_of_calls_whose_rows_are_gathered(bounds, options, ranks_of):
-    """All four of one GPU, where shards have two."""
+    """All three of one GPU, where shards have two."""
     ranks, taken = ranks_of(*bounds), set()
 
     def note(rule: Any, outputs: dict, tensors: dict, batch: Any, domains: Any, *way: bool) -> None:
@@ -677,7 +677,7 @@ def test_a_warmup_takes_the_ways_of_calls_whose_rows_are_gathered(bounds, option
     call = vars(case(1, 1, ranks.vocab_size, torch.bfloat16).to(DEVICE)) | options
     with mock.patch.object(kernels, "run", note):
         ranks.run(lambda shard: sampler_of("block", shard).warmup, call)
-    gathered = {(True, large, many) for large in (False, True) for many in (False, True)}
+    gathered = {(True, False, False), (True, False, True), (True, True, False)}
     assert taken == (gathered if bounds is DIVIDED or options else {(False, False, False), (False, True, False)})
 
 

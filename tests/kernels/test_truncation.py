@@ -446,8 +446,8 @@ def test_programs_may_finish_in_any_order(method):
         assert_same(verify(method, batch, options), usual)
 
 
-@pytest.mark.parametrize("large", small(True, False))  # without bounds in a small batch
-def test_bounds_of_block_verification_hold_for_what_is_kept(large):
+@pytest.mark.parametrize("large", small(True, False))
+def test_block_verification_compares_masses_of_what_is_kept(large):
     requests, vocab = (60, 9000) if ON_GPU else (2, 2064)
     batch = case(requests, 3, vocab, torch.float32, greedy=0, seed=6)
     batch = replace(batch, temperature=torch.full((requests,), 1.4))
