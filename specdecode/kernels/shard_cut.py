@@ -106,7 +106,7 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
 def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
     """List this rank's candidates of a row, and tell them; return the row's state."""
     attempt = first_attempt(summary, sizes)
-    level = level_of(attempt, summary)
+    level = level_of(attempt, summary, sizes)
     state = tl.full([], UNDECIDED, tl.int32)
     if (attempt < ATTEMPTS) & may_decide(level, summary, sizes):
         state = tl.full([], IN_LIST, tl.int32)

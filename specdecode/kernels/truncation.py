@@ -102,13 +102,24 @@ def first_attempt(summary, sizes):
 
 
 @triton.jit
-def level_of(attempt, summary):
+def blocks_with_mass(mass, summary):
+    """Return how many blocks' largest tokens weigh so much, if any do; a sum of integers is the same in any order."""
+    weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+    ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
+    masses = tl.cumsum((weights * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
+    return tl.minimum(tl.sum((masses < mass).to(tl.int32), 0) + 1, weights.shape[0])
+
+
+@triton.jit
+def level_of(attempt, summary, sizes):
     """Return the level of an attempt: a logit that 16 blocks reach, then as many as have k tokens, and 64 at most.
 
-    If the floor is higher, it is that.
+    With top-p alone as few as have the mass, if these are fewer. If the floor is higher, it is that.
     """
-    top_k, _top_p, _min_p = summary.limits
+    top_k, top_p, _min_p = summary.limits
     blocks = tl.where(attempt == 0, FEW_BLOCKS, tl.minimum(top_k, MORE_BLOCKS))
+    if (top_p < 1) & (top_k == sizes.vocab_size):
+        blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
     return level_at(tl.maximum(at(summary.ranked, blocks - 1), summary.floor), summary.block_max)
 
 
@@ -151,7 +162,7 @@ def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
     attempt = first_attempt(summary, sizes)
     logit, token = p.row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < ATTEMPTS):
-        level = level_of(attempt, summary)
+        level = level_of(attempt, summary, sizes)
         if overflows:
             level = level_at(too_high / 2 + too_low / 2, summary.block_max)
         found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
