@@ -94,11 +94,15 @@ def summary_of(block_max, p, temperature, limits, floor):
 
 @triton.jit
 def first_attempt(summary, sizes):
-    """Return the number of the first attempt to make: 0 where a mass decides, else 1; or `ATTEMPTS` if none is of use."""
+    """Return the number of the first attempt to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
+
+    And 0 where there are few blocks.
+    """
     top_k, top_p, _ = summary.limits
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (summary.num_blocks > MORE_BLOCKS)
-    return tl.where(is_hopeless, ATTEMPTS, tl.where(has_p & (top_k > 2 * FEW_BLOCKS), 0, 1))
+    is_first = (has_p & (top_k > 2 * FEW_BLOCKS)) | (summary.num_blocks < FEW_BLOCKS)
+    return tl.where(is_hopeless, ATTEMPTS, tl.where(is_first, 0, 1))
 
 
 @triton.jit
@@ -114,13 +118,16 @@ def blocks_with_mass(mass, summary):
 def level_of(attempt, summary, sizes):
     """Return the level of an attempt: a logit that 16 blocks reach, then as many as have k tokens, and 64 at most.
 
-    With top-p alone as few as have the mass, if these are fewer. If the floor is higher, it is that.
+    With top-p alone as few as have the mass, if these are fewer. If there are fewer than that, it is one at some depth, then the
+    floor; and never less than that.
     """
     top_k, top_p, _min_p = summary.limits
     blocks = tl.where(attempt == 0, FEW_BLOCKS, tl.minimum(top_k, MORE_BLOCKS))
     if (top_p < 1) & (top_k == sizes.vocab_size):
         blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
-    return level_at(tl.maximum(at(summary.ranked, blocks - 1), summary.floor), summary.block_max)
+    lowest = tl.where(attempt == 0, summary.p.row_max - summary.temperature * (DEPTH / 2), summary.floor)
+    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.ranked, blocks - 1))
+    return level_at(tl.maximum(logit, summary.floor), summary.block_max)
 
 
 @triton.jit

@@ -306,7 +306,10 @@ def levels_kernel(passed, sizes):
 @pytest.mark.parametrize("blocks", [5, 16, 250])
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_the_level_is_what_so_many_blocks_reach(blocks, has_ties):
-    """16 at first, then as many as have k tokens, and 64 at most; more where their maxima are equal."""
+    """16 at first, then as many as have k tokens, and 64 at most; more where their maxima are equal.
+
+    If fewer blocks reach the floor, it is 8 natural logarithms below the first token, then the floor.
+    """
     maxima = torch.full((256,), -torch.inf)
     maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=torch.Generator().manual_seed(blocks))
     maxima = maxima[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
@@ -318,8 +321,9 @@ def test_the_level_is_what_so_many_blocks_reach(blocks, has_ties):
         run_kernel(
             levels_kernel, 1, Levels(*[each.to(DEVICE) for each in (maxima, *numbers)], chosen), sizes_of(1, 0, 2000)
         )
-        for (level, reach), wanted in zip(chosen.tolist(), (16, min(top_k, 64))):
-            assert level == max(float(ranked[wanted - 1]), float(torch.tensor(floor)))
+        for (level, reach), wanted, lowest in zip(chosen.tolist(), (16, min(top_k, 64)), (9.0 - 8.0, floor)):
+            logit = float(ranked[wanted - 1]) if (ranked >= floor).sum() >= wanted else lowest
+            assert level == float(torch.tensor(max(logit, floor)))
             assert reach == int((maxima >= level).sum())
 
 
