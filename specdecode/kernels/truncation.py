@@ -118,7 +118,7 @@ def blocks_with_mass(mass, summary):
 def level_of(attempt, summary, sizes):
     """Return the level of an attempt: a logit that 16 blocks reach, then as many as have k tokens, and 64 at most.
 
-    With top-p alone as few as have the mass, if these are fewer. If there are fewer than that, it is one at some depth, then the
+    With top-p alone as few as have the mass, if these are fewer. If there are not so many, it is one at some depth, then the
     floor; and never less than that.
     """
     top_k, top_p, _min_p = summary.limits
