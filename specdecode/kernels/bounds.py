@@ -7,16 +7,15 @@ is surely rejected, later rows need not be read; if it is surely accepted, its o
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import ANY_NUMBER, choose_level
+from specdecode.kernels.candidates import sum_rounded_down
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
-from specdecode.kernels.rows import INFINITY, LARGEST
+from specdecode.kernels.rows import INFINITY
 from specdecode.kernels.state import post_acceptance
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.truncation import load_draft_limits, load_limits, weights_of_maxima
-from specdecode.kernels.values import Summary
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
@@ -31,13 +30,11 @@ def log_least_kept(block_max, p, sumexp, temperature, limits, sizes):
     top_k, top_p, min_p = limits
     least = 1.0
     if (top_k < sizes.vocab_size) | (min_p > 0):
-        weights = weights_of_maxima(block_max, p.row_max, temperature)
-        weights = tl.where(weights >= min_p * (1 + ERROR), weights, 0.0)  # surely kept by min-p
-        floor = tl.full([], -LARGEST, tl.float32)
-        # Four levels at once: a program that reads has few registers left.
-        summary = Summary(block_max, weights, p, temperature, limits, floor, sizes.num_blocks)
-        level = choose_level(summary, floor, ANY_NUMBER, INFINITY, top_k, 4)
-        least = tl.maximum(level.mass, 1.0) / sumexp  # the likeliest token, at least
+        ranked = tl.sort(block_max, descending=True)
+        weights = weights_of_maxima(ranked, p.row_max, temperature)
+        is_kept = (tl.arange(0, sizes.MAX_BLOCKS) < top_k) & (weights >= min_p * (1 + ERROR))  # surely, by min-p
+        mass = sum_rounded_down(tl.where(is_kept, weights, 0.0))
+        least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
     return tl.log(tl.minimum(top_p, 1.0) * tl.minimum(least, 1.0))
 
 

@@ -1,7 +1,7 @@
 """Truncation among few tokens in Triton: those that are likely enough to be kept of a row, the *candidates*.
 
-1. A *level* is chosen, given the maxima of the blocks: as high as it can be if what is kept is to lie above it. (A block
-   whose maximum reaches it has at least that one token there.) Only blocks that reach the level are read.
+1. A *level* is chosen: the 16th largest of the maxima of the blocks, or the 64th, or the k-th. (A block whose maximum
+   reaches it has at least that one token there.) Only blocks that reach the level are read.
 2. Their tokens that reach it are listed: first groups of neighbours, then tokens.
 3. Of each candidate it is computed how many tokens come before it, and their mass; so which are kept follows from the
    definition. It is also told whether that is all that is kept, or whether it takes more to tell: there are too many
@@ -15,7 +15,6 @@ from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    LARGEST,
     LAST_TOKEN,
     base_2_scale,
     key_of,
@@ -25,14 +24,8 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.values import Level
 
-PARTS = tl.constexpr(162)
-"""Of the square root of the depth: the levels that may be chosen. It takes three rounds of 8 at once, or five of 4."""
-
 DEPTH = tl.constexpr(16.0)
-"""Where a mass is wanted, the lowest level is where a token is so many natural logarithms less likely than the first."""
-
-FAR = tl.constexpr(1000.0)
-"""Where a count is wanted, blocks whose maxima are so far below the row's do not set the depth: they are masked."""
+"""Where too many tokens reach a level, the next lies less than so many natural logarithms below the first token."""
 
 CANDIDATES = tl.constexpr(128)
 """So many at most: all pairs of them are compared."""
@@ -51,7 +44,7 @@ PAIRS = tl.constexpr(1024)
 """Of candidates that are compared at once."""
 
 FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
-"""That are read at most for a level: where a mass decides, at first; else. And how many at once."""
+"""That are to reach a level: where a mass decides, at first; else, at most. And how many are read at once."""
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
@@ -85,60 +78,16 @@ def mass_of(parts):
 
 
 @triton.jit
-def reached(levels, block_max, weights):
-    """Return how many blocks reach each level, and what their largest tokens weigh."""
-    reach = block_max[:, None] >= levels[None, :]
-    ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
-    parts = (weights * ONE).to(tl.int32)  # rounded down: the mass is a lower bound
-    blocks, parts = tl.reduce((reach.to(tl.int32), tl.where(reach, parts[:, None], 0)), 0, add_both)
-    return blocks, parts.to(tl.float32) * (1 / ONE)
+def sum_rounded_down(masses):
+    """Return the sum of masses of at most 1, as integers, or a little less."""
+    ONE: tl.constexpr = 2**30 // masses.shape[0]  # so that no sum overflows
+    return tl.sum((masses * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
 
 
 @triton.jit
-def choose_level(summary, lowest, count, mass, most, LEVELS: tl.constexpr):
-    """Return the highest level, from `lowest` on, that `count` blocks or a `mass` reach, if at most `most` blocks do.
-
-    Else the lowest that at most so many reach. If more blocks than that have a token as likely as the first, it is infinite.
-
-    `LEVELS` are tried at once; the level does not depend on it.
-    """
-    block_max, row_max = summary.block_max, summary.p.row_max
-    depth = tl.minimum(summary.temperature * DEPTH, LARGEST)
-    if count < ANY_NUMBER:  # however unlikely these tokens are
-        depth = row_max - tl.min(tl.where(block_max > row_max - FAR, block_max, row_max), 0)
-    index, last = tl.arange(0, LEVELS), LEVELS - 1
-    level, num_blocks, found = INFINITY, tl.full([], 0, tl.int32), 0.0
-    start, stride = 0, PARTS // (LEVELS - 2)
-    while stride > 0:  # then between the last level that is not enough and the next
-        part = tl.minimum(start + index * stride, PARTS) * (1 / PARTS)  # the square roots of how deep levels lie
-        levels = tl.maximum(row_max - depth * part * part, lowest)
-        is_first = stride == PARTS // (LEVELS - 2)
-        levels = tl.where((index == last) & is_first, lowest, levels)
-        blocks, masses = reached(levels, block_max, summary.weights)
-        chosen, short = choose(blocks, masses, count, mass, most)
-        is_it = index == chosen
-        num_blocks, found = tl.reduce((tl.where(is_it, blocks, 0), tl.where(is_it, masses, 0.0)), 0, add_both)
-        level = tl.where(chosen < 0, INFINITY, tl.max(tl.where(is_it, levels, -INFINITY), 0))
-        start += (tl.maximum(tl.minimum(short, tl.where(is_first, last - 1, last)), 1) - 1) * stride
-        is_last = (stride == 1) | (is_first & (short >= last) & (chosen == last))  # the lowest will do
-        stride = tl.where(is_last, 0, (stride + last - 1) // last)
-    return Level(level, num_blocks, found)
-
-
-@triton.jit
-def choose(blocks, masses, count, mass, most):
-    """Return which of some levels, the highest first, is chosen, -1 if none; and how many are not enough."""
-    is_few = (blocks <= most).to(tl.int32)
-    is_short = ((blocks < count) & (masses < mass)).to(tl.int32) & is_few
-    short, few = tl.reduce((is_short, is_few), 0, add_both)
-    return tl.minimum(short, few - 1), short
-
-
-@triton.jit
-def blocks_with(count, num_blocks):
-    """Return how many blocks probably have the `count` likeliest tokens and a quarter more, if these may be anywhere."""
-    of_all = 1 - tl.exp(-1.25 * count.to(tl.float32) / num_blocks)
-    return tl.minimum(count, (of_all * num_blocks).to(tl.int32) + 1)
+def level_at(logit, block_max):
+    """Return the level that is a logit."""
+    return Level(logit, tl.sum((block_max >= logit).to(tl.int32), 0))
 
 
 @triton.jit

@@ -21,7 +21,14 @@ This takes symmetric memory: how many rows are gathered is known on the device a
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import CANDIDATES, list_at, list_tokens, store_kept_candidates, token_in_order
+from specdecode.kernels.candidates import (
+    CANDIDATES,
+    level_at,
+    list_at,
+    list_tokens,
+    store_kept_candidates,
+    token_in_order,
+)
 from specdecode.kernels.channel import (
     ABSENT,
     awaited,
@@ -64,9 +71,9 @@ from specdecode.kernels.truncation import (
     summary_of,
     truncate_row,
 )
-from specdecode.kernels.values import Level, Request, Row
+from specdecode.kernels.values import Request, Row
 
-STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, BLOCKS, MASS, FOUND, PROGRESS = (tl.constexpr(field) for field in range(9))
+STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, FOUND, PROGRESS = (tl.constexpr(field) for field in range(7))
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
 its level; how many candidates all ranks have found."""
 
@@ -98,8 +105,8 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
 @triton.jit
 def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
     """List this rank's candidates of a row, and tell them; return the row's state."""
-    attempt, overflows = first_attempt(summary, sizes), tl.full([], False, tl.int1)
-    level = level_of(attempt, overflows, summary.floor, summary, sizes, cutting.WARPS)
+    attempt = first_attempt(summary, sizes)
+    level = level_of(attempt, summary, sizes)
     state = tl.full([], UNDECIDED, tl.int32)
     if (attempt < ATTEMPTS) & may_decide(level, summary, sizes):
         state = tl.full([], IN_LIST, tl.int32)
@@ -115,8 +122,6 @@ def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
         tell(cutting.lists, word_index + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
         tl.store(progress_ptr + FLOOR, summary.floor)
         tl.store(progress_ptr + LEVEL, level.logit)
-        tl.store(progress_ptr + BLOCKS, level.blocks.to(tl.float32))
-        tl.store(progress_ptr + MASS, level.mass)
     return state
 
 
@@ -210,9 +215,8 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
             statistics = load_statistics(statistics_ptr, True, sizes)
             p = combine(statistics, row, temperature, sizes)
             summary = summary_of(statistics[0], p, temperature, limits, tl.load(progress_ptr + FLOOR))
-            blocks = tl.load(progress_ptr + BLOCKS).to(tl.int32)
-            level = Level(tl.load(progress_ptr + LEVEL), blocks, tl.load(progress_ptr + MASS))
-            last, resolved, _is_few = cut_listed(list_ptr, found, level, summary, sizes, cutting.WARPS)
+            level = level_at(tl.load(progress_ptr + LEVEL), summary.block_max)
+            last, resolved, _is_few = cut_listed(list_ptr, found, level, summary, sizes)
             if resolved:
                 is_gathered = tl.full([], False, tl.int1)
                 logit, token = token_in_order(last)

@@ -12,18 +12,17 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.candidates import (
-    ANY_NUMBER,
     CANDIDATES,
     DEPTH,
     FEW,
     FEW_BLOCKS,
     MORE_BLOCKS,
-    blocks_with,
-    choose_level,
     cut_candidates,
+    level_at,
     list_at,
     list_tokens,
     store_kept_candidates,
+    sum_rounded_down,
     token_in_order,
 )
 from specdecode.kernels.distribution import combine, recompute_nonfinite
@@ -40,11 +39,7 @@ from specdecode.kernels.rows import (
     whole_target_row_at,
 )
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
-from specdecode.kernels.statistics import (
-    load_statistics,
-    statistics_at,
-    sum_in_order,
-)
+from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
 from specdecode.kernels.values import Row, Summary
 from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
@@ -92,52 +87,70 @@ def floor_of(row_max, temperature, limits):
 @triton.jit
 def summary_of(block_max, p, temperature, limits, floor):
     """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
-    weights = weights_of_maxima(block_max, p.row_max, temperature)
     num_blocks = tl.sum((block_max >= floor).to(tl.int32), 0)
-    return Summary(block_max, weights, p, temperature, limits, floor, num_blocks)
+    return Summary(block_max, tl.sort(block_max, descending=True), p, temperature, limits, floor, num_blocks)
 
 
 @triton.jit
 def first_attempt(summary, sizes):
-    """Return the number of the first attempt to make: 0, or 1 if two would be the same, or `ATTEMPTS` if none is of use."""
+    """Return the number of the first attempt to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
+
+    And 0 where there are few blocks.
+    """
     top_k, top_p, _ = summary.limits
     has_k, has_p = top_k < sizes.vocab_size, top_p < 1
     is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (summary.num_blocks > MORE_BLOCKS)
-    return tl.where(is_hopeless, ATTEMPTS, tl.where(has_k | has_p, 0, 1))
+    is_first = (has_p & (top_k > 2 * FEW_BLOCKS)) | (summary.num_blocks < FEW_BLOCKS)
+    return tl.where(is_hopeless, ATTEMPTS, tl.where(is_first, 0, 1))
 
 
 @triton.jit
-def level_of(attempt, overflows, lowest, summary, sizes, WARPS: tl.constexpr):
-    """Return the level of an attempt; from `lowest` on if an earlier one had too many candidates."""
-    top_k, top_p, _ = summary.limits
-    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
-    counts_first = (top_k <= 2 * FEW_BLOCKS) | (has_p == 0)
-    is_by_count = has_k & (counts_first | (attempt > 0)) & (overflows == 0)
-    at_first = blocks_with(top_k, summary.num_blocks)
-    count = tl.where(is_by_count, tl.where(attempt == 0, at_first, top_k), ANY_NUMBER)
-    mass = tl.where(has_p & (has_k == 0) & (overflows == 0), top_p * summary.p.sumexp, INFINITY)
-    most = tl.where(is_by_count | (attempt > 0), MORE_BLOCKS, FEW_BLOCKS)
-    return choose_level(summary, lowest, count, mass, most, WARPS)
+def blocks_with_mass(mass, summary):
+    """Return how many blocks' largest tokens weigh so much, if any do; a sum of integers is the same in any order."""
+    weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+    ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
+    masses = tl.cumsum((weights * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
+    return tl.minimum(tl.sum((masses < mass).to(tl.int32), 0) + 1, weights.shape[0])
+
+
+@triton.jit
+def level_of(attempt, summary, sizes):
+    """Return the level of an attempt: a logit that 16 blocks reach, then as many as have k tokens, and 64 at most.
+
+    With top-p alone as few as have the mass, if these are fewer. If there are not so many, it is one at some depth, then the
+    floor; and never less than that.
+    """
+    top_k, top_p, _min_p = summary.limits
+    blocks = tl.where(attempt == 0, FEW_BLOCKS, tl.minimum(top_k, MORE_BLOCKS))
+    if (top_p < 1) & (top_k == sizes.vocab_size):
+        blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
+    lowest = tl.where(attempt == 0, summary.p.row_max - summary.temperature * (DEPTH / 2), summary.floor)
+    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.ranked, blocks - 1))
+    return level_at(tl.maximum(logit, summary.floor), summary.block_max)
 
 
 @triton.jit
 def may_decide(level, summary, sizes):
-    """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little."""
+    """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little.
+
+    And there are too many candidates if there are too many blocks.
+    """
     top_k, top_p, min_p = summary.limits
     within_reach = sum_in_order(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0))
     is_within_reach = within_reach >= top_p * summary.p.sumexp * (1 - ROUNDING)
-    return (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
+    may = (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
+    return may & (level.blocks <= CANDIDATES)
 
 
 @triton.jit
-def cut_listed(list_ptr, found, level, summary, sizes, WARPS: tl.constexpr):
+def cut_listed(list_ptr, found, level, summary, sizes):
     """Return what `cut_candidates` does, given the list of a level's candidates and how many were found."""
     top_k, _top_p, min_p = summary.limits
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
-        missing = level.blocks + top_k - found
-        lower = choose_level(summary, summary.floor, ANY_NUMBER, INFINITY, missing, WARPS)
-        unseen = tl.maximum(lower.mass - level.mass, 0.0)
+        weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+        below = tl.arange(0, sizes.MAX_BLOCKS) - level.blocks
+        unseen = sum_rounded_down(tl.where((below >= 0) & (below < top_k - found), weights, 0.0))
     if found <= FEW:
         last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, FEW)
     else:
@@ -155,12 +168,13 @@ def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
     attempt = first_attempt(summary, sizes)
     logit, token = p.row_max, tl.full([], LAST_TOKEN, tl.int32)
     while (resolved == 0) & (attempt < ATTEMPTS):
-        lowest = tl.where(overflows, too_high / 2 + too_low / 2, summary.floor)
-        level = level_of(attempt, overflows, lowest, summary, sizes, WARPS)
+        level = level_of(attempt, summary, sizes)
+        if overflows:
+            level = level_at(too_high / 2 + too_low / 2, summary.block_max)
         found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
         if may_decide(level, summary, sizes):
             found = list_tokens(level.logit, level.blocks, row, summary.block_max, list_ptr, sizes)
-            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, sizes, WARPS)
+            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, sizes)
             if resolved:
                 logit, token = token_in_order(last)
                 store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)

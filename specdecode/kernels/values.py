@@ -113,7 +113,7 @@ class Summary(NamedTuple):
     """What is known of a row before its cutoff is."""
 
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
-    weights: Any  # [MAX_BLOCKS] what that token weighs, relative to the row's maximum
+    ranked: Any  # [MAX_BLOCKS] the same numbers, the largest first
     p: Distribution  # before truncation
     temperature: Any
     limits: Any  # top_k, top_p and min_p
@@ -133,9 +133,8 @@ class WeighedRow(NamedTuple):
 class Level(NamedTuple):
     """A logit from which on the tokens of a row are candidates."""
 
-    logit: Any  # infinite if there is none
+    logit: Any
     blocks: Any  # how many blocks reach it
-    mass: Any  # what their largest tokens weigh
 
 
 class Normalizer(NamedTuple):

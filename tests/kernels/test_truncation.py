@@ -21,8 +21,8 @@ from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels import truncation
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.bundles import sizes_of
-from specdecode.kernels.candidates import choose_level
-from specdecode.kernels.values import Distribution, Row, Summary
+from specdecode.kernels.truncation import level_of, summary_of
+from specdecode.kernels.values import Distribution, Row
 from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
@@ -227,7 +227,7 @@ FEW_LIKELY = {  # among 70 blocks: where likely tokens are, and their logits
     [
         ("side by side", {"top_k": 20}, 1),
         ("side by side", {"top_k": 200, "top_p": 0.5}, 1),
-        ("each in its own block", {"top_k": 50}, 2),  # the first supposes that likely tokens may be anywhere
+        ("each in its own block", {"top_k": 50}, 1),
         ("each in its own block", {"top_k": 50, "top_p": 0.95}, 2),  # the first looks for a mass, in few blocks
         ("each in its own block", {"top_k": 50, "top_p": 0.45}, 2),
         ("each in its own block", {"top_k": 50, "top_p": 0.2}, 1),
@@ -287,52 +287,44 @@ class Passed(NamedTuple):
 
 class Levels(NamedTuple):
     maxima_ptr: Pointer  # [256] float32
-    bounds_ptr: Pointer  # [2] float32: the floor, and the mass wanted
-    counts_ptr: Pointer  # [2] int32: how many blocks are wanted, and how many are taken at most
-    chosen_ptr: Pointer  # [3] float32: a level, how many blocks reach it, and their mass
-    LEVELS: Constant
+    floor_ptr: Pointer  # [1] float32
+    top_k_ptr: Pointer  # [1] int32
+    chosen_ptr: Pointer  # [2, 2] float32: of each attempt the level, and how many blocks reach it
 
 
 @triton.jit
-def levels_kernel(passed):
-    block_max = tl.load(passed.maxima_ptr + tl.arange(0, 256))
-    floor, mass = tl.load(passed.bounds_ptr), tl.load(passed.bounds_ptr + 1)
-    count, most = tl.load(passed.counts_ptr), tl.load(passed.counts_ptr + 1)
-    weights = tl.exp(block_max - 9.0)
-    summary = Summary(block_max, weights, Distribution(9.0, 1.0, -1, weights), 1.0, (0, 1.0, 0.0), floor, 256)
-    chosen = choose_level(summary, floor, count, mass, most, passed.LEVELS)
-    for index in tl.static_range(3):
-        tl.store(passed.chosen_ptr + index, chosen[index].to(tl.float32))
+def levels_kernel(passed, sizes):
+    block_max, top_k = tl.load(passed.maxima_ptr + tl.arange(0, 256)), tl.load(passed.top_k_ptr)
+    distribution = Distribution(9.0, 1.0, -1, block_max)
+    summary = summary_of(block_max, distribution, 1.0, (top_k, 1.0, 0.0), tl.load(passed.floor_ptr))
+    for attempt in range(2):
+        level = level_of(attempt, summary, sizes)
+        tl.store(passed.chosen_ptr + 2 * attempt, level.logit)
+        tl.store(passed.chosen_ptr + 2 * attempt + 1, level.blocks.to(tl.float32))
 
 
-@pytest.mark.parametrize(("blocks", "far"), [(5, 0), (250, 0), (5, 100)])
-def test_the_level_is_the_highest_that_is_reached_often_enough_however_many_are_tried_at_once(blocks, far):
-    generator = torch.Generator().manual_seed(blocks)
+@pytest.mark.parametrize("blocks", [5, 16, 250])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_the_level_is_what_so_many_blocks_reach(blocks, has_ties):
+    """16 at first, then as many as have k tokens, and 64 at most; more where their maxima are equal.
+
+    If fewer blocks reach the floor, it is 8 natural logarithms below the first token, then the floor.
+    """
     maxima = torch.full((256,), -torch.inf)
-    maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=generator)
-    maxima[blocks // 2] = 9.0
-    maxima[blocks : blocks + far] = -30.0  # beyond the depth where a mass is wanted
-    for floor, count, mass, most in (
-        (-3e38, 2**31 - 1, 0.9 * float((maxima - 9).exp().sum()), 64),
-        (-3e38, 20, torch.inf, 64),
-        (-3e38, 2**31 - 1, torch.inf, 16),  # what is wanted is nothing: the lowest level of few blocks
-        (4.0, 2**31 - 1, torch.inf, 16),
-        (8.9, 20, torch.inf, 64),
-        (-3e38, 20, torch.inf, 0),
-    ):
-        depth = 16.0 if count == 2**31 - 1 else 9 - float(maxima[: blocks + far].min())
-        grid = [*torch.clamp(9 - depth * (torch.arange(163) / 162) ** 2, min=floor).tolist(), floor]
-        reached = [(level, maxima[maxima >= level]) for level in grid]
-        few = [(level, reach) for level, reach in reached if len(reach) <= most]
-        enough = [(level, reach) for level, reach in few if len(reach) >= count or (reach - 9).exp().sum() >= mass]
-        level, reach = (enough or few[-1:] or [(torch.inf, maxima[:0])])[0]
-        for levels in (4, 8):
-            chosen = torch.zeros(3, device=DEVICE)
-            bounds, counts = torch.tensor([floor, mass]), torch.tensor([count, most], dtype=torch.int32)
-            passed = Levels(*[each.to(DEVICE) for each in (maxima, bounds, counts)], chosen, levels)
-            run_kernel(levels_kernel, 1, passed)
-            assert chosen[1] == len(reach), (floor, count, mass, most, levels)
-            np.testing.assert_allclose(chosen.tolist(), [level, len(reach), float((reach - 9).exp().sum())], rtol=1e-5)
+    maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=torch.Generator().manual_seed(blocks))
+    maxima = maxima[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    maxima = maxima.round() if has_ties else maxima
+    ranked = maxima.sort(descending=True).values
+    for floor, top_k in ((-3e38, 20), (-3e38, 1000), (4.0, 1000), (8.9, 20), (-3e38, 1)):
+        chosen = torch.zeros(2, 2, device=DEVICE)
+        numbers = torch.tensor([floor]), torch.tensor([top_k], dtype=torch.int32)
+        run_kernel(
+            levels_kernel, 1, Levels(*[each.to(DEVICE) for each in (maxima, *numbers)], chosen), sizes_of(1, 0, 2000)
+        )
+        for (level, reach), wanted, lowest in zip(chosen.tolist(), (16, min(top_k, 64)), (9.0 - 8.0, floor)):
+            logit = float(ranked[wanted - 1]) if (ranked >= floor).sum() >= wanted else lowest
+            assert level == float(torch.tensor(max(logit, floor)))
+            assert reach == int((maxima >= level).sum())
 
 
 @triton.jit
