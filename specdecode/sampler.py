@@ -52,9 +52,9 @@ class RejectionSampler:
             for float64 logits. `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless on the
-            Triton backend a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory.
-            None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output. The Triton backend gathers no logits,
+            unless a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory; the eager
+            backend gathers them. None: logits are of the whole vocabulary.
 
     Raises:
         TypeError: an argument of the wrong type.

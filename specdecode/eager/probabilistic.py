@@ -148,8 +148,6 @@ def log_quotient(
 
 def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
     """Return `log_quotient` of some requests' drafts at some offsets, [rows, offsets] each."""
-    if steps.sharded is not None:  # then all are asked for
-        return steps.sharded.quotients()
 
     def match(
         target: Tensor, _: Tensor | None, token_ids: Tensor, sampling: RowSampling, *__: Any
@@ -411,8 +409,6 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) ->
     Returns:
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
     """
-    if steps.sharded is not None:
-        return steps.sharded.emit(num_accepted, log_ratio)
 
     def bonus(requests: Tensor, offsets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         token_ids, _logsumexp, is_empty, *_cutoff = sample(

@@ -1,9 +1,6 @@
 """A verification step in PyTorch: its batch as tensors, and which of its rows are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +14,6 @@ from specdecode.eager.vocabulary import DraftVocabRows, places_of
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
-if TYPE_CHECKING:
-    from specdecode.eager.sharded import ShardedRows
-
 
 class Steps:
     """A batch with a tensor for everything that may be given as one number for all requests."""
@@ -32,9 +26,6 @@ class Steps:
             # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
             self.draft_logits = DraftVocabRows(batch.draft_logits, places)  # type: ignore[assignment]
         self.draft_logsumexp = batch.draft_logsumexp
-        if batch.shard is not None:
-            self.vocab = batch.shard.vocab_size
-        self.sharded: ShardedRows | None = None
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)
         self.requests, self.offsets = counts[:size], counts[:rows]
@@ -81,14 +72,14 @@ class Steps:
         """Compute the rows that matter, in order; return [batch, width] of each result.
 
         On the CPU these are, offset by offset, the rows of the requests that have not stopped. On a device counting those
-        would mean waiting for it, so all rows are computed at once, and so they are where ranks must exchange them.
+        would mean waiting for it, so all rows are computed at once.
 
         Args:
             num_rows: [batch] how many rows each request has.
             width: the most rows.
             compute: given requests and offsets, returns results for each; the first says whether the request goes on.
         """
-        if width == 0 or self.sharded is not None or not on_host(num_rows):
+        if width == 0 or not on_host(num_rows):
             return compute(slice(None), slice(0, width))
         results: tuple[Tensor, ...] = ()
         active = num_rows > 0
