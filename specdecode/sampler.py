@@ -5,10 +5,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from specdecode import backends, compiled, eager
+from specdecode import backends, eager
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
+from specdecode.compiled import breaks_graph
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sampling import Sampling
@@ -123,6 +124,7 @@ class RejectionSampler:
         shard = "" if self.shard is None else f", shard={self.shard!r}"
         return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard})"
 
+    @breaks_graph
     def __call__(
         self,
         target_logits: Tensor,
@@ -146,8 +148,7 @@ class RejectionSampler:
         A request's result depends only on its own logits, drafts, temperature, seed and positions: not on the batch, its
         slot or the padding.
 
-        Under torch.compile a call is one operator of the graph, which raises its errors when the compiled code runs. A
-        temperature that is a number is a constant there: pass a tensor if it changes.
+        Under torch.compile a call breaks the graph, and is not compiled.
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
@@ -220,10 +221,9 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others)
         return self._verify(VerificationBatch.check(*arguments, *others))
 
+    @breaks_graph
     def packed(
         self,
         target_logits: Tensor,
@@ -307,8 +307,6 @@ class RejectionSampler:
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, *arguments, *others, *where)
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         return self._verify(VerificationBatch.check(*arguments, *others, *where))
@@ -416,6 +414,7 @@ class RejectionSampler:
             most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens
             raise ValueError(f"{name}: expected at most {most} drafts, as many as the schedule has rates, got {got}")
 
+    @breaks_graph
     def draft(
         self,
         logits: Tensor,
@@ -466,8 +465,6 @@ class RejectionSampler:
             tensor([1])
         """
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-        if torch.compiler.is_compiling():
-            return DraftOutput(*compiled.draft(self.backend, self._draft_domains, offset, self.shard, *arguments))
         domains = self._draft_domains(offset)
         batch = RowBatch.check(*arguments, self.shard)
         return DraftOutput(*backends.choose(self.backend, batch.logits).sample(batch, domains))

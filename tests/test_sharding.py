@@ -160,25 +160,6 @@ def test_packed_calls_give_the_bits_of_one_process(method, ranks_of):
             assert_equal(verified(ranks, method, hostile), sampler_of(method).packed(**hostile))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_calls_are_errors_that_say_what_to_do(fullgraph, ranks_of):
-    (shard,), logits, drafts = ranks_of([0, 8]).shards, torch.zeros(2, 3, 8), torch.zeros(2, 2, dtype=torch.int64)
-    sampler, starts = sampler_of("probabilistic", shard), torch.tensor([0, 3, 6])
-    calls = [
-        lambda: sampler(logits * 2, drafts, seeds=0),
-        lambda: sampler.packed(logits.flatten(0, 1), drafts.new_zeros(6), starts, num_draft_tokens=2, seeds=0),
-        lambda: sampler.draft(logits[:, 0], seeds=0),
-        lambda: sample(logits[:, 0], seeds=0, shard=shard),
-    ]
-    for call in calls:
-        torch._dynamo.reset()
-        with pytest.raises(ValueError, match=r"^shard: .* torch.compiler.disable"):
-            torch.compile(call, fullgraph=fullgraph, backend="aot_eager")()
-    disabled = torch.compiler.disable(sampler)
-    step = torch.compile(lambda: disabled(logits * 2, drafts, seeds=0), backend="aot_eager")
-    assert_equal(step(), sampler(logits * 2, drafts, seeds=0))
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_takes_calls_of_any_size(method, ranks_of):
     ranks = ranks_of([0, 64])  # what it receives from itself is not copied
