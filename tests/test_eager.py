@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdecode.eager import philox, probabilistic, selection
+from specdecode.eager import philox, probabilistic, residual, selection
 from tests.test_philox import EXTREMES, counter_of
 
 FUSED = {
@@ -18,11 +18,11 @@ FUSED = {
     "exp_scaled": selection.exp_scaled,
     "logprob": probabilistic.logprob,
     "logprob_difference": probabilistic.logprob_difference,
-    "log_sum_ratio": probabilistic.log_sum_ratio,
-    "log_difference": probabilistic.log_difference,
-    "weight_change": probabilistic.weight_change,
-    "weight_left": probabilistic.weight_left,
-    "most_left": probabilistic.most_left,
+    "log_sum_ratio": residual.log_sum_ratio,
+    "log_difference": residual.log_difference,
+    "weight_change": residual.weight_change,
+    "weight_left": residual.weight_left,
+    "most_left": residual.most_left,
 }
 NOISE = ("negated_uniform_bits", "log_uniform_bits")
 INF = torch.inf

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.checks import on_host
-from specdecode.eager.probabilistic import compare, emit, quotients
+from specdecode.eager.probabilistic import emit, quotients
+from specdecode.eager.residual import compare
 from specdecode.eager.selection import Requests, block_sums, by_chunks, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
