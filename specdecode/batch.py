@@ -99,7 +99,7 @@ class RowBatch(NamedTuple):
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), shard)
+        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), vocab_size_of(shard))
         for_seeds = seeds, batch, logits.device
         return cls(
             plain(logits),
@@ -184,14 +184,14 @@ class VerificationBatch(NamedTuple):
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         if row_starts is None:
-            extent, packing = check_padded(target_logits, draft_token_ids, draft_logits, shard), None
+            extent, packing = check_padded(target_logits, draft_token_ids, draft_logits, vocab_size_of(shard)), None
         else:
             rows = target_logits, draft_token_ids, row_starts, num_draft_tokens
             numbers = temperature, seeds, top_k, top_p, min_p, draft_sampling
             by_slot = draft_logits, *numbers, draft_logsumexp, draft_cutoff
             if row_positions is not None and positions is not None:
                 raise ValueError("row_positions: given beside positions, of which they take the place")
-            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, shard)
+            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, vocab_size_of(shard))
         device, draft_vocab = extent.device, None
         if draft_vocab_ids is not None:
             draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, extent.vocab, device, shard)
@@ -221,12 +221,20 @@ class VerificationBatch(NamedTuple):
         )
 
 
+def vocab_size_of(shard: VocabShard | None) -> int | None:
+    """Return the size of the vocabulary that is sharded, None if none is."""
+    return None if shard is None else shard.vocab_size
+
+
 def check_padded(
-    target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None, shard: VocabShard | None
+    target_logits: Tensor, draft_token_ids: Tensor, draft_logits: Tensor | None, vocab_size: int | None
 ) -> Extent:
-    """Raise unless target logits and draft tokens have shapes that fit together; return how much there is."""
+    """Raise unless target logits and draft tokens have shapes that fit together; return how much there is.
+
+    With `vocab_size` logits are of a shard of a vocabulary of that size.
+    """
     dimensions = "batch", "num_draft_tokens + 1", "vocab"
-    batch, rows, vocab = check_logits("target_logits", target_logits, dimensions, shard)
+    batch, rows, vocab = check_logits("target_logits", target_logits, dimensions, vocab_size)
     if rows == 0:
         raise ValueError(
             "target_logits: expected shape [batch, num_draft_tokens + 1, vocab], so at least one row per request, got 0"

@@ -1,13 +1,10 @@
 """Checks of single arguments: their errors name the argument, what it was and what it should be."""
 
 from numbers import Integral
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, strided
-
-if TYPE_CHECKING:
-    from specdecode.sharding import VocabShard
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -130,15 +127,18 @@ def check_values(name: str, tensor: Tensor, valid: Tensor, expected: str, used: 
 
 
 def check_logits(
-    name: str, logits: Tensor, dimensions: tuple[str, ...], shard: "VocabShard | None" = None
+    name: str, logits: Tensor, dimensions: tuple[str, ...], vocab_size: int | None = None
 ) -> tuple[int, ...]:
-    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded."""
+    """Raise unless `logits` is a float tensor with these dimensions and a vocabulary; return its shape, unsharded.
+
+    With `vocab_size`, that of the whole vocabulary, the logits are a shard of it, which may be empty.
+    """
     check_type(name, logits, FLOATS)
     shape = logits.shape
     if len(shape) != len(dimensions):
         raise ValueError(f"{name}: expected shape [{', '.join(dimensions)}], got {list(shape)}")
-    if shard is not None:  # which may be empty
-        return *shape[:-1], shard.vocab_size
+    if vocab_size is not None:
+        return *shape[:-1], vocab_size
     if shape[-1] == 0:
         raise ValueError(f"{name}: expected a vocabulary of at least one token, got shape {list(shape)}")
     return shape

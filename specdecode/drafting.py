@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from specdecode import backends, compiled
+from specdecode import backends
 from specdecode.batch import RowBatch
+from specdecode.compiled import breaks_graph
 from specdecode.noise import SELECT
 from specdecode.sharding import VocabShard, check_shard
 
@@ -27,6 +27,7 @@ class DraftOutput(NamedTuple):
     """
 
 
+@breaks_graph
 def sample(
     logits: Tensor,
     temperature: float | Tensor = 1.0,
@@ -75,10 +76,6 @@ def sample(
     token_ids: Tensor
     if shard is not None:
         check_shard(shard)
-    if torch.compiler.is_compiling():
-        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-        token_ids, *_ = compiled.sample("auto", SELECT, shard, None, *arguments)
-        return token_ids
     batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard).greedy_if_alike()
     token_ids, *_ = backends.choose("auto", batch.logits).sample(batch, SELECT)
     return token_ids

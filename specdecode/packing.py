@@ -23,7 +23,6 @@ from specdecode.checks import (
     plain,
 )
 from specdecode.sampling import Sampling
-from specdecode.sharding import VocabShard
 
 
 class Packing(NamedTuple):
@@ -60,7 +59,7 @@ def check_packed(
     by_slot: tuple[Tensor | float | Sampling | None, ...],
     seeds_by_request: bool,
     row_positions: Tensor | None,
-    shard: VocabShard | None,
+    vocab_size: int | None,
 ) -> tuple[Extent, Packing]:
     """Raise unless rows, drafts and slots fit together; return how much there is, and where it is.
 
@@ -73,9 +72,9 @@ def check_packed(
         by_slot: the arguments that `BY_SLOT` names.
         seeds_by_request: whether seeds are to be drawn, one for each request.
         row_positions: as for a packed call.
-        shard: which part of the vocabulary the logits are.
+        vocab_size: of the whole vocabulary, if the logits are a shard of it.
     """
-    num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), shard)
+    num_rows, vocab = check_logits("target_logits", target_logits, ("num_rows", "vocab"), vocab_size)
     device = target_logits.device
     check_draft_token_ids(draft_token_ids, num_rows, device)
     most = check_count("num_draft_tokens", num_draft_tokens, MOST_DRAFT_TOKENS, least=0)

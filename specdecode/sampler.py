@@ -5,10 +5,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from specdecode import backends, compiled, eager, validation
+from specdecode import backends, eager, validation
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
+from specdecode.compiled import breaks_graph
 from specdecode.drafting import DraftOutput
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sampling import Sampling
@@ -53,9 +54,9 @@ class RejectionSampler:
             for float64 logits. `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output. Logits are not gathered, unless on the
-            Triton backend a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory.
-            None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, and gets the same output. The Triton backend gathers no logits,
+            unless a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory; the eager
+            backend gathers them. None: logits are of the whole vocabulary.
         validate: `"values"` makes each call, also of `draft`, raise a ValueError if it is given probabilities for logits:
             if no number is negative and each row sums to 1, within rounding, in all rows that the call may look at. For
             that it reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
@@ -134,6 +135,7 @@ class RejectionSampler:
         validate = "" if self.validate is None else f", validate={self.validate!r}"
         return f"RejectionSampler({self.method!r}, backend={self.backend!r}{schedule}{shard}{validate})"
 
+    @breaks_graph
     def __call__(
         self,
         target_logits: Tensor,
@@ -157,8 +159,7 @@ class RejectionSampler:
         A request's result depends only on its own logits, drafts, temperature, seed and positions: not on the batch, its
         slot or the padding.
 
-        Under torch.compile a call is one operator of the graph, which raises its errors when the compiled code runs. A
-        temperature that is a number is a constant there: pass a tensor if it changes.
+        Under torch.compile a call breaks the graph, and is not compiled.
 
         Args:
             target_logits: [batch, num_draft_tokens + 1, vocab] raw logits, float16, bfloat16, float32 or float64. Row i
@@ -231,10 +232,9 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, self.validate, *arguments, *others)
         return self._verify(VerificationBatch.check(*arguments, *others))
 
+    @breaks_graph
     def packed(
         self,
         target_logits: Tensor,
@@ -318,8 +318,6 @@ class RejectionSampler:
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        if torch.compiler.is_compiling():
-            return compiled.verify(self.method, self.backend, self.schedule, self.validate, *arguments, *others, *where)
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
         return self._verify(VerificationBatch.check(*arguments, *others, *where))
@@ -430,6 +428,7 @@ class RejectionSampler:
         if self.validate is not None:
             validation.check_step(batch)
 
+    @breaks_graph
     def draft(
         self,
         logits: Tensor,
@@ -480,9 +479,6 @@ class RejectionSampler:
             tensor([1])
         """
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
-        if torch.compiler.is_compiling():
-            how: Any = self.backend, self._draft_domains, offset, self.shard, self.validate
-            return DraftOutput(*compiled.draft(*how, *arguments))
         domains = self._draft_domains(offset)
         batch = RowBatch.check(*arguments, self.shard)
         if self.validate is not None:

@@ -1,8 +1,9 @@
-"""Vocabulary shards: which tokens each rank holds, and the one collective by which ranks tell each other what they found.
+"""Vocabulary shards: which tokens each rank holds, and how whole rows are gathered where a backend needs them.
 
 Under tensor parallelism the last layer leaves each rank the logits of a part of the vocabulary. Verification asks little of
-most of a row: its maximum, the sums of its blocks, and the logits of single tokens. Ranks exchange these, a small fraction
-of the logits, and then all compute the same decisions from the same bits.
+most of a row: its maximum, the sums of its blocks, and the logits of single tokens. On the Triton backend ranks exchange
+these, a small fraction of the logits, and then all compute the same decisions from the same bits. The eager backend gathers
+the rows.
 """
 
 import math
@@ -29,9 +30,9 @@ class VocabShard:
     vocabulary, the same on every rank.
 
     The ranks' shards must tile the vocabulary, in any order of the ranks. Shards may have different lengths, and be empty.
-    Where every start is a multiple of 1,024, the results are bit for bit those of one process. Elsewhere the Triton backend
-    gathers the rows; the eager backend sums the block of 1,024 tokens that two shards divide in two parts, and a decision
-    closer than this rounding may differ. Truncated rows the Triton backend gathers where it has no symmetric memory.
+    The results are bit for bit those of one process with the whole logits. The Triton backend gathers no rows where every
+    start is a multiple of 1,024 and, for truncated rows, it has symmetric memory. Elsewhere, and on the eager backend, rows
+    are gathered first.
 
     In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
     captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.
@@ -133,24 +134,6 @@ class VocabShard:
             self.transport = chosen.name
         return chosen
 
-    def gather(self, layout: "Layout", *tensors: Tensor) -> list[Tensor]:
-        """Exchange tensors in one collective; return each as [ranks, ...], in the order of the vocabulary.
-
-        Their shapes and dtypes must be the same on every rank. What travels is their bytes, the largest elements first, so
-        that all are aligned.
-        """
-        if tensors[0].numel() == 0:  # no requests: every rank knows
-            return [tensor.new_zeros(self.group.size(), *tensor.shape) for tensor in tensors]
-        order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
-        parts = [tensors[i].contiguous().view(-1).view(torch.uint8) for i in order]
-        packed = transports.all_gather(torch.cat(parts), self.group)
-        if layout.order is not None:
-            packed = packed.index_select(0, layout.order)
-        results = list(tensors)
-        for i, part in zip(order, torch.split(packed, [len(part) for part in parts], dim=1)):
-            results[i] = part.reshape(-1).view(tensors[i].dtype).view(len(packed), *tensors[i].shape)
-        return results
-
     def whole_rows(self, logits: Tensor) -> Tensor:
         """Gather rows: return them with the logits of the whole vocabulary, given this rank's, [..., local]."""
         layout = self.agree(logits)
@@ -209,10 +192,7 @@ def shown_ranges(table: list[list[int]]) -> str:
 
 
 class Layout:
-    """Where all shards lie, and how what they found is put together: the same on every rank but for its own place.
-
-    A rank's logits are copied into a *frame*, the whole blocks that its shard touches, so that blocks are those of the
-    whole vocabulary. A block that several shards divide is in several frames.
+    """Where all shards lie: the same on every rank but for its own place.
 
     Args:
         shards: (start, length) of each rank.
@@ -222,96 +202,23 @@ class Layout:
     """
 
     def __init__(self, shards: list[tuple[int, int]], rank: int, vocab_size: int, device: torch.device) -> None:
-        by_start = sorted(range(len(shards)), key=lambda i: shards[i])
-        self.shards, self.by_start = shards, by_start
+        self.shards, self.by_start = shards, sorted(range(len(shards)), key=lambda i: shards[i])
         """(start, length) of each rank; the ranks in the order of the vocabulary."""
-        self.order = None if by_start == sorted(by_start) else torch.tensor(by_start, device=device)
-        """`by_start` on the device; None if it is the order of ranks."""
-        self.place = by_start.index(rank)
-        """This rank's place in it."""
         self.start, self.local = shards[rank]
         self.rank, self.ranks, self.vocab_size = rank, len(shards), vocab_size
-        self.block_size = min(BLOCK_SIZE, vocab_size)
-        self.num_blocks = math.ceil(vocab_size / self.block_size)
-        holders = [rank for rank in by_start if shards[rank][1]]
+        holders = [i for i in self.by_start if shards[i][1]]
         self.holders = torch.tensor(holders, dtype=torch.int32, device=device)
         """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
-        self.ranks_in_order = torch.tensor(by_start, dtype=torch.int32, device=device)
+        self.ranks_in_order = torch.tensor(self.by_start, dtype=torch.int32, device=device)
         """int32: all ranks in that order."""
 
-        frames = [self._frame(*shards[i]) for i in by_start]
-        self.most_blocks = max(map(len, frames))
-        """Blocks of the widest frame, to which all ranks pad what they send."""
-        held = [
-            [place for place, i in enumerate(by_start) if shards[i][1] and block in frames[place]]
-            for block in range(self.num_blocks)
-        ]  # the places of the ranks that hold a part of each block
-        self._set_frame(frames[self.place], device)
-        self._set_blocks(by_start, frames, held, device)
-        self._set_divided(held, device)
-
-    def _frame(self, start: int, length: int) -> range:
-        """Return the blocks that a shard touches, at least one."""
-        first = min(start // self.block_size, self.num_blocks - 1)
-        return range(first, max(first + 1, math.ceil((start + length) / self.block_size)))
-
-    def _set_frame(self, frame: range, device: torch.device) -> None:
-        """Set what describes this rank's frame."""
-        self.blocks = frame
-        """The blocks of this rank's frame; an empty shard's is one block, of which nothing is used."""
-        self.width = len(frame) * self.block_size
-        self.offset = self.start - frame.start * self.block_size if self.local else 0
-        """Where the shard begins in the frame."""
-        ids = torch.arange(self.width, device=device) + frame.start * self.block_size
-        self.token_ids = ids.masked_fill((ids < self.start) | (ids >= self.start + self.local), -1)
-        """[width] int64; -1 outside the shard."""
-
-    def _set_blocks(
-        self, by_start: list[int], frames: list[range], held: list[list[int]], device: torch.device
-    ) -> None:
-        """Set where the statistics of each block are among what all ranks send."""
-        nowhere = len(frames) * self.most_blocks
-        at = [
-            [place * self.most_blocks + block - frames[place].start for place in places]
-            for block, places in enumerate(held)
-        ]
-        self.where = torch.tensor(padded(at, nowhere), device=device).T.contiguous()
-        """[parts, num_blocks] int64: where the parts of each block are among what all ranks send; beyond that: nowhere."""
-        in_order_of_ranks = [
-            by_start[first // self.most_blocks] * self.most_blocks + first % self.most_blocks for first, *_ in at
-        ]
-        self.sources = torch.tensor(in_order_of_ranks, dtype=torch.int32, device=device)
+        block_size = min(BLOCK_SIZE, vocab_size)
+        touched = [range(start // block_size, math.ceil((start + length) / block_size)) for start, length in shards]
+        self.most_blocks = max(len(touched[i]) for i in holders)
+        """Blocks of the widest shard, to which all ranks pad what they send."""
+        held = [[i for i in holders if block in touched[i]] for block in range(math.ceil(vocab_size / block_size))]
+        self.divided = any(len(ranks) > 1 for ranks in held)
+        """Whether several shards hold a part of one block."""
+        sources = [first * self.most_blocks + block - touched[first].start for block, (first, *_) in enumerate(held)]
+        self.sources = torch.tensor(sources, dtype=torch.int32, device=device)
         """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
-
-    def _set_divided(self, held: list[list[int]], device: torch.device) -> None:
-        """Set what describes the blocks that several shards hold a part of."""
-        self.divided = [block for block, places in enumerate(held) if len(places) > 1]
-        """Blocks that several shards hold a part of."""
-        self.divided_ids = torch.tensor(self.divided, dtype=torch.int64, device=device)
-        mine = [block - self.blocks.start for block in self.divided if self.place in held[block]]
-        self.edges = [*mine, -1, -1][:2]
-        """Which blocks of this rank's frame these are, -1 for none. A frame has at most two, its first and its last."""
-        self.is_divided = torch.tensor([block in self.divided for block in self.blocks], device=device)
-        """[blocks of the frame] bool."""
-        seen = [0] * self.ranks
-        slots = []
-        for block in self.divided:
-            slots.append([2 * place + seen[place] for place in held[block]])
-            for place in held[block]:
-                seen[place] += 1
-        self.slots = torch.tensor(padded(slots, 2 * self.ranks), dtype=torch.int64, device=device)
-        """[divided, parts] int64: where the parts of each are among the two that each rank sends; beyond that: nowhere."""
-
-    def whole(self, parts: Tensor) -> Tensor:
-        """Put block sums together, [..., num_blocks], given what all ranks sent, [ranks, ..., most_blocks]."""
-        sent = torch.nn.functional.pad(parts.movedim(0, -2).flatten(-2), (0, 1))
-        total = sent.index_select(-1, self.where[0])
-        for where in self.where[1:]:
-            total = total + sent.index_select(-1, where)
-        return total
-
-
-def padded(rows: list[list[int]], value: int) -> list[list[int]]:
-    """Return the lists, all as long as the longest."""
-    longest = max(map(len, rows), default=0)
-    return [row + [value] * (longest - len(row)) for row in rows]

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdecode import transports
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.eager.packed import IndexedRows, unpack
 from specdecode.sharding import VocabShard
@@ -79,7 +80,8 @@ def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> t
         return sums[logits.index], least[logits.index]
     sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
-    if shard is None:
+    if shard is None or sums.numel() == 0:  # no requests: every rank knows
         return sums, least
-    of_ranks = shard.gather(shard.agree(logits), sums, least)
-    return of_ranks[0].sum(dim=0), of_ranks[1].amin(dim=0)
+    shard.agree(logits)  # before anything else is exchanged, so that wrong shards are named
+    of_ranks = transports.all_gather(torch.stack([sums, least]), shard.group)
+    return of_ranks[:, 0].sum(dim=0), of_ranks[:, 1].amin(dim=0)

@@ -198,7 +198,7 @@ def test_only_what_decides_is_read(monkeypatch):
         rows.extend(logits.shape[:-1].numel() for logits in models)
         return read(models, dtype)
 
-    for room in ("probabilistic", "block"):
+    for room in ("probabilistic", "residual", "block"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
     same = torch.zeros(50, 5, 30)
     drafts = torch.zeros(50, 4, dtype=torch.int64)
@@ -232,7 +232,7 @@ def test_requests_whose_drafts_are_all_accepted_need_no_residual_mass(monkeypatc
     sampler = RejectionSampler("block", backend="eager")
     everything = sampler(target, drafts, draft, seeds=seeds).num_accepted == 4
     assert 100 < int(everything.sum()) < 400
-    for room in ("probabilistic", "block"):
+    for room in ("probabilistic", "residual", "block"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
     sampler(target[everything], drafts[everything], draft[everything], seeds=seeds[everything])
     assert sum(rows) == int(everything.sum()) * (4 + 4)

@@ -186,13 +186,3 @@ def test_a_shard_refuses_them():
         VerificationBatch.check(
             torch.zeros(1, 3, 5), drafts, ROWS, None, 1.0, 0, None, shard=shard, draft_vocab_ids=IDS
         )
-
-
-def test_compiled_calls_take_them():
-    sampler, target, drafts = RejectionSampler("block"), torch.randn(1, 3, 5), torch.tensor([[4, 2]])
-
-    def call(target: Tensor, drafts: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-        return sampler(target, drafts, rows, seeds=0, draft_vocab_ids=ids).token_ids
-
-    compiled = torch.compile(call, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(target, drafts, ROWS, IDS), call(target, drafts, ROWS, IDS))

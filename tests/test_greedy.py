@@ -49,7 +49,7 @@ def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
         rows_read.extend(logits.shape[:-1].numel() for logits in models)
         return read(models, samplings)
 
-    for room in ("strict", "probabilistic"):
+    for room in ("strict", "probabilistic", "residual"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", counting)
     RejectionSampler(method)(
         batch.target_logits, batch.draft_token_ids, batch.draft_logits, temperature=batch.temperature, seeds=0
@@ -60,7 +60,7 @@ def test_greedy_requests_compute_no_softmax_on_the_host(method, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_greedy_batch_computes_no_softmax_on_any_device(method, monkeypatch):
-    for room in ("strict", "probabilistic"):
+    for room in ("strict", "probabilistic", "residual"):
         monkeypatch.setattr(f"specdecode.eager.{room}.read", lambda *_: pytest.fail("a softmax"))
     batch = case(10, 3, 50, torch.float32)
     with like_a_device():

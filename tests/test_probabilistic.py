@@ -8,7 +8,7 @@ import torch
 
 from reference import oracle
 from specdecode import RejectionSampler
-from specdecode.eager.probabilistic import residual
+from specdecode.eager.residual import residual
 from specdecode.eager.selection import select
 from specdecode.eager.truncation import RowSampling
 from specdecode.noise import SELECT

@@ -1,13 +1,12 @@
-"""Vocabulary shards: every rank gets what one process would get from the whole logits, and few bytes travel."""
+"""Vocabulary shards on the eager backend: every rank gets the bits that one process gets from the whole logits."""
 
 import importlib.util
-import inspect
 import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,23 +16,20 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode import RejectionSampler, Sampling, VocabShard, sample, transports
-from specdecode.eager import cutoffs, sharded
-from specdecode.eager.sharded import ShardedRows
-from specdecode.sharding import Layout
-from tests.differential import assert_same_tokens, like_a_device
 from tests.differential import case as random_case
+from tests.differential import like_a_device
 from tests.packing import fed_positions, in_slots, packed_rows, with_counts
 from tests.ranks import Ranks, groups, made_once, on_ranks
 from tests.test_fuzz import FLOATS, make_call, pick
-from tests.test_logprobs import assert_right
 from tests.test_packed import numbers_of
-from tests.test_truncation import SCHEDULE, expected
+from tests.test_truncation import SCHEDULE
 
 NAN, INF = float("nan"), float("inf")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"
 METHODS = ("probabilistic", "strict", "block", "synthetic")
 WHOLE_BLOCKS = [([0, 1024, 3100], None), ([0, 1024, 2048, 2051], [2, 0, 1]), ([0, 0, 2048, 2048, 2500], [3, 2, 1, 0])]
 DIVIDED_BLOCKS = [([0, 1100, 2051], None), ([0, 300, 301, 900], [1, 2, 0]), ([0, 7, 7, 2050, 3100], [0, 3, 1, 2])]
+BOUNDS = WHOLE_BLOCKS + DIVIDED_BLOCKS
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +125,9 @@ def random_call(seed: int, vocab: int) -> tuple[str, dict, list]:
     return method, call, drawn
 
 
-@pytest.mark.parametrize("bounds", range(len(WHOLE_BLOCKS)))
-def test_shards_of_whole_blocks_give_the_bits_of_one_process(bounds, ranks_of):
-    ranks = ranks_of(*WHOLE_BLOCKS[bounds])
+@pytest.mark.parametrize("bounds", range(len(BOUNDS)))
+def test_every_rank_returns_the_bits_of_one_process(bounds, ranks_of):
+    ranks = ranks_of(*BOUNDS[bounds])
     for seed in range(100 * bounds, 100 * bounds + 14):
         method, call, drawn = random_call(seed, ranks.vocab_size)
         assert_equal(verified(ranks, method, call), sampler_of(method)(**call))
@@ -139,17 +135,6 @@ def test_shards_of_whole_blocks_give_the_bits_of_one_process(bounds, ranks_of):
             whole = sampler_of(method).draft(**drawn[0])
             for got in ranks.run(partial(drafter_of, method), drawn[0]):
                 assert_equal(got, whole)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bounds", range(len(DIVIDED_BLOCKS)))
-def test_shards_that_divide_blocks_give_the_references_tokens(bounds, method, ranks_of):
-    ranks = ranks_of(*DIVIDED_BLOCKS[bounds])
-    case = random_case(6, 3, ranks.vocab_size, pick(np.random.default_rng(bounds), FLOATS), seed=bounds)
-    for options, of in (({}, "raw"), ({"top_k": 7, "top_p": 0.83, "min_p": 0.01}, "processed")):
-        output = verified(ranks, method, vars(case) | options | {"logprobs": of})
-        assert_same_tokens(output.token_ids, expected(method, case, options, None, True), case.band("eager"))
-        assert_right(output, case, options, of, "eager")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -173,25 +158,6 @@ def test_packed_calls_give_the_bits_of_one_process(method, ranks_of):
         with like_a_device():
             assert_equal(verified(ranks, method, call), sampler_of(method).packed(**call))
             assert_equal(verified(ranks, method, hostile), sampler_of(method).packed(**hostile))
-
-
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_calls_are_errors_that_say_what_to_do(fullgraph, ranks_of):
-    (shard,), logits, drafts = ranks_of([0, 8]).shards, torch.zeros(2, 3, 8), torch.zeros(2, 2, dtype=torch.int64)
-    sampler, starts = sampler_of("probabilistic", shard), torch.tensor([0, 3, 6])
-    calls = [
-        lambda: sampler(logits * 2, drafts, seeds=0),
-        lambda: sampler.packed(logits.flatten(0, 1), drafts.new_zeros(6), starts, num_draft_tokens=2, seeds=0),
-        lambda: sampler.draft(logits[:, 0], seeds=0),
-        lambda: sample(logits[:, 0], seeds=0, shard=shard),
-    ]
-    for call in calls:
-        torch._dynamo.reset()
-        with pytest.raises(ValueError, match=r"^shard: .* torch.compiler.disable"):
-            torch.compile(call, fullgraph=fullgraph, backend="aot_eager")()
-    disabled = torch.compiler.disable(sampler)
-    step = torch.compile(lambda: disabled(logits * 2, drafts, seeds=0), backend="aot_eager")
-    assert_equal(step(), sampler(logits * 2, drafts, seeds=0))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -341,8 +307,8 @@ def import_file(file: Path) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def exchanges_of(ranks: Ranks, method: str, call: dict) -> list[int]:
-    """The bytes that each exchange brings to a rank."""
+def exchanges_of(ranks: Ranks, make: Callable, call: dict) -> list[int]:
+    """The bytes that each exchange brings to a rank, of a call of what `make` returns for its shard."""
     sizes: list[int] = []
     gather = transports.all_gather
 
@@ -352,51 +318,27 @@ def exchanges_of(ranks: Ranks, method: str, call: dict) -> list[int]:
             sizes.append(gathered.numel() * gathered.element_size())
         return gathered
 
-    verified(ranks, method, call)  # the first call agrees on the layout
+    ranks.run(make, call)  # the first call agrees on the layout
     with mock.patch.object(transports, "all_gather", counted):
-        verified(ranks, method, call)
+        ranks.run(make, call)
     return sizes
 
 
-NUMBERS = {
-    ("strict", 0.0): 1,
-    ("block", 0.0): 1,
-    ("strict", 0.7): 2,
-    ("synthetic", 0.7): 3,
-    ("probabilistic", 0.7): 3,
-    ("block", 0.7): 4,
-}
-
-
-@pytest.mark.parametrize(("method", "temperature"), NUMBERS)
-def test_the_number_of_exchanges_does_not_depend_on_the_logits(method, temperature, ranks_of):
-    ranks, rounds = ranks_of(*WHOLE_BLOCKS[0]), {torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
-    for dtype, seed in ((torch.bfloat16, 0), (torch.float32, 1), (torch.float64, 2)):
-        case = random_case(3, 3, 3100, dtype, seed=seed)
-        for options, searches in (({}, 0), ({"min_p": 0.1}, 0), ({"top_k": 9}, 1), ({"top_k": 9, "top_p": 0.9}, 2)):
-            if searches and dtype == torch.float64 and method != "strict":
-                continue  # slow, and the same code
-            call = vars(case) | {"temperature": temperature} | options
-            extra = searches * rounds[dtype] if temperature else 0
-            assert len(exchanges_of(ranks, method, call)) == NUMBERS[method, temperature] + extra
-            if dtype == torch.bfloat16:
-                number = min(2, NUMBERS[method, temperature])  # candidates come with the sums
-                assert len(exchanges_of(ranks, method, call | {"draft_logits": None})) == number + extra
-            if dtype == torch.bfloat16 and not searches:
-                for of in ("processed", "raw"):
-                    one_more = int(of == "raw" or temperature > 0)
-                    number = NUMBERS[method, temperature] + one_more
-                    assert len(exchanges_of(ranks, method, call | {"logprobs": of})) == number
-
-
-def test_less_than_half_a_percent_of_the_logits_travels(ranks_of):
-    vocab, batch, drafts = 151_936, 2, 3
-    ranks, case = ranks_of([0, 75_776, vocab]), random_case(batch, drafts, vocab, torch.bfloat16, greedy=0)
-    logits = 2 * (case.target_logits.numel() + case.draft_logits.numel())
-    for method, share in {"probabilistic": 0.003, "block": 0.004, "strict": 0.0001}.items():
-        assert sum(exchanges_of(ranks, method, vars(case))) < share * logits
-    greedy = vars(case) | {"temperature": 0.0}
-    assert exchanges_of(ranks, "strict", greedy) == [2 * 8 * batch * (drafts + 1)]  # 8 bytes of each rank for each row
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 9, "logprobs": "raw"}], ids=str)
+def test_rows_that_a_method_reads_are_gathered_once_and_nothing_else(options, ranks_of):
+    ranks = ranks_of(*WHOLE_BLOCKS[0])  # of 1,024 and of 2,076 tokens
+    row = len(ranks.shards) * 2076 * 2
+    batch = random_case(3, 2, 3100, torch.bfloat16)
+    call = vars(batch) | options
+    assert exchanges_of(ranks, partial(sampler_of, "block"), call) == [3 * 3 * row, 3 * 2 * row]
+    assert exchanges_of(ranks, partial(sampler_of, "block"), call | {"draft_logits": None}) == [3 * 3 * row]
+    assert exchanges_of(ranks, partial(sampler_of, "strict"), call) == [3 * 3 * row]
+    counts, slots = [2, 0, 1], torch.tensor([4, 0, 7])
+    packed = packed_rows(with_counts(batch, counts), counts) | options | {"slots": slots, "seeds": 0}
+    packed["draft_logits"] = in_slots(batch.draft_logits, slots, 9)  # of which those of three are gathered
+    assert exchanges_of(ranks, partial(verifier_of, "block", packed), packed) == [3 * 3 * row, 3 * 2 * row]
+    draw = {"logits": batch.draft_logits[:, 0], "seeds": 0} | {"top_k": options.get("top_k")}
+    assert exchanges_of(ranks, partial(drafter_of, "block"), draw) == exchanges_of(ranks, sample_of, draw) == [3 * row]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -466,94 +408,6 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others():
     first, _ = groups(2, seconds=0.2)
     with pytest.raises(RuntimeError, match=r"[Tt]imed out|[Tt]imeout"):
         sample(torch.zeros(1, 4), seeds=0, shard=VocabShard(first, 0, 8))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes that these tests see
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Mistake(NamedTuple):
-    """A mistake in one function: a piece of its source, and what stands there instead."""
-
-    owner: Any
-    name: str
-    old: str
-    new: str
-
-
-MISTAKES = {
-    "a rank takes its own ids for the vocabulary's": Mistake(
-        sharded, "at_token", "token_ids - layout.blocks.start * layout.block_size", "token_ids"
-    ),
-    "blocks have this rank's noise": Mistake(sharded, "best_tokens", "positions, blocks + offset", "positions, blocks"),
-    "tokens have this rank's noise": Mistake(
-        sharded, "best_tokens", "positions, index + offset * layout.block_size", "positions, index"
-    ),
-    "the first rank that sends wins a tie": Mistake(sharded, "sources_of", "ids, MOST_TOKENS).amin", "ids, -1).amax"),
-    "the order of ranks is taken for that of the vocabulary": Mistake(
-        VocabShard, "gather", "layout.order is not None", "False"
-    ),
-    "weights are relative to the shard's maximum": Mistake(
-        sharded, "framed", "source.row_max[..., None]", "source.logits.to(source.row_max.dtype).amax(-1, keepdim=True)"
-    ),
-    "an empty residual is judged by the shard": Mistake(
-        sharded, "best_of", "scores.amax(dim=-1, keepdim=True)", "scores[..., :1]"
-    ),
-    "parts of a divided block are not added": Mistake(Layout, "whole", "self.where[1:]", "self.where[:0]"),
-    "ties are kept by every rank": Mistake(cutoffs, "search", "equal[: layout.place]", "equal[:0]"),
-    "a token counts as before itself": Mistake(cutoffs, "before", "values[..., :-1], (1, 0)", "values, (0, 0)"),
-    "top_p is a share of all, not of what top_k keeps": Mistake(
-        cutoffs, "cut", "threshold=threshold, ties=ties", "threshold=source.threshold, ties=source.ties"
-    ),
-    "a log-probability is what the first rank says": Mistake(
-        ShardedRows, "logprobs", "token_logits.amax(dim=0)", "token_logits[0]"
-    ),
-    "raw log-probabilities are truncated": Mistake(
-        ShardedRows, "logprobs", "=RowSampling(", "=target.sampling._replace(temperature="
-    ),
-    "raw log-probabilities have the temperature": Mistake(
-        ShardedRows, "logprobs", "torch.ones_like(target.sampling.temperature)", "target.sampling.temperature"
-    ),
-}
-
-
-def check_for_mistakes(ranks_of: Callable) -> None:
-    """A quick check of much: aligned and divided blocks, ties, equal rows, truncation."""
-    generator = torch.Generator().manual_seed(3)
-    for bounds, order in (WHOLE_BLOCKS[1], DIVIDED_BLOCKS[1]):
-        ranks = ranks_of(bounds, order)
-        case = vars(random_case(6, 2, bounds[-1], torch.bfloat16, seed=4))
-        tied = case | {"target_logits": case["target_logits"].round(), "temperature": torch.tensor([0, 1.0] * 3)}
-        equal = case | {"draft_logits": case["target_logits"][:, :2], "draft_token_ids": torch.randint(
-            bounds[-1], (6, 2), generator=generator)}  # fmt: skip
-        for call in (case, tied, equal, tied | {"top_k": 11, "top_p": 0.7}):
-            assert_equal(verified(ranks, "block", call), sampler_of("block")(**call))
-        for of in ("processed", "raw") if bounds == WHOLE_BLOCKS[1][0] else ():
-            call = case | {"top_k": 11, "logprobs": of}
-            assert_equal(verified(ranks, "block", call), sampler_of("block")(**call))
-
-
-def test_the_check_for_mistakes_passes_without_one(ranks_of):
-    check_for_mistakes(ranks_of)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(mistake, ranks_of):
-    owner, name, old, new = MISTAKES[mistake]
-    function = getattr(owner, name)
-    source = inspect.cleandoc("\n" + inspect.getsource(function))
-    assert source.count(old) == 1, "the snippet is not there"
-    scope: dict = {}
-    exec(source.replace(old, new), function.__globals__, scope)
-    with mock.patch.object(owner, name, scope[name]), pytest.raises(AssertionError):
-        for module in (sharded, cutoffs):  # where it has been imported, too
-            if owner is not module and not isinstance(owner, type) and hasattr(module, name):
-                mock.patch.object(module, name, scope[name]).start()
-        try:
-            check_for_mistakes(ranks_of)
-        finally:
-            mock.patch.stopall()
 
 
 def test_distributed_tensors_are_refused_by_name():

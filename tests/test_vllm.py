@@ -19,7 +19,7 @@ from scipy.stats import chisquare
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling, sample
 from specdecode.integrations import engines, vllm
-from specdecode.integrations.engines import Fallbacks
+from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling
 from tests import distributions
 

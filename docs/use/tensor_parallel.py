@@ -1,4 +1,4 @@
-"""Speculative decoding with heads that are split over processes: no process ever has a whole row of logits.
+"""Speculative decoding with heads that are split over processes: each computes a part of every row of logits.
 
     torchrun --nproc-per-node=2 tensor_parallel.py
 

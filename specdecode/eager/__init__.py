@@ -1,7 +1,8 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
 On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On other
-devices counting them would mean waiting for the device, so every row is computed.
+devices counting them would mean waiting for the device, so every row is computed. Of shards of the vocabulary whole rows are
+gathered first, and every rank verifies these.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
+from specdecode.eager.selection import gathered
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
@@ -33,11 +35,11 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     has_rows = None
     if batch.packing is not None:
         batch, has_rows = unpack(batch, batch.packing)
-    steps = Steps(batch, schedule)
     if batch.shard is not None:
-        from specdecode.eager.sharded import ShardedRows
-
-        steps.sharded = ShardedRows(steps, batch.shard)
+        target_logits = batch.shard.whole_rows(gathered(batch.target_logits))
+        draft_logits = None if batch.draft_logits is None else batch.shard.whole_rows(gathered(batch.draft_logits))
+        batch = batch._replace(target_logits=target_logits, draft_logits=draft_logits, shard=None)
+    steps = Steps(batch, schedule)
     output = METHODS[method](steps)
     if batch.logprobs is not None:
         of_tokens = emitted_logprobs(steps, output.token_ids, output.num_accepted, batch.logprobs)
@@ -53,14 +55,10 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    temperature, greedy = row_temperature(batch.temperature, batch.logits)
-    requests = torch.arange(len(batch.logits), device=batch.logits.device)
+    logits = batch.logits if batch.shard is None else batch.shard.whole_rows(batch.logits)
+    temperature, greedy = row_temperature(batch.temperature, logits)
+    requests = torch.arange(len(logits), device=logits.device)
     seeds, positions = seeds_and_positions(batch, requests)
-    vocab = batch.logits.shape[-1] if batch.shard is None else batch.shard.vocab_size
-    sampling = row_sampling(temperature, batch.truncation, vocab)
-    if batch.shard is not None:
-        from specdecode.eager.sharded import sample_rows
-
-        return sample_rows(batch.shard, batch.logits, sampling, seeds, positions, greedy, domains)
-    token_ids, logsumexp, _, *cutoff = strict.sample(batch.logits, sampling, seeds, positions, greedy, domains)
+    sampling = row_sampling(temperature, batch.truncation, logits.shape[-1])
+    token_ids, logsumexp, _, *cutoff = strict.sample(logits, sampling, seeds, positions, greedy, domains)
     return token_ids, logsumexp.to(torch.float32), cutoff[0] if cutoff else None

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.checks import on_host
-from specdecode.eager.probabilistic import compare, emit, quotients
+from specdecode.eager.probabilistic import emit, quotients
+from specdecode.eager.residual import compare
 from specdecode.eager.selection import Requests, block_sums, by_chunks, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
@@ -51,8 +52,6 @@ def probabilities(steps: Steps, rows: Requests, offsets: slice, log_ratio: Tenso
     """Return h for the drafts before some requests' offsets, of log c and the drafts' log(p(x) / q(x)) there."""
     if steps.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
         return acceptance_probability(log_ratio, log_ratio.exp() * -quotient.expm1())
-    if steps.sharded is not None:
-        return acceptance_probability(log_ratio, steps.sharded.residual_masses(offsets, log_ratio))
     target, draft = steps.target_logits[rows, offsets], steps.draft_logits[rows, offsets]
     greedy = None if steps.point_masses is None else steps.point_masses[rows, None]
 
@@ -79,7 +78,7 @@ def search(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
     accepted = (log_uniforms <= log_ratios) & (counts <= num_drafts)
     # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
     needed = accepted & (counts < num_drafts) & (log_ratios < 0)
-    on_device, last = not on_host(needed) or steps.sharded is not None, steps.num_draft_tokens
+    on_device, last = not on_host(needed), steps.num_draft_tokens
     for offsets in [slice(1, last)] if on_device else [slice(i, i + 1) for i in range(last - 1, 0, -1)]:
         before = slice(offsets.start - 1, offsets.stop - 1)
         rows: Requests = slice(None)

@@ -26,9 +26,6 @@ def emitted_logprobs(steps: Steps, token_ids: Tensor, num_accepted: Tensor, of: 
         [batch, num_draft_tokens + 1] float32.
     """
     is_raw = of == "raw"
-    if steps.sharded is not None:
-        result = steps.sharded.logprobs(token_ids.clamp(min=0), is_raw)
-        return result.masked_fill(token_ids < 0, torch.nan).to(torch.float32)
     sampling = RowSampling(torch.ones_like(steps.temperature)) if is_raw else steps.sampling
 
     def by_softmax(

@@ -7,38 +7,9 @@ its bits are the right ones: `>> 32` and a mask give the high word.
 import torch
 from torch import Tensor
 
-from specdecode.eager.fused import fused
-
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
-
-PHILOX = """
-template <typename T> float philox(T seed, T position, T index, T domain) {
-    unsigned int c0 = index, c1 = position, c2 = (unsigned long long)position >> 32, c3 = domain;
-    unsigned int k0 = seed, k1 = (unsigned long long)seed >> 32;
-    for (int round = 0; round < 10; ++round) {
-        unsigned long long product0 = 0xD2511F53ull * c0, product1 = 0xCD9E8D57ull * c2;
-        c0 = (unsigned int)(product1 >> 32) ^ c1 ^ k0;
-        c2 = (unsigned int)(product0 >> 32) ^ c3 ^ k1;
-        c1 = product1, c3 = product0;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    float number = (float)c0 * 0x1p-32f + (float)c1 * 0x1p-64f;
-    return ::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f);
-}
-"""
-NEGATED_UNIFORM = """
-template <typename T> T negated_uniform_bits(T seed, T position, T index, T domain) {
-    return __double_as_longlong(-(double)philox<T>(seed, position, index, domain));
-}
-"""
-LOG_UNIFORM = """
-template <typename T> T log_uniform_bits(T seed, T position, T index, T domain, T is_double) {
-    float number = philox<T>(seed, position, index, domain);
-    return __double_as_longlong(is_double ? ::log((double)number) : (double)::log(number));
-}
-"""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -58,52 +29,19 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return even[0], odd[0], even[1], odd[1]
 
 
-def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return float32 uniforms in (0, 1)."""
-    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
+def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
+    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, int(domain)))
     high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
     number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
     return number.clamp_(2.0**-65, 1 - 2.0**-24)
 
 
-@fused(PHILOX + NEGATED_UNIFORM, domain=0)
-def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
-    """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
-    return philox(seeds, positions, index, domain).neg_().to(torch.float64).view(torch.int64)
-
-
-@fused(PHILOX + LOG_UNIFORM, domain=0, is_double=0)
-def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int) -> Tensor:
-    """Return log(u) of the uniforms u, computed in float32 or in float64: the bits of float64 numbers as int64."""
-    dtype = torch.float64 if is_double else torch.float32
-    return philox(seeds, positions, index, domain).to(dtype).log().to(torch.float64).view(torch.int64)
-
-
-def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
-    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
-    return -numbers.to(torch.float32)
-
-
-def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
-    """Return the logarithms of `uniform`, computed in float32 or float64, as float64."""
-    numbers = {"domain": int(domain), "is_double": int(dtype == torch.float64)}
-    return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
-
-
-def negated_exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return log(1 - u) in float64, which is -E of `exponential`."""
-    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
-    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
-    return numbers.log1p_()
-
-
 def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float64 standard exponential numbers E = -log(1 - u); -log E is the Gumbel number of the same counter."""
-    return negated_exponential(seeds, positions, index, domain).neg_()
+    return uniform(seeds, positions, index, domain).to(torch.float64).neg_().log1p_().neg_()
 
 
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Run the exponential race of [..., n] float32 or float64 weights; return which has the largest w / E, [..., 1]."""
-    # To negate E would take a GPU one more kernel.
-    return (weights / negated_exponential(seeds, positions, index, domain)).argmin(dim=-1, keepdim=True)
+    return (weights / exponential(seeds, positions, index, domain)).argmax(dim=-1, keepdim=True)

@@ -1,24 +1,18 @@
 """A verification step in PyTorch: its batch as tensors, and which of its rows are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import on_host
-from specdecode.eager.philox import log_uniform, uniform
+from specdecode.eager.philox import uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.eager.vocabulary import DraftVocabRows, places_of
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
-
-if TYPE_CHECKING:
-    from specdecode.eager.sharded import ShardedRows
 
 
 class Steps:
@@ -32,9 +26,6 @@ class Steps:
             # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
             self.draft_logits = DraftVocabRows(batch.draft_logits, places)  # type: ignore[assignment]
         self.draft_logsumexp = batch.draft_logsumexp
-        if batch.shard is not None:
-            self.vocab = batch.shard.vocab_size
-        self.sharded: ShardedRows | None = None
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)
         self.requests, self.offsets = counts[:size], counts[:rows]
@@ -60,20 +51,18 @@ class Steps:
             return torch.zeros_like(self.seeds)
         return torch.add(self.offsets[:-1], accepted, alpha=self.num_draft_tokens).amin(dim=1)
 
-    def uniforms(self) -> Tensor:
-        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32."""
-        return uniform(*self._accept_counters(), Domain.ACCEPT)
-
-    def log_uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the logarithms of `uniforms`, computed in the dtype to compute in, as float64.
+    def uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32.
 
         If `fresh`, the counter has the draft's offset in it, so a later step at the same positions has other numbers.
         """
-        return log_uniform(*self._accept_counters(fresh), Domain.ACCEPT, self.temperature.dtype)
-
-    def _accept_counters(self, fresh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         offsets = self.offsets[:-1]
-        return self.seeds[:, None], self.positions[:, None] + offsets, offsets if fresh else self.offsets[:1]
+        index = offsets if fresh else self.offsets[:1]
+        return uniform(self.seeds[:, None], self.positions[:, None] + offsets, index, Domain.ACCEPT)
+
+    def log_uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the logarithms of `uniforms`, in the dtype to compute in."""
+        return self.uniforms(fresh).to(self.temperature.dtype).log()
 
     def scan(
         self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
@@ -81,14 +70,14 @@ class Steps:
         """Compute the rows that matter, in order; return [batch, width] of each result.
 
         On the CPU these are, offset by offset, the rows of the requests that have not stopped. On a device counting those
-        would mean waiting for it, so all rows are computed at once, and so they are where ranks must exchange them.
+        would mean waiting for it, so all rows are computed at once.
 
         Args:
             num_rows: [batch] how many rows each request has.
             width: the most rows.
             compute: given requests and offsets, returns results for each; the first says whether the request goes on.
         """
-        if width == 0 or self.sharded is not None or not on_host(num_rows):
+        if width == 0 or not on_host(num_rows):
             return compute(slice(None), slice(0, width))
         results: tuple[Tensor, ...] = ()
         active = num_rows > 0

@@ -71,9 +71,6 @@ def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
     accepts = None if scheduled is None else torch.nn.functional.pad(scheduled, (0, 1))
 
     def draw(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor, Tensor]:
-        if steps.sharded is not None:  # then all rows are asked for
-            token_ids, is_empty = steps.sharded.sample()
-            return token_ids == drafts if accepts is None else accepts, token_ids, is_empty
         token_ids, _, is_empty, *_ = sample(
             steps.target_logits[rows, offsets],
             steps.sampling.at(rows, None),

@@ -1,15 +1,13 @@
-"""What the adapters of serving engines share: their switches, and their count of steps that they leave to the engine.
+"""How serving engines come to verify with this package: the switches, and the plug-ins that read them.
 
 Engines load these functions as plug-ins in every process, whether they are wanted or not. So this module imports neither
 PyTorch nor an engine.
 """
 
-import logging
 import os
-from collections import Counter
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
-EngineMethod = Literal["probabilistic", "block", "strict"]
+from specdecode.integrations.adapters import EngineMethod
 
 VLLM_SWITCH = "SPECDECODE_VLLM"
 SGLANG_SWITCH = "SPECDECODE_SGLANG"
@@ -53,28 +51,3 @@ def register_sglang() -> None:
         from specdecode.integrations import sglang
 
         sglang.install(method)
-
-
-class Fallbacks(Counter[str]):
-    """How many steps were left to the engine, by reason. The 1st, 10th, 100th, ... step of each reason is logged.
-
-    Example:
-        >>> import logging
-        >>> from specdecode.integrations.engines import Fallbacks
-        >>> fallbacks = Fallbacks(logging.getLogger("example"))
-        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
-        >>> fallbacks.add("watermarks", "vLLM verifies such a step")
-        >>> fallbacks
-        Fallbacks({'watermarks': 2})
-    """
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self.logger = logger
-
-    def add(self, reason: str, consequence: str) -> None:
-        """Count one step; now and then log what happens to steps like it."""
-        self[reason] += 1
-        # Not the first alone: an engine's own warm-up makes steps with every feature before there is any request.
-        if str(self[reason]).strip("0") == "1":
-            self.logger.warning("specdecode: step %d with %s: %s", self[reason], reason, consequence)

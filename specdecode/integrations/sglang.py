@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.integrations.engines import EngineMethod, Fallbacks
+from specdecode.integrations.adapters import EngineMethod, Fallbacks
 
 __all__ = ["EagleSample", "Engine", "install"]
 

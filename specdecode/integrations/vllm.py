@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, Sampling
-from specdecode.integrations.engines import EngineMethod, Fallbacks
+from specdecode.integrations.adapters import EngineMethod, Fallbacks
 
 __all__ = ["DraftVerification", "TokenSampling", "install"]
 

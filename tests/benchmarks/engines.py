@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler
-from specdecode.integrations.engines import Fallbacks
+from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, logger
 from tests.benchmarks.inputs import Inputs
 

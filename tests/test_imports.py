@@ -1,0 +1,64 @@
+"""Which module of the package imports which: there are no circles, not even ones that a late import hides."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import specdecode
+
+FOLDER = Path(specdecode.__file__).parent
+
+
+def modules(folder: Path) -> dict[str, str]:
+    """The source of each module of a package, by its name."""
+    files = {".".join(file.relative_to(folder.parent).with_suffix("").parts): file for file in folder.rglob("*.py")}
+    return {name.removesuffix(".__init__"): file.read_text("utf-8") for name, file in files.items()}
+
+
+def imported(source: str) -> Iterator[tuple[str, ...]]:
+    """What a module imports, in functions, for type checkers and by name, too: each with what it may be part of."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name,) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield from ((f"{node.module}.{alias.name}", node.module) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            yield (ast.unparse(node.args[0]).strip("'"),)
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Modules of which each imports the next and the last one is the first again, if there are any."""
+    graph = {
+        name: {next((each for each in names if each in sources), name) for names in imported(source)} - {name}
+        for name, source in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_module_imports_one_that_imports_it():
+    assert circle(modules(FOLDER)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import house.kitchen",
+        "from house import kitchen",
+        "from house.kitchen import table",
+        "def f():\n    from house.kitchen import table",
+        "if TYPE_CHECKING:\n    from house.kitchen import table",
+        "importlib.import_module('house.kitchen')",
+    ],
+)
+def test_circles_are_seen_however_they_are_hidden(line):
+    rooms = {"house": "", "house.garden": "import os", "house.kitchen": "from house.garden import herbs"}
+    assert circle(rooms) == []
+    assert set(circle(rooms | {"house.garden": line})) == {"house.kitchen", "house.garden"}
