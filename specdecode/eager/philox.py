@@ -2,7 +2,13 @@
 
 PyTorch has no unsigned 32-bit arithmetic on every device, so words are kept in int64. The product of two words wraps, but
 its bits are the right ones: `>> 32` and a mask give the high word.
+
+On a GPU these are some hundred kernels, which take longer than all else in a small step. So there the same in C++ is one
+kernel, which `torch.cuda.jiterator` compiles at its first call, without Triton.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +16,36 @@ from torch import Tensor
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
+
+UNIFORM_BITS = """
+template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
+    unsigned int c0 = index, c1 = position, c2 = (unsigned long long)position >> 32, c3 = domain;
+    unsigned int k0 = seed, k1 = (unsigned long long)seed >> 32;
+    for (int round = 0; round < 10; ++round) {
+        unsigned long long product0 = 0xD2511F53ull * c0, product1 = 0xCD9E8D57ull * c2;
+        c0 = (unsigned int)(product1 >> 32) ^ c1 ^ k0;
+        c2 = (unsigned int)(product0 >> 32) ^ c3 ^ k1;
+        c1 = product1, c3 = product0;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    float number = (float)c0 * 0x1p-32f + (float)c1 * 0x1p-64f;
+    return __double_as_longlong(::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f));
+}
+"""
+"""The bits of float64 numbers, of which float32 can hold each: a compiled function returns what it takes, int64."""
+
+
+@functools.cache
+def compiled(device: torch.device) -> Callable[..., Tensor] | None:
+    """Return `UNIFORM_BITS` compiled for a GPU, None if it cannot be."""
+    bits: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(UNIFORM_BITS, domain=0)
+    try:
+        bits(*torch.zeros(3, 1, dtype=torch.int64, device=device), domain=0)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return bits
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -31,6 +67,9 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
+    bits = compiled(seeds.device) if seeds.is_cuda else None
+    if bits is not None:
+        return bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
     counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, int(domain)))
     high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
     number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
