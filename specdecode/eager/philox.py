@@ -2,23 +2,19 @@
 
 PyTorch has no unsigned 32-bit arithmetic on every device, so words are kept in int64. The product of two words wraps, but
 its bits are the right ones: `>> 32` and a mask give the high word.
-
-On a GPU these are some hundred kernels, which take longer than all else in a small step. So there the same in C++ is one
-kernel, which `torch.cuda.jiterator` compiles at its first call, without Triton.
 """
-
-import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from specdecode.eager.fused import fused
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
-UNIFORM_BITS = """
-template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
+PHILOX = """
+template <typename T> float philox(T seed, T position, T index, T domain) {
     unsigned int c0 = index, c1 = position, c2 = (unsigned long long)position >> 32, c3 = domain;
     unsigned int k0 = seed, k1 = (unsigned long long)seed >> 32;
     for (int round = 0; round < 10; ++round) {
@@ -29,23 +25,20 @@ template <typename T> T uniform_bits(T seed, T position, T index, T domain) {
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
     float number = (float)c0 * 0x1p-32f + (float)c1 * 0x1p-64f;
-    return __double_as_longlong(::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f));
+    return ::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f);
 }
 """
-"""The bits of float64 numbers, of which float32 can hold each: a compiled function returns what it takes, int64."""
-
-
-@functools.cache
-def compiled(device: torch.device) -> Callable[..., Tensor] | None:
-    """Return `UNIFORM_BITS` compiled for a GPU, None if it cannot be."""
-    bits: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(UNIFORM_BITS, domain=0)
-    try:
-        bits(*torch.zeros(3, 1, dtype=torch.int64, device=device), domain=0)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return None
-    return bits
+NEGATED_UNIFORM = """
+template <typename T> T negated_uniform_bits(T seed, T position, T index, T domain) {
+    return __double_as_longlong(-(double)philox<T>(seed, position, index, domain));
+}
+"""
+LOG_UNIFORM = """
+template <typename T> T log_uniform_bits(T seed, T position, T index, T domain, T is_double) {
+    float number = philox<T>(seed, position, index, domain);
+    return __double_as_longlong(is_double ? ::log((double)number) : (double)::log(number));
+}
+"""
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -65,22 +58,52 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return even[0], odd[0], even[1], odd[1]
 
 
-def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
-    """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
-    bits = compiled(seeds.device) if seeds.is_cuda else None
-    if bits is not None:
-        return bits(seeds, positions, index, domain=int(domain)).view(torch.float64).to(torch.float32)
-    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, int(domain)))
+def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float32 uniforms in (0, 1)."""
+    counter = (index, positions & MASK, (positions >> 32) & MASK, torch.full_like(positions, domain))
     high, low, _, _ = philox4x32(counter, key=(seeds & MASK, (seeds >> 32) & MASK))
     number = high.to(torch.float32) * 2.0**-32 + low.to(torch.float32) * 2.0**-64
     return number.clamp_(2.0**-65, 1 - 2.0**-24)
 
 
+@fused(PHILOX + NEGATED_UNIFORM, domain=0)
+def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
+    """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
+    return philox(seeds, positions, index, domain).neg_().to(torch.float64).view(torch.int64)
+
+
+@fused(PHILOX + LOG_UNIFORM, domain=0, is_double=0)
+def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int) -> Tensor:
+    """Return log(u) of the uniforms u, computed in float32 or in float64: the bits of float64 numbers as int64."""
+    dtype = torch.float64 if is_double else torch.float32
+    return philox(seeds, positions, index, domain).to(dtype).log().to(torch.float64).view(torch.int64)
+
+
+def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
+    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    return -numbers.to(torch.float32)
+
+
+def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
+    """Return the logarithms of `uniform`, computed in float32 or float64, as float64."""
+    numbers = {"domain": int(domain), "is_double": int(dtype == torch.float64)}
+    return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
+
+
+def negated_exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
+    """Return log(1 - u) in float64, which is -E of `exponential`."""
+    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
+    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
+    return numbers.log1p_()
+
+
 def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float64 standard exponential numbers E = -log(1 - u); -log E is the Gumbel number of the same counter."""
-    return uniform(seeds, positions, index, domain).to(torch.float64).neg_().log1p_().neg_()
+    return negated_exponential(seeds, positions, index, domain).neg_()
 
 
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Run the exponential race of [..., n] float32 or float64 weights; return which has the largest w / E, [..., 1]."""
-    return (weights / exponential(seeds, positions, index, domain)).argmax(dim=-1, keepdim=True)
+    # To negate E would take a GPU one more kernel.
+    return (weights / negated_exponential(seeds, positions, index, domain)).argmin(dim=-1, keepdim=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode.checks import on_host
+from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import race
 from specdecode.eager.vocabulary import DraftVocabRows
@@ -196,6 +197,13 @@ def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
     return rows._replace(row_max=row_max)
 
 
+@fused(
+    """
+    template <typename T> T exp_scaled(T logit, T row_max, T temperature) {
+        return ::exp((logit - row_max) / temperature);
+    }
+    """
+)
 def exp_scaled(logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor:
     """Return exp((l - max) / T); may overwrite the logits."""
     return logits.sub_(row_max).div_(temperature).exp_()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import on_host
-from specdecode.eager.philox import uniform
+from specdecode.eager.philox import log_uniform, uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.eager.vocabulary import DraftVocabRows, places_of
@@ -51,18 +51,20 @@ class Steps:
             return torch.zeros_like(self.seeds)
         return torch.add(self.offsets[:-1], accepted, alpha=self.num_draft_tokens).amin(dim=1)
 
-    def uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32.
+    def uniforms(self) -> Tensor:
+        """Return the uniforms of the accept decisions, [batch, num_draft_tokens] float32."""
+        return uniform(*self._accept_counters(), Domain.ACCEPT)
+
+    def log_uniforms(self, fresh: bool = False) -> Tensor:
+        """Return the logarithms of `uniforms`, computed in the dtype to compute in, as float64.
 
         If `fresh`, the counter has the draft's offset in it, so a later step at the same positions has other numbers.
         """
-        offsets = self.offsets[:-1]
-        index = offsets if fresh else self.offsets[:1]
-        return uniform(self.seeds[:, None], self.positions[:, None] + offsets, index, Domain.ACCEPT)
+        return log_uniform(*self._accept_counters(fresh), Domain.ACCEPT, self.temperature.dtype)
 
-    def log_uniforms(self, fresh: bool = False) -> Tensor:
-        """Return the logarithms of `uniforms`, in the dtype to compute in."""
-        return self.uniforms(fresh).to(self.temperature.dtype).log()
+    def _accept_counters(self, fresh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = self.offsets[:-1]
+        return self.seeds[:, None], self.positions[:, None] + offsets, offsets if fresh else self.offsets[:1]
 
     def scan(
         self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
