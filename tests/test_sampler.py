@@ -1084,19 +1084,14 @@ DEGENERATE_DRAFTS = {
 @pytest.mark.parametrize(("row", "temperature"), DEGENERATE_DRAFTS.values(), ids=DEGENERATE_DRAFTS)
 @by_ratio
 @pytest.mark.parametrize("drafted", [0, 1, 2])
-def test_draft_logsumexp_changes_no_distribution_where_it_is_degenerate(place, row, temperature, drafted, method):
+def test_draft_logsumexp_changes_nothing_where_it_is_degenerate(place, row, temperature, drafted, method):
     draft_logits = rows(place, row, requests=60, dtype=torch.float64)
     target = torch.zeros(60, 2, 3, dtype=torch.float64, device=place[1])
     sampler = make(method, place)
     arguments = {"temperature": temperature, "seeds": 0}
     drawn = sampler.draft(draft_logits[:, 0], **arguments)
     call = {"target_logits": target, "draft_token_ids": ids(place, drafted, requests=60), "draft_logits": draft_logits}
-    given = sampler(**call, **arguments, draft_logsumexp=drawn.logsumexp[:, None])
-    if place[0] == "triton" and not drawn.logsumexp.isfinite().all():  # the draft is rejected, as if there was none
-        call["draft_token_ids"] = ids(place, -1, requests=60)
-        assert torch.equal(given.token_ids, sampler(**call, **arguments).token_ids)
-    else:
-        assert_same(sampler(**call, **arguments), given)
+    assert_same(sampler(**call, **arguments), sampler(**call, **arguments, draft_logsumexp=drawn.logsumexp[:, None]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

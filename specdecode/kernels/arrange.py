@@ -114,7 +114,7 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
     if inputs.draft.ptr is not None:
         others = listen_to_notes(1, index, is_row, step, exchange)
         draft_row_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
-        summarised = is_summarised(offset, inputs, sizes)
+        summarised = is_summarised(request, offset, inputs, sizes)
         of_draft = listen_to_statistics(0, draft_row_index, summarised, sources, step, exchange, sizes)
         draft_notes = listen_to_notes(0, draft_row_index, is_draft_row, step, exchange)
         draft_others = listen_to_notes(1, draft_row_index, is_draft_row, step, exchange)

@@ -147,8 +147,7 @@ def parts_of(
     """Return the dtype and the size of each part of the workspace, in the order of `arguments.Workspace`."""
     num_drafts = sizes.batch * sizes.num_draft_tokens
     num_rows, of_state = num_drafts + sizes.batch, sizes.batch * FIELDS.value
-    all_rows = num_rows + num_drafts * (inputs.draft.ptr is not None)
-    rows_read = all_rows if inputs.drafts.logsumexp_ptr is None else num_rows
+    rows_read = num_rows + num_drafts * (inputs.draft.ptr is not None)
     sums = settles and inputs.draft.ptr is not None
     state = of_state + num_rows
     if truncates:  # stop bits, at an even index
@@ -156,7 +155,7 @@ def parts_of(
     return {
         "state": None if inputs.drafts.ids_ptr is None else (torch.int32, state),
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
-        "cutoffs": (torch.float32, all_rows * 2) if truncates else None,
+        "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
         "numbers": (torch.float32, num_rows * NUMBERS.value) if settles else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,

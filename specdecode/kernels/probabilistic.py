@@ -37,6 +37,15 @@ from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
 
+LARGEST_LOGSUMEXP = tl.constexpr(256.0)
+"""Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
+
+
+@triton.jit
+def is_trusted(logsumexp):
+    """Return whether a given logsumexp is precise enough (not if it is NaN)."""
+    return tl.abs(logsumexp) <= LARGEST_LOGSUMEXP
+
 
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
@@ -69,10 +78,11 @@ def acceptance_terms(place, inputs, workspace, sizes):
         has_draft_row = (temperature > 0) & (token >= 0)
         draft_row = own_draft_row_at(place, inputs, workspace, sizes)
         draft_logit = load_logit(by_target(draft_row, workspace, sizes), token, has_draft_row)
-        if inputs.drafts.logsumexp_ptr is None:
-            summary = load_draft_statistics(place, has_draft_row, workspace, sizes)
-        else:
+        summarised = has_draft_row
+        if inputs.drafts.logsumexp_ptr is not None:
             logsumexp = load_logsumexp(inputs.drafts, request, offset, has_draft_row)
+            summarised = tl.where(is_trusted(logsumexp), False, summarised)
+        summary = load_draft_statistics(place, summarised, workspace, sizes)
 
     if inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None:
         p, q = combine_both(statistics, summary, row, draft_row, has_draft_row, temperature, sizes)
@@ -86,12 +96,14 @@ def acceptance_terms(place, inputs, workspace, sizes):
     draft_one_hot = token
     if inputs.draft.ptr is not None:
         if has_draft_row:
-            if inputs.drafts.logsumexp_ptr is None:
+            draft_one_hot = tl.full([], -1, tl.int32)
+            if inputs.drafts.logsumexp_ptr is not None:  # relative to a maximum of 0
+                draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
+            if summarised:
+                if inputs.drafts.logsumexp_ptr is not None:
+                    q = combine(summary, draft_row, temperature, sizes)
                 draft_max, draft_one_hot = q.row_max, token_of(q.one_hot, inputs, workspace, sizes)
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
-            else:  # relative to a maximum of 0
-                draft_one_hot = tl.full([], -1, tl.int32)
-                draft_log_sum, log_sum_ratio = logsumexp, logsumexp - log_sum
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
     subtracted = tl.where(p.one_hot >= 0, NONE, subtracted)

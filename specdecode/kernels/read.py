@@ -17,6 +17,7 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.packed import locate
 from specdecode.kernels.philox import load_key
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
@@ -70,19 +71,21 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def summarise(chunk, place, inputs, workspace, sizes, tuning):
+def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
 
-    The draft row is read where the place has a draft: its token is None if none of them is read.
+    The draft row is read where the place has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
+    the draft and that argument at least one is None.
     """
     request, offset, token, _, temperature = place
     row = whole_target_row_at(request, offset, inputs)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
-    if token is not None:
+    if inputs.draft.ptr is not None:
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         its_statistics = draft_statistics(workspace, request, offset, sizes)
+    if token is not None:
         reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(tuning.tiles):
         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
@@ -106,6 +109,13 @@ def summarise(chunk, place, inputs, workspace, sizes, tuning):
                 if reads_draft:  # the row goes on to the target's last block, with nothing
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
+    if logsumexp is not None:
+        if is_trusted(logsumexp) == 0:  # rarely
+            if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
+                for tile in range(tuning.tiles):
+                    first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
+                    draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
+                    store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
 
 
 @triton.jit
@@ -143,12 +153,16 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
 def read_kernel(inputs, workspace, sizes, tuning):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
     DECIDES: tl.constexpr = tuning.DECIDE is not None
-    READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None
+    HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
+    READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
     if not tuning.ADMITS_LATE:
         admit_next_launch(tuning.OVERLAPS)
     chunk, request, offset = place_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
     token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
+    logsumexp = None
+    if HAS_LOGSUMEXP:
+        logsumexp = load_logsumexp(inputs.drafts, request, offset, offset < request.num_drafts)
     temperature = load_temperature(inputs.requests, request)
     matters = True
     if inputs.drafts.ids_ptr is not None:
@@ -159,7 +173,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
                 clear_state(workspace.state_ptr, request)
     if matters:
         place = Place(request, offset, token, None, temperature)
-        summarise(chunk, place, inputs, workspace, sizes, tuning)
+        summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning)
         if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
             await_launch(tuning.OVERLAPS)
         if DECIDES:

@@ -143,8 +143,8 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_cut:
-            given = given_token(request, offset, sizes.vocab_size, inputs)
-            is_cut = tl.full([], False, tl.int1)
+            given, is_known = given_token(request, offset, sizes.vocab_size, inputs)
+            is_cut = is_known == 0
             if given >= 0:
                 logit, token = tl.load(progress_at(workspace, index) + GIVEN), given
     state = tl.full([], DONE, tl.int32)

@@ -15,6 +15,7 @@ from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate_program
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.residual import draft_index
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -99,12 +100,12 @@ def tell_other(row, index, other, of_cutoff, line, exchange, sizes):
 
 
 @triton.jit
-def is_summarised(offset, inputs, sizes):
+def is_summarised(request, offset, inputs, sizes):
     """Return whether the draft row at an offset is read, if there is a draft, so that its statistics travel."""
-    if inputs.drafts.logsumexp_ptr is None:
-        return offset < sizes.num_draft_tokens
-    else:
-        return False
+    summarised = offset < sizes.num_draft_tokens
+    if inputs.drafts.logsumexp_ptr is not None:
+        summarised &= is_trusted(load_logsumexp(inputs.drafts, request, offset, summarised)) == 0
+    return summarised
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     row = whole_target_row_at(request, offset, inputs)
     draft_logit = logit_here(row, token, sizes)
     if inputs.draft.ptr is not None:
-        summarised = is_summarised(offset, inputs, sizes)
+        summarised = is_summarised(request, offset, inputs, sizes)
         has_draft = (offset < num_drafts) & (temperature > 0)
         draft_row_index, its_token = row_index(request, offset, True, sizes), tl.where(has_draft, token, -1)
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
@@ -128,7 +129,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         of_cutoff = nothing
         if inputs.drafts.cutoff_ptr is not None:
             if has_draft:
-                given = given_token(request, offset, sizes.shard.vocab_size, inputs)
+                given, _is_known = given_token(request, offset, sizes.shard.vocab_size, inputs)
                 of_cutoff = logit_here(draft_row, given, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)

@@ -28,6 +28,7 @@ from specdecode.kernels.candidates import (
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate
+from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
 from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
@@ -222,12 +223,13 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
 
 @triton.jit
 def given_token(request, offset, vocab_size, inputs):
-    """Return the cutoff that came with a draft, -1 if all is kept."""
+    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
     drafts = inputs.drafts
     place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
     token = tl.load(drafts.cutoff_ptr + place)
+    logsumexp = load_logsumexp(drafts, request, offset, True)
     leaves_out = (token >= 0) & (token < vocab_size)
-    return tl.where(leaves_out, token, -1).to(tl.int32)
+    return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)
 
 
 @triton.jit
@@ -281,8 +283,8 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            given = given_token(request, offset, draft_row.vocab_size, inputs)
-            is_truncated = tl.full([], False, tl.int1)
+            given, is_known = given_token(request, offset, draft_row.vocab_size, inputs)
+            is_truncated = is_known == 0
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
     if is_truncated:

@@ -186,7 +186,7 @@ def test_every_rank_returns_the_bits_of_one_gpu(kind, bounds, ranks_of):
     batch.temperature[0] = 1  # at which raw sums are the processed ones
     method, call = arguments(kind, batch.to(DEVICE))
     if kind == "given logsumexp":
-        call["draft_logsumexp"][0, 0] = NAN  # whose draft is rejected
+        call["draft_logsumexp"][:, 0] = NAN  # which is not trusted
         call["temperature"] = 0.8
     _, sizes = assert_ranks_agree(ranks, partial(sampler_of, method), call | {"logprobs": logprobs})
     assert len(sizes) == exchanges
@@ -250,7 +250,7 @@ def test_truncated_rows_are_cut_on_every_rank_as_on_one_gpu(kind, bounds, monkey
         order = call["draft_logits"].sort(descending=True, stable=True).indices
         place = (order == call["draft_cutoff"][..., None]).int().argmax(-1, keepdim=True)
         call["draft_token_ids"] = order.gather(-1, place + 1).squeeze(-1)  # the first that is not kept of q
-        call["draft_logsumexp"][2, 0], call["draft_cutoff"][2, 0] = NAN, -1  # whose draft is rejected
+        call["draft_logsumexp"][2, 0], call["draft_cutoff"][2, 0] = NAN, -1  # neither is used
     call |= options | {"logprobs": logprobs}
     with mock.patch.object(kernels, "verify", partial(kernels.verify, large=large)):
         _, gathered = assert_ranks_agree(ranks, partial(sampler_of, method), call)
