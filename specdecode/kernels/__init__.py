@@ -9,7 +9,9 @@ compares residual masses.
 |---|---|
 | `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
 | `bundles` | from the tensors of a call to these bundles |
-| `plan`, `launch` | from sizes to launches, with the tuned numbers; signature, compilation, launch |
+| `formulas` | numbers of a call, which plans do not know: sizes, strides, addresses |
+| `methods` | each method: what it decides while rows are read, how it decides, how it draws |
+| `plan`, `launch` | the launches of a step, with the tuned numbers; signature, compilation, launch |
 | `read`, `emit` | the two kernels of every step |
 | `packed` | where the rows and the state of a request are |
 | `vocabulary` | draft rows over a vocabulary of their own |
@@ -50,36 +52,23 @@ shard's symmetric memory is written by each of its steps, so these must follow e
 from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
-from specdecode.kernels import block, bounds, probabilistic, strict
-from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, MIN_DRAFTS, OF_TRUNCATION, TENSORS, layout
-from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, AcceptRule, plan_step
+from specdecode.kernels import shard_plan
+from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, MIN_DRAFTS, class_of, lie
+from specdecode.kernels.methods import METHODS, STRICT, Method
+from specdecode.kernels.plan import MANY_REQUESTS, MOST_PROGRAMS, SPREAD_REQUESTS, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
-from specdecode.kernels.shard_memory import Way
-from specdecode.kernels.shard_plan import plan_sharded
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.sharding import VocabShard
 from specdecode.synthetic import AcceptanceSchedule
-
-BY_SAMPLE = AcceptRule(strict.decide_while_reading, None, strict.decide, None, num_warps=8, large_rows=384)
-BY_RATIO = AcceptRule(
-    probabilistic.decide, bounds.may_accept, probabilistic.decide, probabilistic.draw, num_warps=4, large_rows=320
-)
-IN_BLOCK = AcceptRule(None, None, block.decide, probabilistic.draw, num_warps=4, large_rows=512)
-
-METHODS = {
-    "strict": (BY_SAMPLE, BY_SAMPLE),
-    "probabilistic": (BY_RATIO, BY_RATIO),
-    "block": (IN_BLOCK, IN_BLOCK),
-    "synthetic": (BY_RATIO, BY_SAMPLE),
-}
-"""Each method's accept rule with draft logits, and without."""
 
 
 def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -98,7 +87,8 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     if batch.shard is not None and takes_whole_rows(batch.shard, batch, batch.logits, None):
         batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
     if requests > 0:
-        run(BY_SAMPLE, outputs, {"target": batch.logits}, batch, domains)
+        numbers = {"batch": requests, "num_draft_tokens": 0}
+        run(STRICT, outputs, {"target": batch.logits}, numbers, batch, domains)
     return token_ids, logsumexp, outputs.get("cutoff")
 
 
@@ -125,23 +115,26 @@ def verify(
         return verify_whole_rows(method, batch, batch.shard, schedule, large, many)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
-    outputs = room_for_output(batch, requests)
+    outputs = room_for_output(batch, requests, num_draft_tokens + 1)
     output = SamplerOutput(*outputs.values())
     if requests == 0:
         return output
-    tensors: dict[str, Tensor | None] = {"target": batch.target_logits}
+    tensors, numbers = {"target": batch.target_logits}, {"batch": requests, "num_draft_tokens": num_draft_tokens}
     if packing is not None:
         tensors["row_starts"] = packing.row_starts.contiguous()
-        tensors["slots"] = None if packing.slots is None else packing.slots.contiguous()
-        tensors["row_positions"] = None if packing.row_positions is None else packing.row_positions.contiguous()
+        if packing.slots is not None:
+            tensors["slots"] = packing.slots.contiguous()
+        if packing.row_positions is not None:
+            tensors["row_positions"] = packing.row_positions.contiguous()
     if num_draft_tokens == 0:
-        run(BY_SAMPLE, outputs, tensors, batch, SELECT)
+        run(STRICT, outputs, tensors, numbers, batch, SELECT)
         return output
-    rule = METHODS[method][batch.draft_logits is None]
+    chosen = METHODS[method][batch.draft_logits is None]
     reads_both = False
-    if rule is not BY_SAMPLE and batch.draft_logits is not None:
+    if not chosen.samples and batch.draft_logits is not None:
         tensors["draft"] = batch.draft_logits
-        tensors["draft_logsumexp"] = batch.draft_logsumexp
+        if batch.draft_logsumexp is not None:
+            tensors["draft_logsumexp"] = batch.draft_logsumexp
         if batch.draft_cutoff is not None:
             tensors["draft_cutoff"] = batch.draft_cutoff
         if batch.draft_vocab_ids is not None:
@@ -154,12 +147,12 @@ def verify(
         rows = requests * (num_draft_tokens + 1)
         if packing is not None:
             rows = min(rows, batch.target_logits.shape[0])
-        large = rows + max(rows - requests, 0) * reads_both >= rule.large_rows
-    large = large or (rule is not IN_BLOCK and num_draft_tokens >= MOST_ROWS)
+        large = rows + max(rows - requests, 0) * reads_both >= chosen.large_rows
+    large = large or (not chosen.settles and num_draft_tokens >= MOST_ROWS)
     if many is None:
         many = requests > SPREAD_REQUESTS if large else requests >= MANY_REQUESTS
-    many = many and (rule is IN_BLOCK or not large)
-    run(rule, outputs, tensors, batch, SELECT, large, many)
+    many = many and (chosen.settles or not large)
+    run(chosen, outputs, tensors, numbers, batch, SELECT, large, many)
     return output
 
 
@@ -185,7 +178,7 @@ def is_greedy(temperature: Tensor | float) -> bool:
 
 def draft_rows(method: str, batch: VerificationBatch) -> Tensor | IndexedRows | None:
     """Return the draft logits that a method reads."""
-    return None if METHODS[method][batch.draft_logits is None] is BY_SAMPLE else batch.draft_logits
+    return None if METHODS[method][batch.draft_logits is None].samples else batch.draft_logits
 
 
 def verifies_whole_rows(method: str, batch: VerificationBatch, shard: VocabShard) -> bool:
@@ -218,13 +211,14 @@ def whole_rows(rows: Tensor | IndexedRows, shard: VocabShard) -> Tensor:
     return shard.whole_rows(rows.gather() if isinstance(rows, IndexedRows) else rows)
 
 
-def room_for_output(batch: VerificationBatch, requests: int) -> dict[str, Tensor]:
+def room_for_output(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
     """Return the tensors that a verification fills, in the order of `SamplerOutput`."""
-    num_tokens, device = batch.num_draft_tokens + 1, batch.target_logits.device
+    device = batch.target_logits.device
+    num_accepted = torch.empty(requests, dtype=torch.int32, device=device)
     outputs = {
         "token_ids": torch.empty(requests, num_tokens, dtype=torch.int64, device=device),
-        "num_accepted": torch.empty(requests, dtype=torch.int32, device=device),
-        "num_drafts": torch.empty(requests, dtype=torch.int32, device=device),
+        "num_accepted": num_accepted,
+        "num_drafts": torch.empty_like(num_accepted),
         "invalid": torch.empty(requests, dtype=torch.bool, device=device),
     }
     if batch.logprobs is not None:
@@ -236,13 +230,13 @@ def why_not_verified(method: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
     if batch.num_draft_tokens == 0 or not batch.is_truncated:
         return None
-    rule, of_drafts = METHODS[method][batch.draft_logits is None], batch.draft_temperature
-    if rule is not BY_SAMPLE and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
+    chosen, of_drafts = METHODS[method][batch.draft_logits is None], batch.draft_temperature
+    if not chosen.samples and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
         return (
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
             "'eager' or 'auto'"
         )
-    if rule is not IN_BLOCK and batch.num_draft_tokens >= MOST_ROWS:
+    if not chosen.settles and batch.num_draft_tokens >= MOST_ROWS:
         return f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {batch.num_draft_tokens}"
     return None
 
@@ -256,18 +250,19 @@ def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
 
 
 def run(
-    rule: AcceptRule,
+    method: Method,
     outputs: dict[str, Tensor],
-    tensors: dict[str, Tensor | None],
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
     batch: RowBatch | VerificationBatch,
     domains: tuple[int, int],
     large: bool = False,
     many: bool = False,
 ) -> None:
     """Plan a step, or find its plan, and launch it."""
-    temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
-    tensors["positions"] = None if positions is None else positions.contiguous()
-    numbers = {"temperature": 0.0, "first_seed": 0, "block_domain": domains[0], "token_domain": domains[1]}
+    target, temperature, seeds, positions = tensors["target"], batch.temperature, batch.seeds, batch.positions
+    numbers["block_domain"], numbers["token_domain"] = domains
+    numbers["temperature"], numbers["first_seed"] = 0.0, 0
     if isinstance(temperature, Tensor):
         tensors["temperatures"] = temperature.contiguous()
     elif temperature > 0:  # only 0 is greedy, in float32 too
@@ -276,43 +271,48 @@ def run(
         tensors["seeds"] = seeds.contiguous()
     else:
         numbers["first_seed"] = seeds
-    absent = ABSENT
-    if batch.is_truncated:
-        absent = ABSENT_IF_TRUNCATED
+    if positions is not None:
+        tensors["positions"] = positions.contiguous()
+    truncates, num_draft_tokens = batch.is_truncated, numbers["num_draft_tokens"]
+    if truncates:
         add_limits(batch, tensors, numbers)
-    target = tensors["target"]
-    assert target is not None
-    inputs = absent | tensors
-    layouts = tuple([None if tensor is None else layout(name, tensor) for name, tensor in inputs.items()])
-    shape: tuple[int, ...] = target.shape
-    logprobs, seeds_by_request = None, False
+    logprobs, seeds_by_request, vocab_size = None, False, target.shape[-1]
+    numbers["vocab_size"] = vocab_size
     if isinstance(batch, VerificationBatch):
         logprobs, packing = batch.logprobs, batch.packing
         if packing is not None:
-            numbers["num_rows"], numbers["num_slots"] = target.shape[0], packing.num_slots
-            shape, seeds_by_request = (*outputs["token_ids"].shape, target.shape[1]), packing.seeds_by_request
-    samples = "logsumexp" in outputs
-    draft_vocab_ids = inputs["draft_vocab_ids"]
-    how = target.device, shape, layouts, samples, seeds_by_request, logprobs
+            numbers["num_slots"] = packing.num_slots
+            seeds_by_request = packing.seeds_by_request
+    draft_lie, vocab_ids_are_aligned = None, False
+    if "draft" in tensors:
+        draft_lie = lie(tensors["draft"])
+        if "draft_vocab_ids" in tensors:
+            ids = tensors["draft_vocab_ids"]
+            vocab_ids_are_aligned = (len(ids) | ids.data_ptr()) % 16 == 0
+    structure = (  # a plain tuple, because each call makes one: a named one takes three times as long
+        method,
+        target.device,
+        tuple(tensors),
+        tuple([tensor.dtype for tensor in tensors.values()]),
+        lie(target),
+        draft_lie,
+        vocab_ids_are_aligned,
+        *class_of(num_draft_tokens, vocab_size),
+        large,
+        many,
+        "logsumexp" in outputs,
+        truncates,
+        logprobs,
+        seeds_by_request,
+        max(numbers["batch"], num_draft_tokens + 1) > MOST_PROGRAMS,
+    )
     if batch.shard is None:
-        draft_vocab_size = None if draft_vocab_ids is None else draft_vocab_ids.shape[0]
-        plan_step(rule, large, many, *how, draft_vocab_size).run({**outputs, **inputs}, numbers)
-        return
-    transport, shards = batch.shard.transport_on(target.device), batch.shard.agree(target)
-    way = Way(rule, is_greedy(temperature), samples, logprobs, batch.is_truncated, large, transport.is_symmetric)
-    sharded_plan = plan_sharded(way, target.device, shape, layouts, shards, seeds_by_request)
-    ranks = {"sources": shards.sources, "holders": shards.holders, "order": shards.ranks_in_order}
-    sharded_plan.run({**outputs, **inputs, **ranks}, numbers, transport)
+        plan_step(structure).run(outputs | tensors, numbers)
+    else:
+        shard_plan.run(structure, outputs | tensors, numbers, batch.shard, is_greedy(temperature))
 
 
-ABSENT: dict[str, Tensor | None] = dict.fromkeys(TENSORS)
-ABSENT_IF_TRUNCATED: dict[str, Tensor | None] = dict.fromkeys(TENSORS + OF_TRUNCATION)
-"""The tensors of a step in their order, without and with those of truncation, none of them there."""
-
-
-def add_limits(
-    batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor | None], numbers: dict[str, float]
-) -> None:
+def add_limits(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
     """Add what truncates rows to the arguments of a step: a tensor, or a number, neutral if it is not given."""
     nothing = (None, None, None)
     of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None

@@ -19,9 +19,9 @@ from tests.kernels.common import (
     Steps,
     assert_same,
     expected,
-    forget_plans,
     in_reverse,
     needs_interpreter,
+    planned_with,
     small,
     verify,
 )
@@ -105,13 +105,8 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
 
 def steps_of(batch: Case, *, large: bool, programs: int = 7, rounds: int = 100, blocks: int = 4) -> Steps:
     """The launches of a step, with so many programs that share sums, and (if large) rounds of bounds, of so many blocks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SETTLING", (1, blocks, 512, rounds))
-        patch.setattr(plan, "SUM_PROGRAMS", programs)
-        forget_plans()
-        steps = Steps("block", batch.to(DEVICE), large=large)
-    forget_plans()
-    return steps
+    with planned_with(plan, SETTLING=(1, blocks, 512, rounds), SUM_PROGRAMS=programs):
+        return Steps("block", batch.to(DEVICE), large=large)
 
 
 def output_of(batch: Case, **way: Any) -> Any:
