@@ -93,9 +93,8 @@ def run_in_parts(plan: Plan, tensors: dict[str, Tensor], numbers: dict[str, Any]
         assert zeros == len(parts["state"])
         parts["state"].zero_()
     if plan.fill is None:
-        launches = tuple([(launch.grid, launch.bundles) for launch in plan.launches])
         plan.ready = compile_all(plan.launches, plan.device)
-        plan.fill = Writer().function([*tensors, *parts, *numbers], launches)
+        plan.fill = Writer().function([*tensors, *parts, *numbers], plan.filled_in)
     plan.launch(plan.fill(*tensors.values(), *parts.values(), *numbers.values()))
 
 

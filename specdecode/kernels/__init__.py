@@ -62,7 +62,7 @@ from specdecode.eager.packed import IndexedRows, mark_invalid, unpack
 from specdecode.kernels import shard_plan
 from specdecode.kernels.bundles import EACH_LIMIT, LIMITS, MIN_DRAFTS, class_of, lie
 from specdecode.kernels.methods import METHODS, STRICT, Method
-from specdecode.kernels.plan import MANY_REQUESTS, MOST_PROGRAMS, SPREAD_REQUESTS, plan_step
+from specdecode.kernels.plan import MANY_REQUESTS, SPREAD_REQUESTS, plan_step
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
@@ -304,7 +304,6 @@ def run(
         truncates,
         logprobs,
         seeds_by_request,
-        max(numbers["batch"], num_draft_tokens + 1) > MOST_PROGRAMS,
     )
     if batch.shard is None:
         plan_step(structure).run(outputs | tensors, numbers)

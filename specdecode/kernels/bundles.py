@@ -55,7 +55,6 @@ class Structure(NamedTuple):
     truncates: bool  # rows are truncated
     logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
-    flat: bool  # there are more requests or rows than a grid's second dimension takes
 
     @property
     def has_drafts(self) -> bool:

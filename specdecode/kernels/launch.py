@@ -121,10 +121,10 @@ def hash_callees_first(function: object) -> None:
 
 
 class Launch(NamedTuple):
-    """One launch of a plan; its grid and its bundles hold numbers of calls."""
+    """One launch of a plan: a kernel, how many programs run it, and what it is given, in numbers of calls."""
 
     kernel: Any
-    grid: tuple[Any, ...]
+    programs: Any
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -210,7 +210,7 @@ class Plan:
     def add(
         self,
         kernel: Any,
-        grid: tuple[Any, ...],
+        programs: Any,
         bundles: tuple[Any, ...],
         *,
         num_warps: int,
@@ -221,7 +221,7 @@ class Plan:
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
             options["maxnreg"] = max_registers
-        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], bundles, options))
+        self.launches.append(Launch(kernel, programs, bundles, options))
 
     @property
     def is_interpreted(self) -> bool:
@@ -248,15 +248,15 @@ class Plan:
         return workspace
 
     def launch(self, launches: tuple[Any, ...]) -> None:
-        """Launch compiled kernels, given their grids and arguments."""
+        """Launch compiled kernels, given how many programs each has, and its arguments."""
         stream = triton.runtime.driver.active.get_current_stream(self.device.index)
         directly = can_launch_directly()
-        for variant, (grid, arguments) in zip(self.ready, launches):
+        for variant, (programs, arguments) in zip(self.ready, launches):
             if directly:  # which leaves out what Triton prepares for hooks even where there are none
                 function, metadata = variant.function, variant.packed_metadata
-                variant.run(*grid, stream, function, metadata, None, None, None, *arguments)
+                variant.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
             else:
-                variant[grid](*arguments, stream=stream)
+                variant[programs, 1, 1](*arguments, stream=stream)
 
     def extent(self, name: str) -> tuple[Any, Any]:
         """Return where a part of the workspace starts, and how many numbers of 32 bits it has."""
@@ -273,15 +273,14 @@ class Plan:
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""
-        for kernel, grid, bundles, _ in self.launches:
-            programs = tuple([value_of(number, values) for number in grid])
-            kernel[programs](*[filled(bundle, values) for bundle in bundles])
+        for kernel, programs, bundles, _ in self.launches:
+            kernel[(value_of(programs, values),)](*[filled(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> Callable[..., Any]:
         """Compile what is not compiled yet, and write the function that fills in a call.
 
         Of a function that allocates the workspace, and of the tensors and numbers of these names, it returns the workspace,
-        and the grids and arguments of the launches.
+        and of each launch its programs and arguments.
         """
         workspace = Number("allocate", (self.length, self.zeros))
         self.ready = compile_all(self.launches, self.device)
@@ -294,5 +293,5 @@ class Plan:
 
     @property
     def filled_in(self) -> tuple[Any, ...]:
-        """What a call fills in: the grid and the bundles of each launch."""
-        return tuple([(launch.grid, launch.bundles) for launch in self.launches])
+        """What a call fills in: the number of programs and the bundles of each launch."""
+        return tuple([(launch.programs, launch.bundles) for launch in self.launches])

@@ -63,8 +63,6 @@ MANY_REQUESTS = 12
 # search: residuals of rows that are spread out are summed. At T = 1, 3 drafts: 128 requests 97 -> 91 us, 256 157 -> 163 us.
 SPREAD_REQUESTS = 132
 
-MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
-
 
 @functools.cache
 def plan_step(fields: tuple[Any, ...]) -> Plan:
@@ -85,7 +83,7 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     if workspace.places_ptr is not None:
         add_places(plan, *bundles)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
-    add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None, large, truncates, structure.flat)
+    add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None, large, keeps_raw=truncates)
     if truncates:
         add_truncation(plan, *bundles, large=large, posted=decides)
     summed = int(OPEN_ONES if not (settles and has_draft_rows) or (large and many) else SPREAD if large else ALL)
@@ -127,7 +125,7 @@ def parts_of(
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
     """Add the launch that finds the places of the target's tokens among the draft's."""
     bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
-    plan.add(places_kernel, (ceil_div(sizes.vocab_size, SPAN.value),), bundles, num_warps=8, follows=False)
+    plan.add(places_kernel, ceil_div(sizes.vocab_size, SPAN.value), bundles, num_warps=8, follows=False)
 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> None:
@@ -135,7 +133,7 @@ def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes,
     tuning = add_deciding(plan, inputs, workspace, sizes, summed)
     if inputs.draft.ptr is not None:
         shares = sizes.batch * sizes.num_draft_tokens * ceil_div(sizes.num_blocks, tuning.BLOCKS)
-        plan.add(sum_kernel, (computed(min, shares, SUM_PROGRAMS),), (inputs, workspace, sizes, tuning), num_warps=8)
+        plan.add(sum_kernel, computed(min, shares, SUM_PROGRAMS), (inputs, workspace, sizes, tuning), num_warps=8)
 
 
 def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> Settling:
@@ -143,9 +141,9 @@ def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes,
     tuning = Settling(*SETTLING, OPEN_ONES.value, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
     by_blocks = inputs.draft.ptr is not None and summed != ALL.value
-    plan.add(ratio_kernel, (requests * num_draft_tokens,), (*bundles, tuning), num_warps=4)
+    plan.add(ratio_kernel, requests * num_draft_tokens, (*bundles, tuning), num_warps=4)
     deciding = *bundles, tuning._replace(SUMMED=summed)
-    plan.add(decide_kernel, (requests * (num_draft_tokens + 1),), deciding, num_warps=8 if by_blocks else 4)
+    plan.add(decide_kernel, requests * (num_draft_tokens + 1), deciding, num_warps=8 if by_blocks else 4)
     return tuning
 
 
@@ -157,7 +155,6 @@ def add_reading(
     while_reading: Any,
     large: bool,
     keeps_raw: bool,
-    flat: bool,
 ) -> None:
     """Add the launch that reads."""
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
@@ -179,14 +176,13 @@ def add_reading(
         # Where a program decides there are no registers left for it, and where it only summarises it was slower.
         INTEGER_MAX=has_drafts and not (while_reading is not None and has_draft_rows),
         KEEPS_RAW=keeps_raw,
-        FLAT=flat,
         OVERLAPS=can_overlap(plan.device),
         # A launch that emits without draft rows is soon set up; admitted early it only took room: 2 to 7 % slower.
         ADMITS_LATE=not has_draft_rows and not (has_drafts and while_reading is None),
     )
     plan.add(
         read_kernel,
-        (chunks * sizes.batch * num_rows,) if flat else (chunks, sizes.batch, num_rows),
+        chunks * sizes.batch * num_rows,
         (inputs, workspace, sizes, tuning),
         num_warps=READ_BLOCKS,
         follows=workspace.places_ptr is not None,
@@ -203,7 +199,7 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
         is_alike = kinds[0] == kinds[1]
     num_warps = 4 if large else 8
     bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
-    plan.add(truncate_kernel, (rows,), bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+    plan.add(truncate_kernel, rows, bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
 
 
 def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: int) -> None:
@@ -212,7 +208,7 @@ def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: in
     has_draft_rows = inputs.draft.ptr is not None
     plan.add(
         kernel,
-        (sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),),
+        sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),
         bundles,
         num_warps=8 if has_draft_rows else num_warps,
         max_registers=EMIT_REGISTERS if has_draft_rows else None,

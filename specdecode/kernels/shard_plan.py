@@ -117,7 +117,7 @@ class ShardedPlan:
     def prepare(self, names: list[str]) -> Callable[..., Any]:
         """Compile all launches at once, not when it is their turn, and write the generator that fills in a call.
 
-        Of the workspace, and the tensors and numbers of these names, it yields the grids and arguments of the launches
+        Of the workspace, and the tensors and numbers of these names, it yields programs and arguments of the launches
         between two exchanges, and is sent what was received.
         """
         compile_all([launch for plan in (*self.plans, self.spare) for launch in plan.launches], self.device)
@@ -257,11 +257,9 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     part = plan.last.part
     mine = {"statistics_ptr": part("statistics_here"), "raw_statistics_ptr": part("raw_statistics_here")}
     workspace = workspace._replace(**mine, known_ptr=None)
-    add_reading(
-        plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True, flat=step.structure.flat
-    )
+    add_reading(plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True)
     bundles = step.inputs, workspace, exchanged, step.here
-    plan.last.add(tell.tell_kernel, (step.rows,), bundles, num_warps=1)
+    plan.last.add(tell.tell_kernel, step.rows, bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
@@ -273,8 +271,8 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
         programs = ceil_div(step.rows, exchanged.LANES)
         add_waiting(launches, arrange.wait_kernel, programs, (exchanged, step.arranged), follows)
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
-    kernel, grid = arrange.arrange_kernel, (step.rows,)
-    plan.last.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
+    kernel, programs = arrange.arrange_kernel, step.rows
+    plan.last.add(kernel, programs, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
 def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told) -> None:
@@ -300,22 +298,22 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     )
     options: dict[str, Any] = {"num_warps": num_warps, "max_registers": TRUNCATION_REGISTERS}
     told_of_rows = exchanged, cutting, step.sizes
-    plan.last.add(shard_cut.list_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.list_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.lists)
     add_waiting(plan.last, shard_cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.parts)
     programs = ceil_div(step.num_slots, exchanged.LANES)
     add_waiting(plan.last, shard_cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_gathered_kernel, (step.num_slots,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.cuts)
     add_waiting(plan.last, shard_cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 
 
 def add_waiting(plan: Plan, kernel: Any, programs: Any, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
-    grid = (computed(min, programs, WAITING_PROGRAMS),)
-    plan.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
+    programs = computed(min, programs, WAITING_PROGRAMS)
+    plan.add(kernel, programs, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
@@ -327,7 +325,7 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     num_drafts = step.sizes.batch * step.sizes.num_draft_tokens
     shares = num_drafts * ceil_div(exchanged.blocks_told, tuning.BLOCKS)
     bundles: tuple[Any, ...] = step.inputs, workspace, exchanged, step.sizes, tuning
-    plan.last.add(tell.sum_shard_kernel, (computed(min, shares, SUM_PROGRAMS),), bundles, num_warps=8)
+    plan.last.add(tell.sum_shard_kernel, computed(min, shares, SUM_PROGRAMS), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
     add_waiting(plan.last, arrange.arrange_sums_kernel, num_drafts, bundles, plan.is_symmetric)
