@@ -1,8 +1,8 @@
 """Launching: signature, compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
 
-Triton finds out at each launch which compiled variant of a kernel is meant, and looks at every pointer for that, which takes
-longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles of `arguments`, and compiled
-for exactly that; a call only fills in addresses and numbers, sizes included.
+Where a kernel is launched by its source, Triton finds out at each launch which compiled variant is meant, and looks at every
+pointer for that, which takes longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles
+of `arguments`, and compiled for exactly that; a call only fills in addresses and numbers, sizes included.
 """
 
 import concurrent.futures
@@ -148,15 +148,6 @@ _hashing = threading.Lock()
 _variants: dict[tuple[object, ...], Any] = {}
 """Compiled kernels by all that they depend on."""
 
-IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
-"""Whether compiled kernels of this Triton can be launched directly; those of others are launched as Triton's users do."""
-
-
-def can_launch_directly() -> bool:
-    """Return whether Triton need not be asked to launch: not if a profiler has asked it to report launches."""
-    runtime = triton.knobs.runtime
-    return IS_KNOWN and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
-
 
 def filled(bundle: Any, values: dict[str, Any]) -> Any:
     """Return a bundle as the interpreter takes it: values filled in, constants marked as such."""
@@ -250,13 +241,8 @@ class Plan:
     def launch(self, launches: tuple[Any, ...]) -> None:
         """Launch compiled kernels, given how many programs each has, and its arguments."""
         stream = triton.runtime.driver.active.get_current_stream(self.device.index)
-        directly = can_launch_directly()
         for variant, (programs, arguments) in zip(self.ready, launches):
-            if directly:  # which leaves out what Triton prepares for hooks even where there are none
-                function, metadata = variant.function, variant.packed_metadata
-                variant.run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-            else:
-                variant[programs, 1, 1](*arguments, stream=stream)
+            variant[programs, 1, 1](*arguments, stream=stream)
 
     def extent(self, name: str) -> tuple[Any, Any]:
         """Return where a part of the workspace starts, and how many numbers of 32 bits it has."""

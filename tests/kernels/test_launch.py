@@ -109,25 +109,15 @@ def test_a_formula_is_a_number_in_each_call_and_no_plan_can_branch_on_one():
 class Recorded:
     """Stands in for the compiled variant of a launch: notes what it is given, and launches nothing."""
 
-    function, packed_metadata = object(), object()
-
     def __init__(self, compiled: Launch, launches: list) -> None:
         self.compiled, self.launches = compiled, launches
 
     def __getitem__(self, grid):
         def run(*values, stream):
             assert stream == STREAM
-            self.note("by Triton", grid, values)
+            self.launches.append(SimpleNamespace(kernel=self.compiled.kernel, grid=grid, values=values))
 
         return run
-
-    def run(self, *values):
-        grid, (stream, function, metadata, *hooks), values = values[:3], values[3:9], values[9:]
-        assert (stream, function, metadata, hooks) == (STREAM, self.function, self.packed_metadata, [None] * 3)
-        self.note("directly", grid, values)
-
-    def note(self, how: str, grid: tuple, values: tuple) -> None:
-        self.launches.append(SimpleNamespace(how=how, kernel=self.compiled.kernel, grid=grid, values=values))
 
 
 @pytest.fixture
@@ -141,7 +131,6 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(Launch, "compile", compile_nothing)
     monkeypatch.setattr(triton, "JITFunction", object)  # as if kernels were not interpreted
-    monkeypatch.setattr(launch, "IS_KNOWN", True)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda index: STREAM))
     forget_plans()
     yield launches
@@ -319,19 +308,3 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
     gc.collect()
     assert [tensor() for tensor in held if tensor() is not None] == []
     assert plan.plan_step.cache_info().currsize == 2
-
-
-def test_launches_are_told_to_hooks(recorded, monkeypatch):
-    batch = case(2, 3, 2064, torch.bfloat16).to(DEVICE)
-    verify("probabilistic", batch)
-    assert [made.how for made in recorded.made] == ["directly"] * 2
-    recorded.made.clear()
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-    verify("probabilistic", batch)
-    assert [made.how for made in recorded.made] == ["by Triton"] * 2
-
-
-def test_a_kernel_of_another_triton_is_launched_as_tritons_users_do(recorded, monkeypatch):
-    monkeypatch.setattr(launch, "IS_KNOWN", False)
-    verify("probabilistic", case(2, 3, 2064, torch.bfloat16).to(DEVICE))
-    assert [made.how for made in recorded.made] == ["by Triton"] * 2
