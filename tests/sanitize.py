@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
+from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Writer, value_of
 from specdecode.kernels.launch import Plan, compile_all
 from tests.differential import Case, case
@@ -245,7 +246,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.other_shapes()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
-    planning.plan_step.cache_clear()
+    plan_step.cache_clear()
     calls.many_requests()
     return calls.count
 

@@ -51,7 +51,7 @@ class Structure(NamedTuple):
     is_aligned: bool  # vocab_size is a multiple of 16
     large: bool  # it is found out early which rows do not matter
     many: bool  # search as is best for many requests; in a large batch of block verification, sum few residuals
-    samples: bool  # tokens are only sampled, and their rows' logsumexp asked for
+    is_sampling: bool  # tokens are only sampled, and their rows' logsumexp asked for
     truncates: bool  # rows are truncated
     logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
@@ -60,6 +60,11 @@ class Structure(NamedTuple):
     def has_drafts(self) -> bool:
         """Whether requests may have drafts."""
         return "ids" in self.names
+
+    @property
+    def settles(self) -> bool:
+        """Whether launches of their own decide about all drafts of a request, see `methods`."""
+        return self.has_drafts and self.method.settles
 
 
 def lie(rows: Tensor) -> str:
@@ -171,7 +176,7 @@ def limits_of(tensors: dict[str, Argument], some: slice) -> Limits:
 def outputs_in(structure: Structure) -> Outputs:
     """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)
-    if structure.samples:
+    if structure.is_sampling:
         cutoff = Argument("cutoff", torch.int64) if structure.truncates else None
         return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff, None)
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)

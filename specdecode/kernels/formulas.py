@@ -57,13 +57,6 @@ class Number:
         return Number(operator.and_, (self, other))
 
 
-def computed(function: Callable[..., Any], *operands: Any) -> Any:
-    """Return a function's value: if it is of numbers of a call, each call computes it."""
-    if any(isinstance(operand, Number) for operand in operands):
-        return Number(function, operands)
-    return function(*operands)
-
-
 def address_of(tensor: Number) -> Number:
     """Return the address of a tensor of a call."""
     return Number(Tensor.data_ptr, (tensor,))
@@ -146,19 +139,15 @@ class Writer:
         """Return the expression of a tuple."""
         return "(" + "".join(f"{self.expression(value)}, " for value in values) + ")"
 
-    def function(self, names: Iterable[str], value: Any) -> Callable[..., Any]:
-        """Return the function of arguments of these names that returns a value."""
-        return self.written(names, f"return {self.expression(value)}")
+    def function(self, names: Iterable[str], *values: Any, between: Iterable[str] = ()) -> Callable[..., Any]:
+        """Return the function of arguments of these names that returns a value.
 
-    def generator(self, names: Iterable[str], values: list[Any], between: list[str]) -> Callable[..., Any]:
-        """Return the generator function of these arguments that yields some values, and is sent more arguments between."""
-        for value, sent in zip(values, between):
+        Of several values it returns a generator, which yields one after the other, and is sent more arguments in between.
+        """
+        ends = ["return {}"] if len(values) == 1 else [f"{name} = yield {{}}" for name in (*between, "_")]
+        for value, end in zip(values, ends):
             result = self.expression(value)
-            self.body.append(f"{sent} = yield {result}")
-        return self.written(names, f"yield {self.expression(values[-1])}")
-
-    def written(self, names: Iterable[str], end: str) -> Callable[..., Any]:
-        """Return the function with the body that was written, and this end."""
-        exec("\n    ".join([f"def fill({', '.join(names)}):", *self.body, end]), self.scope)
+            self.body.append(end.format(result))
+        exec("\n    ".join([f"def fill({', '.join(names)}):", *self.body]), self.scope)
         fill: Callable[..., Any] = self.scope["fill"]
         return fill

@@ -8,21 +8,22 @@ from specdecode.kernels import block, bounds, probabilistic, strict
 
 @dataclass(frozen=True, eq=False)  # found by identity: to hash a kernel takes long
 class Method:
-    """A method; its functions are compiled into the kernels that call them.
+    """A method. Its functions are compiled into the kernels that call them.
 
     Attributes:
-        samples: the decision about a draft draws the token that is emitted otherwise, and asks for no draft logits.
-        settles: launches of their own decide about all drafts of a request, between reading and emitting.
-        decide_while_reading: about a draft whose rows have been read, in a large batch, where that can be known.
-        decide_before_truncation: likewise of rows that are truncated afterwards.
-        decide: about a draft, before its token is emitted; where the method settles, what its row is then drawn from.
-        draw: the token after the accepted drafts.
+        name: of the method; a step without drafts is one of `strict`.
+        reads_drafts: it reads draft logits. Else its decision about a draft draws the token that takes the draft's place.
+        settles: launches of its own decide about all drafts of a request, between reading and emitting.
+        decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
+        decide_before_truncation: likewise, of rows that are truncated afterwards.
+        decide: how it decides about a draft; if it settles, what the token after the accepted drafts is drawn from.
+        draw: how it draws that token, if the decision has not.
         num_warps: of a program that emits without draft logits; 8 with.
         large_rows: a batch with so many rows to read is large: it pays to find out early which rows do not matter.
     """
 
     name: str
-    samples: bool
+    reads_drafts: bool
     settles: bool
     decide_while_reading: Any
     decide_before_truncation: Any
@@ -34,7 +35,7 @@ class Method:
 
 STRICT = Method(
     "strict",
-    samples=True,
+    reads_drafts=False,
     settles=False,
     decide_while_reading=strict.decide_while_reading,
     decide_before_truncation=None,
@@ -45,7 +46,7 @@ STRICT = Method(
 )
 PROBABILISTIC = Method(
     "probabilistic",
-    samples=False,
+    reads_drafts=True,
     settles=False,
     decide_while_reading=probabilistic.decide,
     decide_before_truncation=bounds.may_accept,
@@ -56,7 +57,7 @@ PROBABILISTIC = Method(
 )
 BLOCK = Method(
     "block",
-    samples=False,
+    reads_drafts=True,
     settles=True,
     decide_while_reading=None,
     decide_before_truncation=None,
@@ -72,4 +73,9 @@ METHODS = {
     "block": (BLOCK, BLOCK),
     "synthetic": (PROBABILISTIC, STRICT),
 }
-"""By the names that users give: the method with draft logits, and without. What `synthetic` changes are the rates alone."""
+"""By the names that users give: the method with draft logits, and without. `synthetic` only schedules the verdict."""
+
+
+def method_of(name: str, num_draft_tokens: int, has_draft_logits: bool) -> Method:
+    """Return the method of a step."""
+    return METHODS[name][not has_draft_logits] if num_draft_tokens > 0 else STRICT

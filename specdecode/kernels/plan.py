@@ -1,16 +1,16 @@
-"""From what is asked of a step to its launches: how many programs, and how much each does, for calls of all sizes.
+"""The launches of a step, for calls of all sizes: what they have for a workspace, how many programs, how much each does.
 
 Nothing that is tuned here changes a result. Unless they say otherwise, numbers are the best found for the cells of the
 record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
 """
 
-import functools
 from typing import Any
 
 import torch
 
 from specdecode.kernels.arguments import (
     Inputs,
+    Outputs,
     Placing,
     Reading,
     Searching,
@@ -20,10 +20,10 @@ from specdecode.kernels.arguments import (
     Workspace,
 )
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
-from specdecode.kernels.bundles import MIN_BLOCKS, Structure, inputs_in, outputs_in, sizes_in
+from specdecode.kernels.bundles import MIN_BLOCKS, Structure
 from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
-from specdecode.kernels.formulas import ceil_div, computed
+from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.residual import ALL, LIST_FIELDS, OPEN_ONES, SPREAD
@@ -64,53 +64,22 @@ MANY_REQUESTS = 12
 SPREAD_REQUESTS = 132
 
 
-@functools.cache
-def plan_step(fields: tuple[Any, ...]) -> Plan:
-    """Plan all steps of a structure, given its fields: read, truncate, settle, emit."""
-    structure = Structure(*fields)
-    method, large, many, truncates = structure.method, structure.large, structure.many, structure.truncates
-    inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
+def allocate(
+    structure: Structure, inputs: Inputs, outputs: Outputs, sizes: Sizes, counts: bool
+) -> tuple[Plan, Workspace]:
+    """Return a plan that is still empty, and the bundle of its workspace.
+
+    Programs that count each other (`counts`) need zeros to start from. Else the first launch clears what the next ones use.
+    """
+    truncates, settles, num_drafts = structure.truncates, structure.settles, sizes.batch * sizes.num_draft_tokens
     has_draft_rows = inputs.draft.ptr is not None
-    settles = structure.has_drafts and method.settles
-    while_reading = method.decide_before_truncation if truncates else method.decide_while_reading
-    decides = large and not settles and while_reading is not None
-    parts = parts_of(inputs, sizes, structure, settles)
-    # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
-    state = parts["state"]
-    plan = Plan(structure.device, parts, zeros=state[1] if decides and state is not None else 0)
-    workspace = Workspace(*[*[plan.part(name) for name in parts], outputs.logprobs_ptr, None, None])
-    bundles = inputs, workspace, sizes
-    if workspace.places_ptr is not None:
-        add_places(plan, *bundles)
-    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
-    add_reading(plan, inputs, untruncated, sizes, while_reading if decides else None, large, keeps_raw=truncates)
-    if truncates:
-        add_truncation(plan, *bundles, large=large, posted=decides)
-    summed = int(OPEN_ONES if not (settles and has_draft_rows) or (large and many) else SPREAD if large else ALL)
-    if settles:
-        add_settling(plan, *bundles, summed)
-    per_row = structure.has_drafts and not settles and (truncates or not large)
-    searches = has_draft_rows and summed != ALL.value
-    search = "large" if large and not per_row else "many" if searches and (many or large) else "few"
-    flags = per_row, per_row and decides, settles, summed, can_overlap(plan.device)
-    tuning = Searching(*SEARCH[search], method.decide, method.draw, *flags)
-    add_drawing(plan, emit_kernel, (inputs, outputs, workspace, sizes, tuning), method.num_warps)
-    return plan
-
-
-def parts_of(
-    inputs: Inputs, sizes: Sizes, structure: Structure, settles: bool
-) -> dict[str, tuple[torch.dtype, Any] | None]:
-    """Return the dtype and the size of each part of the workspace, in the order of `arguments.Workspace`."""
-    truncates, num_drafts = structure.truncates, sizes.batch * sizes.num_draft_tokens
     num_rows, of_state = num_drafts + sizes.batch, sizes.batch * FIELDS.value
-    rows_read = num_rows + num_drafts * (inputs.draft.ptr is not None)
-    sums = settles and inputs.draft.ptr is not None
+    rows_read, sums = num_rows + num_drafts * has_draft_rows, settles and has_draft_rows
     state = of_state + num_rows
     if truncates:  # stop bits, at an even index
         state += state % 2 + of_state
-    return {
-        "state": None if inputs.drafts.ids_ptr is None else (torch.int32, state),
+    parts = {  # in the order of `arguments.Workspace`
+        "state": (torch.int32, state) if structure.has_drafts else None,
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
@@ -120,6 +89,24 @@ def parts_of(
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if structure.logprobs == "raw" else None,
         "places": None if inputs.draft_vocabulary.ids_ptr is None else (torch.int32, sizes.vocab_size),
     }
+    plan = Plan(structure.device, parts, zeros=state if counts else 0)
+    of_parts = [plan.part(name) for name in parts]
+    return plan, Workspace(*[*of_parts, outputs.logprobs_ptr, None, None])
+
+
+def decision_while_reading(structure: Structure) -> Any:
+    """Return how the launch that reads decides about drafts: it does in a large batch, if the method can know so early."""
+    if not structure.large or structure.settles:
+        return None
+    method = structure.method
+    return method.decide_before_truncation if structure.truncates else method.decide_while_reading
+
+
+def sums_wanted(structure: Structure) -> int:
+    """Return which residuals' block sums block verification leaves for the launch that emits."""
+    if not structure.settles or structure.draft is None or (structure.large and structure.many):
+        return int(OPEN_ONES.value)
+    return int((SPREAD if structure.large else ALL).value)
 
 
 def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
@@ -133,7 +120,7 @@ def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes,
     tuning = add_deciding(plan, inputs, workspace, sizes, summed)
     if inputs.draft.ptr is not None:
         shares = sizes.batch * sizes.num_draft_tokens * ceil_div(sizes.num_blocks, tuning.BLOCKS)
-        plan.add(sum_kernel, computed(min, shares, SUM_PROGRAMS), (inputs, workspace, sizes, tuning), num_warps=8)
+        plan.add(sum_kernel, Number(min, (shares, SUM_PROGRAMS)), (inputs, workspace, sizes, tuning), num_warps=8)
 
 
 def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, summed: int) -> Settling:
@@ -161,7 +148,7 @@ def add_reading(
     reads_both = has_draft_rows and inputs.drafts.logsumexp_ptr is None
     small_grid = SMALL_GRID_BOTH if reads_both and while_reading is None else SMALL_GRID
     num_rows = sizes.num_draft_tokens + 1
-    tiles = computed(reading_tiles, sizes.batch, num_rows, sizes.num_blocks, small_grid)
+    tiles = Number(reading_tiles, (sizes.batch, num_rows, sizes.num_blocks, small_grid))
     chunks = ceil_div(sizes.num_blocks, tiles * READ_BLOCKS)
     logits = [rows for rows in (inputs.target, inputs.draft) if rows.ptr is not None]
     is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
@@ -200,6 +187,19 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     num_warps = 4 if large else 8
     bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
     plan.add(truncate_kernel, rows, bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+
+
+def add_emission(
+    plan: Plan, structure: Structure, bundles: tuple[Inputs, Outputs, Workspace, Sizes], summed: int, posted: bool
+) -> None:
+    """Add the launch that emits; stops may have been posted while reading."""
+    method, large = structure.method, structure.large
+    per_row = structure.has_drafts and not structure.settles and (structure.truncates or not large)
+    searches = structure.draft is not None and summed != ALL.value
+    search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
+    flags = per_row, per_row and posted, structure.settles, summed, can_overlap(plan.device)
+    tuning = Searching(*SEARCH[search], method.decide, method.draw, *flags)
+    add_drawing(plan, emit_kernel, (*bundles, tuning), method.num_warps)
 
 
 def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: int) -> None:

@@ -83,7 +83,7 @@ def step_of(structure: Structure, way: Way) -> Step:
     all_know = way.is_greedy and structure.logprobs != "raw"
     truncates = structure.truncates and not way.is_greedy
     # Where a token is only drawn, statistics of other ranks' blocks are of no use but for the maximum.
-    only_draws = method.samples and structure.logprobs is None and not structure.samples and not truncates
+    only_draws = not method.reads_drafts and structure.logprobs is None and not structure.is_sampling and not truncates
     maxima, most_blocks = all_know or only_draws, Number("most_blocks")
     ends = Number("shard_start"), Number("shard_end")
     shard = Shard(Number("whole_vocab_size"), *ends, most_blocks, ALIGNED=way.end_is_aligned)
@@ -93,8 +93,8 @@ def step_of(structure: Structure, way: Way) -> Step:
     )._replace(shard=shard)
     if maxima:
         arranged = sizes._replace(num_blocks=Number("num_holders"), MAX_BLOCKS=at_least(MIN_BLOCKS, way.ranks))
-    settles = structure.has_drafts and method.settles
-    decides = structure.large and structure.has_drafts and not settles and not method.samples
+    settles = structure.settles
+    decides = structure.large and structure.has_drafts and not settles and method.reads_drafts
     return Step(
         structure=structure,
         way=way,

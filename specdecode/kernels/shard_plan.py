@@ -17,16 +17,10 @@ from specdecode import sharding
 from specdecode.kernels import arrange, shard_cut, sharded, tell
 from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
-from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, computed
+from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
 from specdecode.kernels.methods import Method
-from specdecode.kernels.plan import (
-    SUM_PROGRAMS,
-    TRUNCATION_REGISTERS,
-    add_deciding,
-    add_drawing,
-    add_reading,
-)
+from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
 from specdecode.kernels.residual import ALL, OPEN_ONES
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
@@ -123,10 +117,9 @@ class ShardedPlan:
         compile_all([launch for plan in (*self.plans, self.spare) for launch in plan.launches], self.device)
         for plan in self.plans:
             plan.ready = [launch.compile(self.device) for launch in plan.launches]
-        launches, received = [plan.filled_in for plan in self.plans], [received_after(i) for i in range(len(self.sent))]
-        self.fill = Writer(self.last.addresses(Number("workspace"))).generator(
-            ["workspace", *names], launches, received
-        )
+        launches, received = [plan.filled_in for plan in self.plans], map(received_after, range(len(self.sent)))
+        writer = Writer(self.last.addresses(Number("workspace")))
+        self.fill = writer.function(["workspace", *names], *launches, between=received)
         return self.fill
 
 
@@ -142,15 +135,7 @@ def run(
     shard: sharding.VocabShard,
     is_greedy: bool,
 ) -> None:
-    """Plan a step over shards, or find its plan, and make its launches and exchanges.
-
-    Args:
-        fields: those of the `Structure` of this rank's part of the step.
-        tensors: of this rank.
-        numbers: likewise.
-        shard: which part of the vocabulary its logits are.
-        is_greedy: whether all requests are known to be greedy.
-    """
+    """Find the plan of a step over shards, or make it, and run it, given the fields of its `Structure` on this rank."""
     target, num_draft_tokens = tensors["target"], numbers["num_draft_tokens"]
     transport, shards = shard.transport_on(target.device), shard.agree(target)
     end = shards.start + shards.local
@@ -184,7 +169,7 @@ def plan_sharded(fields: tuple[Any, ...], way: Way) -> ShardedPlan:
     add_arranging(plan, step, untruncated, exchanged, while_arranging if step.decides else None)
     if step.truncates:
         add_truncation(plan, step, workspace, exchanged, told)
-    decide = sharded.decide_sample if method.samples else method.decide
+    decide = method.decide if method.reads_drafts else sharded.decide_sample
     if step.maxima and not step.all_know:
         decide = sharded.decide_sample_here
         workspace = workspace._replace(statistics_ptr=plan.last.part("statistics_here"))
@@ -247,7 +232,7 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
         NOTES=1 + (step.inputs.draft.ptr is not None),
         OFFERS=1 if step.structure.logprobs is None else 2,
         PER_ROW=step.per_row,
-        MATCHES=method.samples and drafts.ids_ptr is not None and drafts.rates_ptr is None,
+        MATCHES=not method.reads_drafts and drafts.ids_ptr is not None and drafts.rates_ptr is None,
         OVERLAPS=can_overlap(plan.device),
     )
 
@@ -312,7 +297,7 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
 
 def add_waiting(plan: Plan, kernel: Any, programs: Any, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
-    programs = computed(min, programs, WAITING_PROGRAMS)
+    programs = Number(min, (programs, WAITING_PROGRAMS))
     plan.add(kernel, programs, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
@@ -325,7 +310,7 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     num_drafts = step.sizes.batch * step.sizes.num_draft_tokens
     shares = num_drafts * ceil_div(exchanged.blocks_told, tuning.BLOCKS)
     bundles: tuple[Any, ...] = step.inputs, workspace, exchanged, step.sizes, tuning
-    plan.last.add(tell.sum_shard_kernel, computed(min, shares, SUM_PROGRAMS), bundles, num_warps=8)
+    plan.last.add(tell.sum_shard_kernel, Number(min, (shares, SUM_PROGRAMS)), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
     add_waiting(plan.last, arrange.arrange_sums_kernel, num_drafts, bundles, plan.is_symmetric)

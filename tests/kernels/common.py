@@ -14,8 +14,8 @@ from reference import block, probabilistic, strict, synthetic
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import bundles, shard_plan
-from specdecode.kernels import plan as plans
 from specdecode.kernels.arguments import Sizes
+from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, value_of
 from specdecode.kernels.launch import Launch, Plan
 from tests.conftest import ON_GPU
@@ -118,7 +118,7 @@ def memory_of(value: float) -> Iterator[None]:
 
 
 def forget_plans() -> None:
-    plans.plan_step.cache_clear()
+    plan_step.cache_clear()
     shard_plan.plan_sharded.cache_clear()
 
 

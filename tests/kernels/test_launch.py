@@ -16,9 +16,10 @@ import triton
 
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels import launch, plan
+from specdecode.kernels import launch
 from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int32, Int64, Pointer, Stride
-from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, computed, value_of
+from specdecode.kernels.call import plan_step
+from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, value_of
 from specdecode.kernels.launch import Launch, Plan, Signature
 from tests.differential import case
 from tests.kernels.common import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
@@ -88,16 +89,15 @@ def test_a_formula_is_a_number_in_each_call_and_no_plan_can_branch_on_one():
     formulas = (
         rows,
         ceil_div(rows, 8),
-        computed(min, rows, 100),
+        Number(min, (rows, 100)),
         rows % 2 + 3 * batch - 1,
-        computed(min, 7, 8),
         rows & -8,
     )
     fill = Writer().function(["batch", "num_draft_tokens"], formulas)
     for values in ({"batch": 5, "num_draft_tokens": 3}, {"batch": 70, "num_draft_tokens": 1}):
         b, k = values.values()
         n = b * (k + 1)
-        want = n, -(-n // 8), min(n, 100), n % 2 + 3 * b - 1, 7, n // 8 * 8
+        want = n, -(-n // 8), min(n, 100), n % 2 + 3 * b - 1, n // 8 * 8
         assert fill(b, k) == want
         assert tuple(value_of(formula, values) for formula in formulas) == want
     with pytest.raises(TypeError, match="a plan cannot depend on a number of a call"):
@@ -255,11 +255,11 @@ def test_a_size_never_seen_before_plans_and_compiles_nothing(recorded, method, p
     calls = calls_of(method, 200, packed, **options)
     for large, many in itertools.product((False, True), repeat=2):
         calls[7](large=large, many=many)
-    known, compiled = plan.plan_step.cache_info().currsize, len(recorded.compiled)
+    known, compiled = plan_step.cache_info().currsize, len(recorded.compiled)
     with mock.patch.object(Plan, "prepare", side_effect=AssertionError("a plan is prepared")):
         for call in calls.values():
             call()
-    assert (plan.plan_step.cache_info().currsize, len(recorded.compiled)) == (known, compiled)
+    assert (plan_step.cache_info().currsize, len(recorded.compiled)) == (known, compiled)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
@@ -307,4 +307,4 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
     del batch, output, drawn
     gc.collect()
     assert [tensor() for tensor in held if tensor() is not None] == []
-    assert plan.plan_step.cache_info().currsize == 2
+    assert plan_step.cache_info().currsize == 2
