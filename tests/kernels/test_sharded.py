@@ -437,6 +437,15 @@ def lost(kernel: str, interpret: Callable, plan: Plan, values: dict) -> None:
         values["memory"][transports.HEADER :] = -1
 
 
+def test_sizes_never_seen_before_plan_nothing(ranks_of):
+    ranks, known = ranks_of(*TWO), []
+    for requests, drafts in ((2, 1), (3, 2), (1, 1), (5, 1)):
+        call = vars(case(requests, drafts, ranks.vocab_size, torch.bfloat16, seed=1).to(DEVICE))
+        assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
+        known.append(shard_plan.plan_sharded.cache_info().currsize)
+    assert known == known[:1] * 4
+
+
 @pytest.mark.parametrize("bounds", [EMPTY, UNEVEN][: 1 + ON_GPU])
 def test_shards_may_be_uneven_and_empty(bounds, ranks_of):
     ranks = ranks_of(*bounds)
