@@ -350,8 +350,7 @@ class RejectionSampler:
         matter, with two exceptions. Rows whose vocabulary or strides are not multiples of 16 logits, or that do not
         start at a multiple of 16 bytes, need other kernels, which read in smaller loads. More than 31 drafts or 262,144
         tokens need larger kernels. Compiled kernels are also kept on disk, in Triton's cache. The eager backend
-        compiles nothing. The first call of each combination of sizes still takes somewhat longer, because it plans its
-        launches. With a shard every rank must call this, as it must make every call.
+        compiles nothing. With a shard every rank must call this, as it must make every call.
 
         Args:
             target_logits: as for a call; one request is enough.

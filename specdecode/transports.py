@@ -49,11 +49,11 @@ class Collective:
         """Return the words of all ranks, [ranks * length], given this rank's."""
         return None if words is None else all_gather(words, self.group).view(-1)
 
-    def memory(self, words: int) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+    def memory(self, words: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return what kernels are told of symmetric memory: nothing."""
         return {}, {}
 
-    def row_memory(self, words: int) -> dict[str, Tensor | None]:
+    def row_memory(self, words: int) -> dict[str, Tensor]:
         """Do nothing: rows are gathered before."""
         return {}
 
@@ -85,7 +85,7 @@ class SymmetricMemory:
         """Return nothing: kernels have exchanged the words."""
         return None
 
-    def memory(self, words: int) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+    def memory(self, words: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return what kernels are told, given how many words a step takes; every rank asks for as many.
 
         Raises:
@@ -97,10 +97,10 @@ class SymmetricMemory:
             self.check_not_capturing()
             self.grow(words)
             all_gather(self.words[:1], self.group).cpu()  # no rank writes before the memory of all is ready
-        tensors: dict[str, Tensor | None] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
+        tensors: dict[str, Tensor] = {"peers": self.peers, "memory": self.words, "failed": self.failed}
         return tensors, {"half": self.half, "most_tries": int(self.most_tries)}
 
-    def row_memory(self, words: int) -> dict[str, Tensor | None]:
+    def row_memory(self, words: int) -> dict[str, Tensor]:
         """Return where the memory of each rank for rows that it owns is, given how much a step takes.
 
         No rank writes there before all have told it something else in the same step.

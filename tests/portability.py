@@ -17,8 +17,9 @@ import triton
 from torch import distributed
 from triton.backends.compiler import GPUTarget
 
-from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, backends, kernels, transports
+from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, backends, transports
 from specdecode.kernels import launch, plan, shard_plan
+from specdecode.kernels.methods import METHODS
 
 VOCAB, DRAFTS = 33_024, 3
 
@@ -118,7 +119,7 @@ if __name__ == "__main__":
     backends.obstacle = lambda device: None
     launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
     named = [name for name in methods if name not in ("shards", "few")]
-    compile_all(named or ([] if "shards" in methods else list(kernels.METHODS)), few="few" in methods)
+    compile_all(named or ([] if "shards" in methods else list(METHODS)), few="few" in methods)
     if "shards" in methods:
         compile_shards()
     print(*sorted(set(driver.compiled)))

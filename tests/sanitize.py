@@ -25,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
-from specdecode.kernels.launch import Plan
+from specdecode.kernels.call import plan_step
+from specdecode.kernels.formulas import Writer, value_of
+from specdecode.kernels.launch import Plan, compile_all
 from tests.differential import Case, case
 from tests.packing import fed_positions, in_slots, packed_rows, with_counts
 
@@ -81,16 +83,20 @@ def with_hostile_half(batch: Case) -> Case:
     return batch
 
 
-def run_in_parts(plan: Plan, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
+def run_in_parts(plan: Plan, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     """Run a plan with a workspace that is not one piece: so what is written beyond a part is seen."""
-    parts = {name: torch.empty(size, dtype=dtype, device=plan.device) for name, (dtype, size) in plan.parts.items()}
-    if plan.zeros:
-        assert plan.zeros == len(parts["state"])
+    lengths = {name: value_of(length, numbers) for name, (_, length) in plan.parts.items()}
+    parts = {
+        name: torch.empty(lengths[name], dtype=dtype, device=plan.device) for name, (dtype, _) in plan.parts.items()
+    }
+    zeros = value_of(plan.zeros, numbers)
+    if zeros:
+        assert zeros == len(parts["state"])
         parts["state"].zero_()
-    if not plan.ready:
-        plan.prepare([*tensors, *parts, *numbers])
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (*tensors.values(), *parts.values())]
-    plan.launch((*addresses, *numbers.values()))
+    if plan.fill is None:
+        plan.ready = compile_all(plan.launches, plan.device)
+        plan.fill = Writer().function([*tensors, *parts, *numbers], plan.filled_in)
+    plan.launch(plan.fill(*tensors.values(), *parts.values(), *numbers.values()))
 
 
 def own_vocabulary(rows: Tensor, vocab: int) -> dict[str, Tensor]:
@@ -240,7 +246,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.other_shapes()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
-    planning.plan_step.cache_clear()
+    plan_step.cache_clear()
     calls.many_requests()
     return calls.count
 

@@ -1,12 +1,14 @@
 """From the tensors of a call to the bundles that kernels receive: what they are compiled for, and the names of arguments."""
 
 import itertools
+import operator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from specdecode.checks import FLOATS, INTEGERS
+from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
     Drafts,
     DraftVocabulary,
@@ -19,52 +21,58 @@ from specdecode.kernels.arguments import (
     Shard,
     Sizes,
 )
-from specdecode.kernels.launch import Argument
+from specdecode.kernels.formulas import Argument, Number, ceil_div
+from specdecode.kernels.methods import Method
 from specdecode.noise import BLOCK_SIZE
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
 # so all usual sizes compile the same kernels.
 MIN_DRAFTS, MIN_BLOCKS = 32, 256
 
-Layout = tuple[torch.dtype, tuple[int, ...], bool]
-"""What a plan depends on of a tensor: dtype, strides, and whether its address is a multiple of 16.
-
-A plain tuple, because each call makes a few: a named one takes twice as long.
-"""
-
-TENSORS = (
-    "target",
-    "draft",
-    "ids",
-    "draft_logsumexp",
-    "rates",
-    "row_starts",
-    "slots",
-    "temperatures",
-    "seeds",
-    "positions",
-    "row_positions",
-    "draft_vocab_ids",
-)
-"""The tensors that a step may be given, see `arguments.Inputs`."""
-
 LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
 EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
-OF_TRUNCATION = (*EACH_LIMIT, "draft_cutoff")
-"""The tensors that a step that truncates may be given besides."""
 
-VECTORS = frozenset(
-    ("rates", "row_starts", "slots", "temperatures", "seeds", "positions", "row_positions", *EACH_LIMIT)
-)
-"""Those that are given as contiguous vectors, of which kernels load single elements: they may start at any address."""
-VECTOR_LAYOUTS: dict[torch.dtype, Layout] = {dtype: (dtype, (1,), False) for dtype in (*FLOATS, *INTEGERS)}
+STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
+"""How logits rows lie: anyhow; token beside token; and such that they start and end at multiples of 16 logits."""
 
 
-def layout(name: str, tensor: Tensor) -> Layout:
-    """Return how a tensor lies; for a vector nothing but the dtype is looked up, because each call has several."""
-    if name in VECTORS:
-        return VECTOR_LAYOUTS[tensor.dtype]
-    return tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0
+class Structure(NamedTuple):
+    """All that the launches of a step depend on, and their kernels are compiled for: no size, no stride and no address."""
+
+    method: Method
+    device: torch.device
+    names: tuple[str, ...]  # of the tensors that the step is given
+    dtypes: tuple[torch.dtype, ...]  # of these
+    target: str  # how its rows lie
+    draft: str | None  # likewise, if there are draft rows
+    vocab_ids_are_aligned: bool  # those of the draft's own vocabulary
+    max_blocks: int
+    max_drafts: int
+    is_aligned: bool  # vocab_size is a multiple of 16
+    large: bool  # it is found out early which rows do not matter
+    many: bool  # search as is best for many requests; in a large batch of block verification, sum few residuals
+    is_sampling: bool  # tokens are only sampled, and their rows' logsumexp asked for
+    truncates: bool  # rows are truncated
+    logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
+    seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether requests may have drafts."""
+        return "ids" in self.names
+
+    @property
+    def settles(self) -> bool:
+        """Whether launches of their own decide about all drafts of a request, see `methods`."""
+        return self.has_drafts and self.method.settles
+
+
+def lie(rows: Tensor) -> str:
+    """Return how logits rows lie, [batch, rows, vocab] or [rows, vocab]."""
+    strides = rows.stride()
+    if strides[-1] != 1:
+        return STRIDED
+    return DENSE if (strides[0] | strides[-2] | rows.shape[-1] | rows.data_ptr()) % 16 else ALIGNED
 
 
 def at_least(least: int, size: int) -> int:
@@ -72,89 +80,105 @@ def at_least(least: int, size: int) -> int:
     return least if size <= least else triton.next_power_of_2(size)
 
 
-def sizes_of(requests: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
+def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
+    """Return what kernels are compiled for of sizes: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
+    max_blocks = at_least(MIN_BLOCKS, -(-vocab_size // BLOCK_SIZE))
+    return max_blocks, at_least(MIN_DRAFTS, num_draft_tokens + 1), vocab_size % 16 == 0
+
+
+def sizes_of(
+    batch: Any, num_draft_tokens: Any, vocab_size: Any, max_blocks: int, max_drafts: int, is_aligned: bool
+) -> Sizes:
     """Return the bundle of sizes."""
-    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
-    max_blocks, max_drafts = at_least(MIN_BLOCKS, num_blocks), at_least(MIN_DRAFTS, num_draft_tokens + 1)
-    counts = requests, num_draft_tokens, vocab_size, num_blocks, max_blocks, max_drafts
-    return Sizes(*counts, ALIGNED=vocab_size % 16 == 0, shard=Shard(*[None] * 5))
+    counts = batch, num_draft_tokens, vocab_size, ceil_div(vocab_size, BLOCK_SIZE)
+    return Sizes(*counts, max_blocks, max_drafts, is_aligned, shard=Shard(*[None] * 5))
+
+
+def sizes_in(structure: Structure) -> Sizes:
+    """Return the bundle of sizes of calls of this structure."""
+    num_draft_tokens = Number("num_draft_tokens") if structure.has_drafts else 0
+    of_class = structure.max_blocks, structure.max_drafts, structure.is_aligned
+    return sizes_of(Number("batch"), num_draft_tokens, Number("vocab_size"), *of_class)
+
+
+def inputs_in(structure: Structure) -> Inputs:
+    """Return the bundle of inputs of calls of this structure."""
+    tensors = {name: Argument(name, dtype) for name, dtype in zip(structure.names, structure.dtypes)}
+    get = tensors.get
+    is_packed = "row_starts" in tensors
+    numbers = [Number(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
+    requests = get("temperatures"), numbers[0], get("seeds"), structure.seeds_by_request, numbers[1]
+    limits = [limits_of(tensors, slice(first, first + 3)) if structure.truncates else NO_LIMITS for first in (0, 3)]
+    return Inputs(
+        packing_of(get("row_starts"), get("slots"), tensors["target"]),
+        rows_of(get("target"), structure.target, is_packed or not structure.has_drafts),
+        rows_of(get("draft"), structure.draft),
+        draft_vocabulary_of(get("draft_vocab_ids"), structure.vocab_ids_are_aligned),
+        Drafts(
+            *by_offset(get("ids"), is_packed),
+            *by_offset(get("draft_logsumexp")),
+            *by_offset(get("draft_cutoff")),
+            get("rates"),
+        ),
+        Requests(*requests, get("positions"), get("row_positions"), *numbers[2:]),
+        *limits,
+    )
+
+
+def stride_of(ptr: Argument, dimension: int) -> Number:
+    """Return how far apart a tensor's elements are in one dimension."""
+    return Number(operator.getitem, (Number(Tensor.stride, (Number(ptr.name),)), dimension))
+
+
+def length_of(ptr: Argument) -> Number:
+    """Return the length of a tensor."""
+    return Number(len, (Number(ptr.name),))
+
+
+def by_offset(ptr: Argument | None, by_row: bool = False) -> tuple[Any, Any, Any]:
+    """Return a pointer to what there is for each request and offset, and the strides of both: one where that is by row."""
+    return (None, 0, 0) if ptr is None else (ptr, stride_of(ptr, 0), stride_of(ptr, 0 if by_row else 1))
 
 
 NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)
 
 
-def rows_of(rows: Layout | None, ptr: Argument | None, vocab_size: int) -> Rows:
-    """Return the bundle of [batch, rows, vocab] logits, or of [batch, vocab]."""
-    if rows is None:
+def rows_of(ptr: Argument | None, lie: str | None, by_row: bool = False) -> Rows:
+    """Return the bundle of logits rows."""
+    if ptr is None:
         return NO_ROWS
-    _, (stride_request, *offsets, stride_token), is_aligned = rows
-    stride_offset = offsets[0] if offsets else 0
-    is_aligned = is_aligned and stride_token == 1 and (stride_request | stride_offset | vocab_size) % 16 == 0
-    return Rows(ptr, stride_request, stride_offset, stride_token, is_aligned)
+    return Rows(*by_offset(ptr, by_row), stride_of(ptr, -1) if lie == STRIDED else 1, ALIGNED=lie == ALIGNED)
 
 
-def inputs_of(
-    layouts: tuple[Layout | None, ...], vocab_size: int, seeds_by_request: bool, draft_vocab_size: int | None
-) -> Inputs:
-    """Return the bundle of inputs, given how each of `TENSORS` lies, and of `OF_TRUNCATION` if rows are truncated."""
-    names = TENSORS + OF_TRUNCATION
-    pointers = [None if tensor is None else Argument(name, tensor[0]) for name, tensor in zip(names, layouts)]
-    target_ptr, draft_ptr, ids, logsumexp, rates, row_starts, slots, *others = pointers
-    temperatures, seeds, positions, row_positions, draft_vocab_ids, *limits = others
-    target, draft, *of_drafts = *layouts[:4], layouts[-1] if limits else None
-    if row_starts is not None:
-        target, of_drafts[0] = row_layout(target), row_layout(of_drafts[0])
-    strides = [(0, 0) if tensor is None else tensor[1] for tensor in of_drafts]
-    of_ids, of_logsumexp, of_cutoff = [(per_request, per_offset) for per_request, per_offset in strides]
-    cutoff = limits.pop() if limits else None
-    numbers = [Argument(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
-    return Inputs(
-        packing_of(row_starts, slots),
-        rows_of(target, target_ptr, vocab_size),
-        rows_of(draft, draft_ptr, vocab_size if draft_vocab_size is None else draft_vocab_size),
-        draft_vocabulary_of(layouts[TENSORS.index("draft_vocab_ids")], draft_vocab_ids, draft_vocab_size),
-        Drafts(ids, *of_ids, logsumexp, *of_logsumexp, cutoff, *of_cutoff, rates),
-        Requests(temperatures, numbers[0], seeds, seeds_by_request, numbers[1], positions, row_positions, *numbers[2:]),
-        limits_of(limits[:3], LIMITS[:3]),
-        limits_of(limits[3:], LIMITS[3:]),
-    )
-
-
-def row_layout(of: Layout | None) -> Layout | None:
-    """Return how a tensor that is by row lies, as if it were by request and offset: both go on by rows."""
-    if of is None:
-        return None
-    dtype, (step, *others), is_aligned = of
-    return dtype, (step, step, *others), is_aligned
-
-
-def draft_vocabulary_of(ids: Layout | None, ptr: Argument | None, size: int | None) -> DraftVocabulary:
+def draft_vocabulary_of(ids: Argument | None, is_aligned: bool) -> DraftVocabulary:
     """Return the bundle of the draft's vocabulary; without ids it is the target's."""
-    if ids is None or size is None:
+    if ids is None:
         return DraftVocabulary(None, None, None)
-    _, _, is_aligned = ids
-    return DraftVocabulary(ptr, size, is_aligned and size % 16 == 0)
+    return DraftVocabulary(ids, length_of(ids), is_aligned)
 
 
-def packing_of(row_starts: Argument | None, slots: Argument | None) -> Packing:
+def packing_of(row_starts: Argument | None, slots: Argument | None, target: Argument) -> Packing:
     """Return the bundle of where rows and slots are; without pointers the call is not packed."""
     if row_starts is None:
         return Packing(None, None, None, None)
-    return Packing(row_starts, Argument("num_rows"), slots, None if slots is None else Argument("num_slots"))
+    return Packing(row_starts, length_of(target), slots, None if slots is None else Number("num_slots"))
 
 
-def limits_of(pointers: list[Argument | None], names: tuple[str, ...]) -> Limits:
-    """Return the bundle of what truncates rows; without pointers nothing does."""
-    if not pointers:
-        return Limits(*[None] * len(Limits._fields))
-    return Limits(*itertools.chain.from_iterable(zip(pointers, map(Argument, names))))
+NO_LIMITS = Limits(*[None] * len(Limits._fields))
 
 
-def outputs_of(samples: bool, truncates: bool, logprobs: Argument | None) -> Outputs:
+def limits_of(tensors: dict[str, Argument], some: slice) -> Limits:
+    """Return the bundle of some of `LIMITS`."""
+    pointers = [tensors.get(name) for name in EACH_LIMIT[some]]
+    return Limits(*itertools.chain.from_iterable(zip(pointers, map(Number, LIMITS[some]))))
+
+
+def outputs_in(structure: Structure) -> Outputs:
     """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)
-    if samples:
-        cutoff = Argument("cutoff", torch.int64) if truncates else None
+    if structure.is_sampling:
+        cutoff = Argument("cutoff", torch.int64) if structure.truncates else None
         return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff, None)
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
+    logprobs = None if structure.logprobs is None else Argument("logprobs", torch.float32)
     return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None, logprobs)

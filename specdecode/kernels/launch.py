@@ -1,8 +1,8 @@
 """Launching: signature, compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
 
-Triton finds out at each launch which compiled variant of a kernel is meant, and looks at every pointer for that, which takes
-longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles of `arguments`, and compiled
-for exactly that; a call only fills in addresses and numbers.
+Where a kernel is launched by its source, Triton finds out at each launch which compiled variant is meant, and looks at every
+pointer for that, which takes longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles
+of `arguments`, and compiled for exactly that; a call only fills in addresses and numbers, sizes included.
 """
 
 import concurrent.futures
@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specdecode.kernels.formulas import Argument, Number, Writer, address_of, rounded_up, value_of
 
 
 @triton.jit
@@ -49,13 +51,6 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     if device.index is None or device.index == torch.cuda.current_device():  # a host has no index
         return HERE
     return torch.cuda.device(device)
-
-
-class Argument(NamedTuple):
-    """A kernel's argument that differs from call to call, by its name; and its dtype, if it is a tensor."""
-
-    name: str
-    dtype: torch.dtype | None = None
 
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
@@ -126,10 +121,10 @@ def hash_callees_first(function: object) -> None:
 
 
 class Launch(NamedTuple):
-    """One launch of a plan."""
+    """One launch of a plan: a kernel, how many programs run it, and what it is given, in numbers of calls."""
 
     kernel: Any
-    grid: tuple[int, ...]
+    programs: Any
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -151,38 +146,22 @@ class Launch(NamedTuple):
 
 _hashing = threading.Lock()
 _variants: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels by all that they depend on: no sizes, so plans of new sizes need not compile."""
-
-IS_KNOWN = triton.__version__.startswith(("3.6", "3.7"))
-"""Whether compiled kernels of this Triton can be launched directly; those of others are launched as Triton's users do."""
-
-
-def can_launch_directly() -> bool:
-    """Return whether Triton need not be asked to launch: not if a profiler has asked it to report launches."""
-    runtime = triton.knobs.runtime
-    return IS_KNOWN and not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+"""Compiled kernels by all that they depend on."""
 
 
 def filled(bundle: Any, values: dict[str, Any]) -> Any:
-    """Return a bundle as the interpreter takes it: values in place of arguments, constants marked as such."""
+    """Return a bundle as the interpreter takes it: values filled in, constants marked as such."""
     fields = []
     for field, (kind, _) in zip(bundle, kinds(bundle.__class__)):
         if isinstance(field, Argument):
             fields.append(values[field.name])
         elif kind == "bundle":
             fields.append(filled(field, values))
+        elif field is not None and is_constant(kind, field):
+            fields.append(tl.constexpr(field))
         else:
-            fields.append(tl.constexpr(field) if field is not None and is_constant(kind, field) else field)
+            fields.append(value_of(field, values))
     return type(bundle)(*fields)
-
-
-def expression(value: Any, names: list[str]) -> str:
-    """Return the Python expression of a bundle as plain tuples, `v` being all values in the order of their names."""
-    if isinstance(value, Argument):
-        return f"v[{names.index(value.name)}]"
-    if isinstance(value, tuple):
-        return "(" + "".join(f"{expression(field, names)}, " for field in value) + ")"
-    return repr(value) if isinstance(value, int) else "None"  # other constants are compiled in
 
 
 def compile_all(launches: list[Launch], device: torch.device) -> list[Any]:
@@ -192,9 +171,9 @@ def compile_all(launches: list[Launch], device: torch.device) -> list[Any]:
 
 
 class Plan:
-    """The launches of all calls that differ in addresses and numbers alone.
+    """The launches of all calls that differ in addresses and numbers alone, sizes among them.
 
-    A plan holds no tensor. A call's workspace is one piece of memory, in parts, because each allocation takes its time.
+    A plan holds no tensor and no size. A call's workspace is one piece of memory, in parts, as each allocation takes time.
 
     Args:
         device: where all of it happens.
@@ -202,15 +181,18 @@ class Plan:
         zeros: how many numbers of the workspace, from the first on, start as zeros.
     """
 
-    def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, int] | None], zeros: int) -> None:
+    def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, Any] | None], zeros: Any) -> None:
         self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
         # In cache lines of 32 numbers.
-        lengths = [triton.cdiv(length * dtype.itemsize, 128) * 32 for dtype, length in self.parts.values()]
+        lengths = [rounded_up(length * (dtype.itemsize // 4), 32) for dtype, length in self.parts.values()]
         *starts, self.length = itertools.accumulate(lengths, initial=0)
         self.starts = dict(zip(self.parts, starts))
         self.launches: list[Launch] = []
-        self.ready: list[tuple[Any, tuple[int, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
+        self.ready: list[Any] = []
+        """The compiled kernels of the launches, from the first call on."""
+        self.fill: Callable[..., Any] | None = None
+        """From then on, what fills in a call: the function of all that differs between calls that `prepare` writes."""
 
     def part(self, name: str) -> Argument | None:
         """Return the argument that is a part of the workspace, if there is one of that name."""
@@ -219,7 +201,7 @@ class Plan:
     def add(
         self,
         kernel: Any,
-        grid: tuple[int, ...],
+        programs: Any,
         bundles: tuple[Any, ...],
         *,
         num_warps: int,
@@ -230,63 +212,72 @@ class Plan:
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
             options["maxnreg"] = max_registers
-        self.launches.append(Launch(kernel, (*grid, 1, 1)[:3], bundles, options))
+        self.launches.append(Launch(kernel, programs, bundles, options))
 
-    def allocate(self) -> Tensor:
-        """Return memory for the workspace."""
-        return torch.empty(self.length, dtype=torch.int32, device=self.device)
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter."""
+        return not isinstance(self.launches[0].kernel, triton.JITFunction)
 
-    def run(
-        self, tensors: dict[str, Tensor | None], numbers: dict[str, float], workspace: Tensor | None = None
-    ) -> None:
+    def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Make the launches, given what differs from call to call: the same names each time, in the same order."""
-        if workspace is None:
-            workspace = self.allocate()
-        if self.zeros:
-            workspace[: self.zeros].zero_()
         with on_device(self.device):
-            if not isinstance(self.launches[0].kernel, triton.JITFunction):  # the interpreter
-                return self.interpret({**tensors, **self.views(workspace), **numbers})
-            if not self.ready:
-                self.prepare([*tensors, *self.parts, *numbers])
-            first = workspace.data_ptr()
-            values = (
-                *[None if tensor is None else tensor.data_ptr() for tensor in tensors.values()],
-                *[first + 4 * start for start in self.starts.values()],
-                *numbers.values(),
-            )
-            self.launch(values)
+            fill = self.fill
+            if fill is None:
+                if self.is_interpreted:
+                    workspace = self.allocate(value_of(self.length, numbers), value_of(self.zeros, numbers))
+                    return self.interpret({**tensors, **self.views(workspace, numbers), **numbers})
+                fill = self.prepare([*tensors, *numbers])
+            workspace, launches = fill(self.allocate, *tensors.values(), *numbers.values())
+            self.launch(launches)
 
-    def launch(self, values: tuple[Any, ...]) -> None:
-        """Launch compiled kernels, given addresses and numbers."""
+    def allocate(self, length: int, zeros: int) -> Tensor:
+        """Return memory for a workspace of so many numbers, of which the first few are zeros."""
+        workspace = torch.empty(length, dtype=torch.int32, device=self.device)
+        if zeros:
+            workspace[:zeros].zero_()
+        return workspace
+
+    def launch(self, launches: tuple[Any, ...]) -> None:
+        """Launch compiled kernels, given how many programs each has, and its arguments."""
         stream = triton.runtime.driver.active.get_current_stream(self.device.index)
-        directly = can_launch_directly()
-        for variant, grid, arguments_of in self.ready:
-            if directly:  # which leaves out what Triton prepares for hooks even where there are none
-                function, metadata = variant.function, variant.packed_metadata
-                variant.run(*grid, stream, function, metadata, None, None, None, *arguments_of(values))
-            else:
-                variant[grid](*arguments_of(values), stream=stream)
+        for variant, (programs, arguments) in zip(self.ready, launches):
+            variant[programs, 1, 1](*arguments, stream=stream)
 
-    def views(self, workspace: Tensor) -> dict[str, Tensor]:
-        """Return the parts of a workspace."""
-        return {name: self.view(workspace, name) for name in self.parts}
-
-    def view(self, workspace: Tensor, name: str) -> Tensor:
-        """Return one part of a workspace."""
+    def extent(self, name: str) -> tuple[Any, Any]:
+        """Return where a part of the workspace starts, and how many numbers of 32 bits it has."""
         dtype, length = self.parts[name]
-        return workspace[self.starts[name] :][: length * dtype.itemsize // 4].view(dtype)
+        return self.starts[name], length * (dtype.itemsize // 4)
+
+    def views(self, workspace: Tensor, numbers: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the parts of a workspace."""
+        extents = {name: [value_of(number, numbers) for number in self.extent(name)] for name in self.parts}
+        return {
+            name: workspace[start : start + length].view(self.parts[name][0])
+            for name, (start, length) in extents.items()
+        }
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""
-        for kernel, grid, bundles, _ in self.launches:
-            kernel[grid](*[filled(bundle, values) for bundle in bundles])
+        for kernel, programs, bundles, _ in self.launches:
+            kernel[(value_of(programs, values),)](*[filled(bundle, values) for bundle in bundles])
 
-    def prepare(self, names: list[str]) -> None:
-        """Compile what is not compiled yet, and write as expressions what a call fills in."""
-        variants = compile_all(self.launches, self.device)
-        # As an expression: a function that walks the bundles would take longer than the launch itself.
-        sources = [f"lambda v: {expression(launch.bundles, names)}" for launch in self.launches]
-        self.ready = [
-            (variant, launch.grid, eval(source)) for variant, launch, source in zip(variants, self.launches, sources)
-        ]
+    def prepare(self, names: list[str]) -> Callable[..., Any]:
+        """Compile what is not compiled yet, and write the function that fills in a call.
+
+        Of a function that allocates the workspace, and of the tensors and numbers of these names, it returns the workspace,
+        and of each launch its programs and arguments.
+        """
+        workspace = Number("allocate", (self.length, self.zeros))
+        self.ready = compile_all(self.launches, self.device)
+        self.fill = Writer(self.addresses(workspace)).function(["allocate", *names], (workspace, self.filled_in))
+        return self.fill
+
+    def addresses(self, workspace: Number) -> dict[str, Number]:
+        """Return the addresses of the parts of a workspace."""
+        return {name: address_of(workspace) + 4 * start for name, start in self.starts.items()}
+
+    @property
+    def filled_in(self) -> tuple[Any, ...]:
+        """What a call fills in: the number of programs and the bundles of each launch."""
+        return tuple([(launch.programs, launch.bundles) for launch in self.launches])

@@ -1,4 +1,4 @@
-"""From the sizes of a call with shards to its launches and exchanges.
+"""From what is asked of a step over shards to its launches and exchanges, for calls of all sizes.
 
 The launches between two exchanges are one `Plan`; all work on one workspace. Words travel by a transport of
 `specdecode.transports`: an all-gather of torch.distributed, for which all that a rank tells is a part of the workspace; or
@@ -6,6 +6,7 @@ symmetric memory, to which kernels write themselves.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,23 +16,19 @@ from torch import Tensor
 from specdecode import sharding
 from specdecode.kernels import arrange, shard_cut, sharded, tell
 from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
-from specdecode.kernels.bundles import Layout, outputs_of
-from specdecode.kernels.launch import Argument, Plan, can_overlap, compile_all
-from specdecode.kernels.plan import (
-    PLANS,
-    SUM_PROGRAMS,
-    TRUNCATION_REGISTERS,
-    AcceptRule,
-    add_deciding,
-    add_drawing,
-    add_reading,
-)
+from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
+from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
+from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
+from specdecode.kernels.methods import Method
+from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
 from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
 # half of a multiprocessor, and leave the other half to another group's launches. With half the registers arranging 256
 # requests of 3 drafts took 6 us longer, with four warps a program, 3 us.
 WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
+
+MIN_SHARD_BLOCKS = 32  # MAX_BLOCKS of a shard is at least this
 
 # TOP, BLOCKS and LANES of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and more
 # where the draft rows' sums are not known, and ranks cannot hint to each other. Then a rank that has none of the likely
@@ -40,7 +37,7 @@ SEARCH, UNBOUNDED_SEARCH = (4, 1, 256), (8, 8, 256)
 
 
 class ShardedPlan:
-    """The launches and exchanges of all calls that differ in addresses and numbers alone.
+    """The launches and exchanges of all calls that differ in addresses and numbers alone, sizes among them.
 
     Args:
         device: where all of it happens.
@@ -55,89 +52,129 @@ class ShardedPlan:
         """Launches that steps of other sizes make: compiled too, so that no rank waits for that in a later step."""
         self.sent: list[str] = []
         """The part of the workspace that is exchanged after each plan but the last."""
-        self.words = 0
+        self.words: Any = 0
         """How many int64 words of symmetric memory a step takes."""
-        self.row_words = 0
-        """Likewise, of that for rows that a rank owns."""
-        self.is_compiled = False
+        self.row_words: Any = None
+        """Likewise, of that for rows that a rank owns, if it may own any."""
+        self.sizes_of: Callable[..., Any] | None = None
+        self.fill: Callable[..., Any] | None = None
+        """From the first call on, what fills in a call: see `prepare`."""
 
     @property
     def last(self) -> Plan:
         """The launches after the last exchange."""
         return self.plans[-1]
 
-    def channel(self, name: str, words: int, ranks: int) -> Channel:
+    def channel(self, name: str, words: Any, ranks: int) -> Channel:
         """Return a new channel of so many int64 words from each rank, before its exchange."""
         if not self.is_symmetric:
             return Channel(self.last.part(name), None, 0, words)
-        self.words += ranks * words
-        return Channel(None, None, self.words - ranks * words, words)
+        start, self.words = self.words, self.words + ranks * words
+        return Channel(None, None, start, words)
 
     def exchange(self, channel: Channel) -> Channel:
         """Add the exchange of a channel; return what the launches after it hear."""
-        name = f"received_{len(self.plans)}"
+        name = received_after(len(self.sent))
         self.sent.append("" if channel.sent_ptr is None else channel.sent_ptr.name)
         self.plans.append(Plan(self.device, self.parts, zeros=0))
         return channel._replace(received_ptr=None if self.is_symmetric else Argument(name, torch.int64))
 
-    def run(self, tensors: dict[str, Tensor | None], numbers: dict[str, float], transport: sharding.Transport) -> None:
+    def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any], transport: sharding.Transport) -> None:
         """Make the launches and exchanges: see `Plan.run`."""
-        if not self.is_compiled:  # all launches at once, not those before each exchange when it is their turn
-            launches = [launch for plan in (*self.plans, self.spare) for launch in plan.launches]
-            if isinstance(launches[0].kernel, triton.JITFunction):
-                compile_all(launches, self.device)
-            self.is_compiled = True
-        workspace = self.last.allocate()
-        memory, more_numbers = transport.memory(self.words)
-        if self.row_words:
-            memory |= transport.row_memory(self.row_words)
+        if self.sizes_of is None:
+            extents = tuple([self.last.extent(name) if name else (0, 0) for name in self.sent])
+            self.sizes_of = Writer().function(numbers, (self.last.length, self.words, self.row_words, extents))
+        length, words, row_words, extents = self.sizes_of(*numbers.values())
+        workspace = self.last.allocate(length, 0)
+        memory, more_numbers = transport.memory(words)
+        if row_words is not None:
+            memory |= transport.row_memory(row_words)
         tensors, numbers = tensors | memory, numbers | more_numbers
-        for i, plan in enumerate(self.plans):
-            plan.run(tensors, numbers, workspace)
-            if i < len(self.sent):
-                received = transport.exchange(plan.view(workspace, self.sent[i]) if self.sent[i] else None)
-                if received is not None:
-                    tensors = tensors | {f"received_{i + 1}": received}
+        filled, received = None, None
+        with on_device(self.device):
+            if not self.last.is_interpreted:
+                fill = self.fill or self.prepare([*tensors, *numbers])
+                filled = fill(workspace, *tensors.values(), *numbers.values())
+            for i, plan in enumerate(self.plans):
+                if filled is None:
+                    plan.interpret({**tensors, **plan.views(workspace, numbers), **numbers})
+                else:
+                    plan.launch(filled.send(received))
+                if i < len(self.sent):
+                    start, length = extents[i]
+                    sent = workspace[start : start + length].view(torch.int64) if length else None
+                    received = transport.exchange(sent)
+                    if received is not None:
+                        tensors[received_after(i)] = received
+
+    def prepare(self, names: list[str]) -> Callable[..., Any]:
+        """Compile all launches at once, not when it is their turn, and write the generator that fills in a call.
+
+        Of the workspace, and the tensors and numbers of these names, it yields programs and arguments of the launches
+        between two exchanges, and is sent what was received.
+        """
+        compile_all([launch for plan in (*self.plans, self.spare) for launch in plan.launches], self.device)
+        for plan in self.plans:
+            plan.ready = [launch.compile(self.device) for launch in plan.launches]
+        launches, received = [plan.filled_in for plan in self.plans], map(received_after, range(len(self.sent)))
+        writer = Writer(self.last.addresses(Number("workspace")))
+        self.fill = writer.function(["workspace", *names], *launches, between=received)
+        return self.fill
 
 
-@functools.lru_cache(maxsize=PLANS)
-def plan_sharded(
-    way: Way,
-    device: torch.device,
-    shape: tuple[int, ...],
-    layouts: tuple[Layout | None, ...],
-    shards: sharding.Layout,
-    seeds_by_request: bool = False,
-) -> ShardedPlan:
-    """Plan a step of which this rank has a shard.
+def received_after(plan: int) -> str:
+    """Return the name of what is received in the exchange after a plan."""
+    return f"received_{plan}"
 
-    Args:
-        way: what the step is asked for.
-        device: as for `plan_step`.
-        shape: as there, of this rank's logits.
-        layouts: as there.
-        shards: where all shards lie.
-        seeds_by_request: as there.
-    """
-    step = step_of(way, shape, layouts, shards, seeds_by_request)
-    told = words_told(step, way.logprobs)
-    plan = ShardedPlan(device, parts_of(step, told, way), way.is_symmetric)
-    logprobs = None if way.logprobs is None else Argument("logprobs", torch.float32)
-    outputs = outputs_of(way.samples, way.truncates, logprobs)
+
+def run(
+    fields: tuple[Any, ...],
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    shard: sharding.VocabShard,
+    is_greedy: bool,
+) -> None:
+    """Find the plan of a step over shards, or make it, and run it, given the fields of its `Structure` on this rank."""
+    target, num_draft_tokens = tensors["target"], numbers["num_draft_tokens"]
+    transport, shards = shard.transport_on(target.device), shard.agree(target)
+    end = shards.start + shards.local
+    way = Way(
+        is_greedy,
+        transport.is_symmetric,
+        numbers["batch"] * (num_draft_tokens + 1) > WAITING_PROGRAMS,
+        shards.ranks,
+        at_least(MIN_SHARD_BLOCKS, shards.most_blocks),
+        class_of(num_draft_tokens, shards.vocab_size),
+        end % 16 == 0,
+    )
+    numbers |= {"whole_vocab_size": shards.vocab_size, "shard_start": shards.start, "shard_end": end}
+    numbers |= {"rank": shards.rank, "most_blocks": shards.most_blocks, "num_holders": len(shards.holders)}
+    ranks = {"sources": shards.sources, "holders": shards.holders, "order": shards.ranks_in_order}
+    plan_sharded(fields, way).run(tensors | ranks, numbers, transport)
+
+
+@functools.cache
+def plan_sharded(fields: tuple[Any, ...], way: Way) -> ShardedPlan:
+    """Plan all steps of a structure of whose rows this rank has a shard, given the structure's fields."""
+    structure = Structure(*fields)
+    step, method = step_of(structure, way), structure.method
+    told = words_told(step)
+    plan = ShardedPlan(structure.device, parts_of(step, told), way.is_symmetric)
+    outputs = outputs_in(structure)
     workspace = workspace_of(plan, outputs.logprobs_ptr)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if step.truncates else workspace
-    exchanged = add_telling(plan, step, untruncated, exchange_of(plan, step, told, way))
-    while_arranging = way.rule.before_truncation if step.truncates else way.rule.decide
+    exchanged = add_telling(plan, step, untruncated, exchange_of(plan, step, told))
+    while_arranging = method.decide_before_truncation if step.truncates else method.decide
     add_arranging(plan, step, untruncated, exchanged, while_arranging if step.decides else None)
     if step.truncates:
-        add_truncation(plan, step, workspace, exchanged, told, way)
-    decide = sharded.decide_sample if way.rule.draw is None else way.rule.decide
+        add_truncation(plan, step, workspace, exchanged, told)
+    decide = method.decide if method.reads_drafts else sharded.decide_sample
     if step.maxima and not step.all_know:
         decide = sharded.decide_sample_here
         workspace = workspace._replace(statistics_ptr=plan.last.part("statistics_here"))
     if step.settles:
         exchanged = add_residuals(plan, step, workspace, exchanged)
-    add_offers(plan, step, outputs, workspace, exchanged, decide, way.rule)
+    add_offers(plan, step, outputs, workspace, exchanged, decide, method)
     add_finish(plan, step, outputs, exchanged)
     return plan
 
@@ -161,12 +198,17 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
     )
 
 
-def exchange_of(plan: ShardedPlan, step: Step, told: Told, way: Way) -> Exchange:
+def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
     """Return the bundle of what ranks tell each other, before anything is received."""
-    drafts, ranks, own = step.inputs.drafts, step.shards.ranks, plan.last.part("sent_offers")
+    method, drafts, ranks, own = (
+        step.structure.method,
+        step.inputs.drafts,
+        step.way.ranks,
+        plan.last.part("sent_offers"),
+    )
 
     def of_memory(name: str, dtype: torch.dtype) -> Argument | None:
-        return Argument(name, dtype) if way.is_symmetric else None
+        return Argument(name, dtype) if plan.is_symmetric else None
 
     return Exchange(
         first=plan.channel("sent_first", sum(told[:3]), ranks),
@@ -177,19 +219,19 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told, way: Way) -> Exchange
         peers_ptr=of_memory("peers", torch.int64),
         received_ptr=of_memory("memory", torch.int64),
         failed_ptr=of_memory("failed", torch.int32),
-        half=Argument("half") if way.is_symmetric else 0,
-        most_tries=Argument("most_tries") if way.is_symmetric else 0,
-        rank=step.shards.rank,
+        half=Number("half") if plan.is_symmetric else 0,
+        most_tries=Number("most_tries") if plan.is_symmetric else 0,
+        rank=Number("rank"),
         raw_start=told.statistics,
         notes_start=told.statistics + told.raw_statistics,
-        blocks_told=1 if step.maxima else step.shards.most_blocks,
+        blocks_told=1 if step.maxima else step.here.num_blocks,
         RANKS=ranks,
         LANES=max(32, triton.next_power_of_2(ranks)),
         MAXIMA=step.maxima,
         NOTES=1 + (step.inputs.draft.ptr is not None),
-        OFFERS=1 if way.logprobs is None else 2,
+        OFFERS=1 if step.structure.logprobs is None else 2,
         PER_ROW=step.per_row,
-        MATCHES=way.rule.draw is None and drafts.ids_ptr is not None and drafts.rates_ptr is None,
+        MATCHES=not method.reads_drafts and drafts.ids_ptr is not None and drafts.rates_ptr is None,
         OVERLAPS=can_overlap(plan.device),
     )
 
@@ -201,7 +243,7 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     workspace = workspace._replace(**mine, known_ptr=None)
     add_reading(plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True)
     bundles = step.inputs, workspace, exchanged, step.here
-    plan.last.add(tell.tell_kernel, (step.rows,), bundles, num_warps=1)
+    plan.last.add(tell.tell_kernel, step.rows, bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))
 
 
@@ -209,20 +251,18 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     """Add the launch that puts what was heard in order, and may decide; before it one that waits, if it is large."""
     follows = plan.is_symmetric
     if plan.is_symmetric:
-        launches = plan.last if step.rows > WAITING_PROGRAMS else plan.spare
-        programs = triton.cdiv(step.rows, exchanged.LANES)
+        launches = plan.last if step.way.is_crowded else plan.spare
+        programs = ceil_div(step.rows, exchanged.LANES)
         add_waiting(launches, arrange.wait_kernel, programs, (exchanged, step.arranged), follows)
     bundles = step.inputs, workspace, exchanged, step.arranged, Arranging(decide)
-    kernel, grid = arrange.arrange_kernel, (step.rows,)
-    plan.last.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
+    kernel, programs = arrange.arrange_kernel, step.rows
+    plan.last.add(kernel, programs, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
-def add_truncation(
-    plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told, way: Way
-) -> None:
+def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told) -> None:
     """Add the launches that truncate rows, and their exchanges."""
-    rows, ranks = step.all_rows, step.shards.ranks
-    num_warps = 4 if way.large else 8
+    rows, ranks = step.all_rows, step.way.ranks
+    num_warps = 4 if step.structure.large else 8
     inputs, plan.row_words = step.inputs, step.num_slots * step.row_bytes // 8
     cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
     cutting = Cutting(
@@ -242,22 +282,22 @@ def add_truncation(
     )
     options: dict[str, Any] = {"num_warps": num_warps, "max_registers": TRUNCATION_REGISTERS}
     told_of_rows = exchanged, cutting, step.sizes
-    plan.last.add(shard_cut.list_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.list_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.lists)
     add_waiting(plan.last, shard_cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_kernel, (rows,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.parts)
-    programs = triton.cdiv(step.num_slots, exchanged.LANES)
+    programs = ceil_div(step.num_slots, exchanged.LANES)
     add_waiting(plan.last, shard_cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_gathered_kernel, (step.num_slots,), (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(shard_cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.cuts)
     add_waiting(plan.last, shard_cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 
 
-def add_waiting(plan: Plan, kernel: Any, programs: int, bundles: tuple[Any, ...], follows: bool) -> None:
+def add_waiting(plan: Plan, kernel: Any, programs: Any, bundles: tuple[Any, ...], follows: bool) -> None:
     """Add a launch whose programs wait for other ranks, with as many programs as may, each for several items then."""
-    grid = (min(programs, WAITING_PROGRAMS),)
-    plan.add(kernel, grid, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
+    programs = Number(min, (programs, WAITING_PROGRAMS))
+    plan.add(kernel, programs, bundles, num_warps=1, max_registers=WAITING_REGISTERS, follows=follows)
 
 
 def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange) -> Exchange:
@@ -266,9 +306,9 @@ def add_residuals(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
     if not step.sums:
         return exchanged
     num_drafts = step.sizes.batch * step.sizes.num_draft_tokens
-    shares = num_drafts * triton.cdiv(exchanged.blocks_told, tuning.BLOCKS)
+    shares = num_drafts * ceil_div(exchanged.blocks_told, tuning.BLOCKS)
     bundles: tuple[Any, ...] = step.inputs, workspace, exchanged, step.sizes, tuning
-    plan.last.add(tell.sum_shard_kernel, (min(shares, SUM_PROGRAMS),), bundles, num_warps=8)
+    plan.last.add(tell.sum_shard_kernel, Number(min, (shares, SUM_PROGRAMS)), bundles, num_warps=8)
     exchanged = exchanged._replace(sums=plan.exchange(exchanged.sums))
     bundles = workspace, exchanged, step.sizes
     add_waiting(plan.last, arrange.arrange_sums_kernel, num_drafts, bundles, plan.is_symmetric)
@@ -282,7 +322,7 @@ def add_offers(
     workspace: Workspace,
     exchanged: Exchange,
     decide: Any,
-    rule: AcceptRule,
+    method: Method,
 ) -> None:
     """Add the launch that offers tokens."""
     is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
@@ -290,7 +330,7 @@ def add_offers(
     flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
     tuning = Searching(*search, decide, None, *flags)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
-    add_drawing(plan.last, sharded.offer_kernel, bundles, rule.num_warps)
+    add_drawing(plan.last, sharded.offer_kernel, bundles, method.num_warps)
 
 
 def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Exchange) -> None:

@@ -166,7 +166,7 @@ def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
     plan = Plan(device, {"workspace": (torch.int32, 8192)}, zeros=0)
     for launch in range(launches):
         nothing = Nothing(plan.part("workspace"), can_overlap(device))
-        plan.add(nothing_kernel, (1,), (nothing,), num_warps=4, follows=launch > 0)
+        plan.add(nothing_kernel, 1, (nothing,), num_warps=4, follows=launch > 0)
 
     def call() -> list[torch.Tensor]:
         output = [

@@ -476,20 +476,20 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
     note_bytes(benchmark, logits.nbytes, measure(benchmark, recording), bytes_per_second)
 
 
-def plan_of(monkeypatch, call: Callable[[], Any]) -> Any:
-    """Return the plan that a call runs."""
+def plan_of(monkeypatch, call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the plan that a call runs, and the numbers of the call."""
     from specdecode.kernels.launch import Plan
 
     plans, run = [], Plan.run
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "run", lambda plan, *arguments: (plans.append(plan), run(plan, *arguments)))
+        patch.setattr(Plan, "run", lambda plan, *given: (plans.append((plan, given[1])), run(plan, *given)))
         call()
     return plans[0]
 
 
 def until_each_launch(monkeypatch, call: Callable[[], Any]) -> list[list[Any]]:
     """Time the first launch of a step, its first two, and so on; what is left out has no result."""
-    plan = plan_of(monkeypatch, call)
+    plan, _ = plan_of(monkeypatch, call)
     ready, after = plan.ready, []
     try:
         for count, launch in enumerate(plan.launches, start=1):
@@ -543,17 +543,17 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider
 
     benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
     call = PROVIDERS["triton"](inputs)
-    plan = plan_of(monkeypatch, call)
-    launches, ready = plan.launches, plan.ready
+    plan, _ = plan_of(monkeypatch, call)
+    launches, ready, fill = plan.launches, plan.ready, plan.fill
     try:
         *bundles, tuning = launches[1].bundles
         bundles = *bundles, tuning._replace(SUMS=provider == "trips and reductions")
-        plan.launches, plan.ready = [launches[0], launches[1]._replace(kernel=trips_kernel, bundles=bundles)], []
+        plan.launches, plan.fill = [launches[0], launches[1]._replace(kernel=trips_kernel, bundles=bundles)], None
         call()
         after = until_each_launch(monkeypatch, call)
         benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     finally:
-        plan.launches, plan.ready = launches, ready
+        plan.launches, plan.ready, plan.fill = launches, ready, fill
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
@@ -578,25 +578,26 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
     import triton
 
     from specdecode.kernels import read
+    from specdecode.kernels.formulas import value_of
     from specdecode.kernels.state import FIELDS, STOP
     from tests.benchmarks.bandwidth import is_last_unpublished
 
-    plan, empty = plan_of(monkeypatch, call), torch.empty
+    (plan, numbers), empty = plan_of(monkeypatch, call), torch.empty
+    length = value_of(plan.length, numbers)
     requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
-    workspace = torch.full((plan.length,), -(2**30), dtype=torch.int32, device="cuda")
+    workspace = torch.full((length,), -(2**30), dtype=torch.int32, device="cuda")
     state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
     state[:, STOP.value] = most - output.num_accepted
-    launches, ready = plan.launches, plan.ready
+    launches = plan.launches
     with monkeypatch.context() as patch:
-        patch.setattr(
-            torch, "empty", lambda *size, **like: workspace if size == (plan.length,) else empty(*size, **like)
-        )
+        patch.setattr(torch, "empty", lambda *size, **like: workspace if size == (length,) else empty(*size, **like))
         patch.setattr(plan, "zeros", 0)
         patch.setattr(plan, "launches", launches[:1])
-        patch.setattr(plan, "ready", ready[:1])
+        patch.setattr(plan, "ready", [])
+        patch.setattr(plan, "fill", None)
         times = {"decides nothing": median_us(call)}
         patch.setattr(read, "is_last", is_last_unpublished)
-        plan.launches, plan.ready = [launches[0]._replace(kernel=triton.jit(read.read_kernel.fn))], []
+        plan.launches, plan.fill = [launches[0]._replace(kernel=triton.jit(read.read_kernel.fn))], None
         call()
         return {**times, "publishes nothing": median_us(call)}
 

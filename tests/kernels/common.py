@@ -13,8 +13,11 @@ from torch import Tensor
 from reference import oracle
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels import plan as plans
-from specdecode.kernels.launch import Argument, Launch, Plan
+from specdecode.kernels import bundles, shard_plan
+from specdecode.kernels.arguments import Sizes
+from specdecode.kernels.call import plan_step
+from specdecode.kernels.formulas import Argument, value_of
+from specdecode.kernels.launch import Launch, Plan
 from tests.conftest import ON_GPU
 from tests.differential import Case, case
 
@@ -96,18 +99,41 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @contextmanager
-def memory_of_ones() -> Iterator[None]:
-    """Give calls a workspace of ones: statistics that are possible. Those that are not finite would be computed again."""
+def memory_of(value: float) -> Iterator[None]:
+    """Give calls a workspace full of a float32 number, but for what starts as zeros.
+
+    Ones are statistics that are possible. Those that are not finite would be computed again.
+    """
     allocate = Plan.allocate
-    ones = mock.patch.object(
-        Plan, "allocate", lambda plan: allocate(plan).view(torch.float32).fill_(1).view(torch.int32)
-    )
-    with ones:
+
+    def full(plan: Plan, length: int, zeros: int) -> Tensor:
+        workspace = allocate(plan, length, 0).view(torch.float32).fill_(value).view(torch.int32)
+        workspace[:zeros] = 0
+        return workspace
+
+    with mock.patch.object(Plan, "allocate", full):
         yield
 
 
 def forget_plans() -> None:
-    plans.plan_step.cache_clear()
+    plan_step.cache_clear()
+    shard_plan.plan_sharded.cache_clear()
+
+
+@contextmanager
+def planned_with(module: Any, **constants: Any) -> Iterator[None]:
+    """Plan steps with other constants of a module."""
+    with mock.patch.multiple(module, **constants):
+        forget_plans()
+        try:
+            yield
+        finally:
+            forget_plans()
+
+
+def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
+    """The bundle of sizes of a call."""
+    return bundles.sizes_of(batch, num_draft_tokens, vocab_size, *bundles.class_of(num_draft_tokens, vocab_size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,21 +151,21 @@ class Steps:
             self.output = kernels.verify(*arguments, **options)
         ((self.plan, self.tensors, self.numbers),) = calls
         self.launches = list(self.plan.launches)
-        self.parts = {
-            name: torch.full((length,), torch.nan if dtype == torch.float32 else -1, dtype=dtype, device=DEVICE)
-            for name, (dtype, length) in self.plan.parts.items()
-        }
-        if self.plan.zeros:
-            self.parts["state"][: self.plan.zeros] = 0
+        self.parts = parts_of(self.plan, self.numbers)
+        for part in self.parts.values():
+            part.fill_(torch.nan if part.dtype == torch.float32 else -1)
+        if "state" in self.parts:
+            self.parts["state"][: value_of(self.plan.zeros, self.numbers)] = 0
 
     def bundle(self, name: str, kernel: Any = None) -> Any:
         """A bundle that a launch is given, of a kernel or of any, by the name of its parameter, e.g. `sizes`."""
-        return next(
+        found = next(
             bundle
             for launch in self.launches
             for parameter, bundle in zip(launch.kernel.arg_names, launch.bundles)
             if parameter == name and kernel in (None, launch.kernel)
         )
+        return with_numbers(found, {**self.tensors, **self.numbers})
 
     def run(self, *launches: Launch) -> "Steps":
         """Make launches, of this call or others with its arguments."""
@@ -150,8 +176,16 @@ class Steps:
         """Launch a kernel of a test with some of the bundles of this call, and with others."""
         values: dict[str, Any] = {}
         more = [named(bundle, values) for bundle in bundles]
-        launch = Launch(kernel, (programs, 1, 1), (*map(self.bundle, names), *more), {"num_warps": 8})
+        launch = Launch(kernel, programs, (*map(self.bundle, names), *more), {"num_warps": 8})
         run([launch], {**self.tensors, **self.parts, **values}, self.numbers)
+
+
+def parts_of(plan: Plan, numbers: dict[str, Any]) -> dict[str, Tensor]:
+    """The parts of the workspace of a call with these numbers, each in memory of its own."""
+    return {
+        name: torch.zeros(value_of(length, numbers), dtype=dtype, device=DEVICE)
+        for name, (dtype, length) in plan.parts.items()
+    }
 
 
 def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float]) -> None:
@@ -163,10 +197,17 @@ def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float]) -> No
 def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int = 8) -> None:
     """Launch a kernel of a test, given bundles that hold tensors in place of arguments."""
     values: dict[str, Any] = {}
-    launch = Launch(
-        kernel, (programs, 1, 1), tuple(named(bundle, values) for bundle in bundles), {"num_warps": num_warps}
-    )
+    launch = Launch(kernel, programs, tuple(named(bundle, values) for bundle in bundles), {"num_warps": num_warps})
     run([launch], values, {})
+
+
+def with_numbers(value: Any, values: dict[str, Any]) -> Any:
+    """A bundle of a plan with the numbers that a call has."""
+    return (
+        type(value)(*[with_numbers(field, values) for field in value])
+        if isinstance(value, tuple)
+        else value_of(value, values)
+    )
 
 
 def named(value: Any, values: dict[str, Any]) -> Any:

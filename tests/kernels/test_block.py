@@ -18,9 +18,9 @@ from tests.kernels.common import (
     Steps,
     assert_same,
     expected,
-    forget_plans,
     in_reverse,
     needs_interpreter,
+    planned_with,
     small,
     verify,
 )
@@ -107,12 +107,8 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
 
 def steps_of(batch: Case, *, large: bool, programs: int = 7) -> Steps:
     """The launches of a step, with so many programs that share sums."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SUM_PROGRAMS", programs)
-        forget_plans()
-        steps = Steps("block", batch.to(DEVICE), large=large)
-    forget_plans()
-    return steps
+    with planned_with(plan, SUM_PROGRAMS=programs):
+        return Steps("block", batch.to(DEVICE), large=large)
 
 
 def output_of(batch: Case, **way: Any) -> Any:

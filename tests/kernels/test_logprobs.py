@@ -10,7 +10,7 @@ from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import Case, case
-from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of_ones, small
+from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of, small
 from tests.test_logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
 from tests.test_truncation import TRUNCATIONS, on
 
@@ -73,7 +73,7 @@ def test_raw_logprobs_change_no_token(large):
 def test_raw_logprobs_take_nothing_that_was_not_stored(kind, large):
     batch = case(3, 1, 1040, torch.bfloat16, greedy=0, seed=5)
     batch.temperature[:2] = torch.tensor([1.0, 0.0])
-    with memory_of_ones():
+    with memory_of(1):
         for options in ({}, {"top_k": 3}):
             assert_right(verify(kind, batch, "raw", options, large), batch, options, "raw", "triton")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdecode import kernels
 from specdecode.batch import VerificationBatch
+from specdecode.kernels.methods import METHODS
 from tests.conftest import ON_GPU
 from tests.differential import Case, case, like_a_device
 from tests.kernels import addresses
@@ -45,7 +46,7 @@ NO_LIMITS = {
 def call(kind: str, tensors: dict, numbers: dict, where: tuple, **way: bool) -> Any:
     """Run the kernels on the arguments of a call, packed or not."""
     method, schedule = kind.split()[0], SCHEDULE if kind.startswith("synthetic") else None
-    method = method if method in kernels.METHODS else "probabilistic"
+    method = method if method in METHODS else "probabilistic"
     drafts = tensors.get("draft_logits"), tensors.get("draft_logsumexp")
     rows = tensors["target_logits"], tensors["draft_token_ids"], *drafts
     order = "temperature", "seeds", "positions", *NO_LIMITS

@@ -24,7 +24,7 @@ from tests.kernels.common import (
     MANY,
     assert_same,
     expected,
-    forget_plans,
+    planned_with,
     small,
     verify,
 )
@@ -94,31 +94,13 @@ def test_greedy_is_the_references():
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize("vocab", small(9221, 9232, 151_936))
-def test_how_much_a_program_reads_does_not_matter(kind, vocab, monkeypatch):
+def test_how_much_a_program_reads_does_not_matter(kind, vocab):
     batch = case(70 if ON_GPU else 2, 1, vocab, torch.bfloat16, greedy=0, seed=4).to(DEVICE)
     for large in (False, True) if ON_GPU else (kind != "strict",):
         usual = verify(kind, batch, large=large)
         for tiles in (1, 2, 3, 8) if ON_GPU else (2,):  # of four blocks each: more than there are too
-            with monkeypatch.context() as patch:
-                patch.setattr(plan, "reading_tiles", lambda *sizes, tiles=tiles: tiles)
-                forget_plans()
+            with planned_with(plan, reading_tiles=lambda *sizes, tiles=tiles: tiles):
                 assert_same(verify(kind, batch, large=large), usual)
-    forget_plans()
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS)
-def test_a_grid_of_one_dimension_does_as_well(kind, monkeypatch):
-    batch = case(70 if ON_GPU else 2, 2, 5000, torch.bfloat16, seed=5).to(DEVICE)
-    row = (batch.target_logits[:, 0], batch.temperature, batch.seeds)
-    drawn = RejectionSampler("probabilistic", backend="triton").draft(*row)
-    ways = (False, True) if ON_GPU else (kind == "strict",)
-    usual = [verify(kind, batch, large=large) for large in ways]
-    monkeypatch.setattr(plan, "MOST_PROGRAMS", 1)  # as if there were more requests than a second dimension takes
-    forget_plans()
-    for large, output in zip(ways, usual):
-        assert_same(verify(kind, batch, large=large), output)
-    assert_same(RejectionSampler("probabilistic", backend="triton").draft(*row), drawn)
-    forget_plans()
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)

@@ -26,9 +26,10 @@ from tests.kernels.common import (
     SCHEDULE,
     given,
     impossible_drafts,
-    memory_of_ones,
+    memory_of,
     needs_gpu,
     needs_interpreter,
+    planned_with,
     small,
 )
 from tests.kernels.test_block import in_question
@@ -53,7 +54,7 @@ def ranks_of() -> Callable:
 @pytest.fixture(autouse=True)
 def turns() -> Iterator[None]:
     """Let one rank launch at a time, inside its tensors, in memory full of NaN; on a GPU exchange through the host."""
-    lock, interpret, allocate, gather = threading.Lock(), Plan.interpret, Plan.allocate, transports.all_gather
+    lock, interpret, gather = threading.Lock(), Plan.interpret, transports.all_gather
 
     def in_turn(plan: Plan, values: dict) -> None:
         with lock, inside(values):
@@ -64,7 +65,7 @@ def turns() -> Iterator[None]:
 
     with (
         mock.patch.object(Plan, "interpret", in_turn),
-        mock.patch.object(Plan, "allocate", lambda plan: allocate(plan).fill_(-1)),
+        memory_of(NAN),
         mock.patch.object(transports, "all_gather", through_the_host if ON_GPU else gather),
     ):
         yield
@@ -116,7 +117,7 @@ def shared() -> Iterator[None]:
 
     with (
         mock.patch.object(transports, "choose", choose),
-        mock.patch.object(shard_plan, "WAITING_PROGRAMS", 132 if ON_GPU else 2),
+        planned_with(shard_plan, WAITING_PROGRAMS=132 if ON_GPU else 2),
     ):
         yield
 
@@ -436,6 +437,15 @@ def lost(kernel: str, interpret: Callable, plan: Plan, values: dict) -> None:
         values["memory"][transports.HEADER :] = -1
 
 
+def test_sizes_never_seen_before_plan_nothing(ranks_of):
+    ranks, known = ranks_of(*TWO), []
+    for requests, drafts in ((2, 1), (3, 2), (1, 1), (5, 1)):
+        call = vars(case(requests, drafts, ranks.vocab_size, torch.bfloat16, seed=1).to(DEVICE))
+        assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
+        known.append(shard_plan.plan_sharded.cache_info().currsize)
+    assert known == known[:1] * 4
+
+
 @pytest.mark.parametrize("bounds", [EMPTY, UNEVEN][: 1 + ON_GPU])
 def test_shards_may_be_uneven_and_empty(bounds, ranks_of):
     ranks = ranks_of(*bounds)
@@ -510,7 +520,7 @@ def test_a_hint_ends_the_searches_of_its_step_alone():
     call = vars(batch) | {"temperature": 5.0, "seeds": torch.arange(requests)}
     call["draft_logsumexp"] = (batch.draft_logits / 5).logsumexp(2)
     check = partial(assert_ranks_agree, ranks, partial(sampler_of, "probabilistic"), call)
-    with mock.patch.object(shard_plan, "SEARCH", (1, 1, 256)):
+    with planned_with(shard_plan, SEARCH=(1, 1, 256)):
         check()
         memory = [shard.transport_on(torch.zeros(1, device=DEVICE).device).words for shard in ranks.shards]
         hints = [words[transports.HINTS : transports.HEADER] for words in memory]
@@ -535,9 +545,7 @@ def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_g
     if not is_given:
         call["draft_logsumexp"] = None
     ranks = ranks_of([0, 3072, 6000], [1, 0])
-    with mock.patch.object(
-        shard_plan, "SEARCH", (1, 1, 256)
-    ):  # of plans for these ranks, which are none of other tests
+    with planned_with(shard_plan, SEARCH=(1, 1, 256)):
         assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
 
 
@@ -593,7 +601,7 @@ def test_residuals_of_packed_requests_are_summed_on_the_ranks_that_have_them(bou
 def test_raw_statistics_are_told_at_temperature_1_too(ranks_of):
     call = vars(case(2, 1, 2064, torch.bfloat16, seed=5)) | {"logprobs": "raw"}
     call["temperature"] = torch.tensor([1.0, 0.0])
-    with memory_of_ones():
+    with memory_of(1):
         assert_ranks_agree(ranks_of(*TWO), partial(sampler_of, "probabilistic"), call)
 
 
@@ -671,11 +679,11 @@ def test_a_warmup_takes_the_ways_of_calls_whose_rows_are_gathered(bounds, option
     """All three of one GPU, where shards have two."""
     ranks, taken = ranks_of(*bounds), set()
 
-    def note(rule: Any, outputs: dict, tensors: dict, batch: Any, domains: Any, *way: bool) -> None:
+    def note(method: Any, outputs: dict, tensors: dict, numbers: dict, batch: Any, domains: Any, *way: bool) -> None:
         taken.update([(batch.shard is None, *way)] if way else [])
 
     call = vars(case(1, 1, ranks.vocab_size, torch.bfloat16).to(DEVICE)) | options
-    with mock.patch.object(kernels, "run", note):
+    with mock.patch.object(kernels.call, "launch", note):
         ranks.run(lambda shard: sampler_of("block", shard).warmup, call)
     gathered = {(True, False, False), (True, False, True), (True, True, False)}
     assert taken == (gathered if bounds is DIVIDED or options else {(False, False, False), (False, True, False)})

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specdecode.kernels import bundles, state
+from specdecode.kernels import state
 from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Pointer, Sizes
 from specdecode.kernels.state import (
     EMPTY_BITS,
@@ -30,7 +30,7 @@ from specdecode.kernels.state import (
     store_token,
 )
 from specdecode.kernels.values import Place, Request
-from tests.kernels.common import DEVICE, every, needs_interpreter, orders, run_kernel
+from tests.kernels.common import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
 
 VOCAB = 1000
 
@@ -88,7 +88,7 @@ def post_kernel(posts):
 def test_the_first_of_the_posted_offsets_remains(offsets):
     memory = torch.full((3, state.FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
     found = torch.zeros(len(offsets) + 1, 3, dtype=torch.int32, device=DEVICE)
-    sizes = bundles.sizes_of(3, 5, VOCAB)
+    sizes = sizes_of(3, 5, VOCAB)
     run_kernel(
         post_kernel,
         1,
@@ -155,7 +155,7 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
     ids = torch.arange(100, 100 + drafts).repeat_interleave(2)
     ids[2 * had : 2 * had + 1] = [-1, VOCAB, 2**40][drafts % 3]
     outputs, found = outputs_of(drafts), torch.full((drafts + 2,), -7, dtype=torch.int32, device=DEVICE)
-    sizes = bundles.sizes_of(1, drafts, VOCAB)
+    sizes = sizes_of(1, drafts, VOCAB)
     verified = Verified(drafts_of(ids.to(DEVICE)[None, ::2]), outputs, found[:1], found[1:], stop, sizes)
     run_kernel(output_kernel, 1, verified)
     wanted = list(range(100, 100 + had))
@@ -238,7 +238,7 @@ def assert_output_is_right(steps: list[tuple[int, int]], stops: list[int], empty
     # As 32-bit numbers, like the state of a request.
     memory = torch.zeros(state.FIELDS.value, dtype=torch.int32, device=DEVICE)
     order = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
-    sizes = bundles.sizes_of(1, ROWS - 1, VOCAB)
+    sizes = sizes_of(1, ROWS - 1, VOCAB)
     rows = Rows(order, flags(stops), flags([empty]), memory, drafts_of(drafts), outputs, len(steps), sizes, is_drawn)
     run_kernel(rows_kernel, 1, rows)
     stop = stops[0]

@@ -20,7 +20,6 @@ from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels import truncation
 from specdecode.kernels.arguments import Constant, Pointer
-from specdecode.kernels.bundles import sizes_of
 from specdecode.kernels.truncation import level_of, summary_of
 from specdecode.kernels.values import Distribution, Row
 from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
@@ -31,7 +30,16 @@ from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
 from tests.kernels.addresses import reads_and_writes_inside
-from tests.kernels.common import DEVICE, assert_same, in_reverse, needs_gpu, needs_interpreter, run_kernel, small
+from tests.kernels.common import (
+    DEVICE,
+    assert_same,
+    in_reverse,
+    needs_gpu,
+    needs_interpreter,
+    run_kernel,
+    sizes_of,
+    small,
+)
 from tests.test_truncation import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
 
 

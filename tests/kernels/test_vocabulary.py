@@ -1,7 +1,6 @@
 """Kernels verify drafts from a vocabulary of their own, and give what rows spread over the target's vocabulary would."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
 from tests.kernels.addresses import reads_and_writes_inside
-from tests.kernels.common import DEVICE, FEW, LARGE, MANY, assert_same, run
+from tests.kernels.common import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
 from tests.packing import in_slots, packed_rows, with_counts
 from tests.test_truncation import SCHEDULE, of_request, on
 
@@ -66,19 +65,6 @@ def verify(method: str, *arguments: Any, given: dict | None = None, **way: bool)
     return kernels.verify(method, checked, SCHEDULE if method == "synthetic" else None, **way)
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Have the workspace hold numbers that look like sums, but for what starts as zeros; in the interpreter only."""
-    views = Plan.views
-
-    def poison(plan: Plan, workspace: Tensor) -> dict[str, Tensor]:
-        workspace[plan.zeros :] = torch.tensor(100.0).view(torch.int32)
-        return views(plan, workspace)
-
-    with mock.patch.object(Plan, "views", poison):
-        yield
-
-
 def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
     """What the reference says of rows that are truncated first and then spread."""
     outcomes, vocab = [], batch.target_logits.shape[2]
@@ -112,7 +98,7 @@ def test_tokens_are_the_references(method, sizes, limits, dtype, with_given, way
     batch, ids = narrow(case(3, drafts, sizes[0], dtype, seed=sum(sizes)), sizes[1])
     options = LIMITS[limits]
     given = drafted(batch, ids, options) if with_given else {}
-    with poisoned():
+    with memory_of(100):  # which looks like sums
         got = verify(method, batch, ids.to(torch.int32), options, given=given, **way)
     assert_same_tokens(got.token_ids, expected(method, batch, ids, options), FLOAT32_BAND)
 
@@ -196,7 +182,7 @@ def test_places_are_those_of_the_first_ids(dtype):
     with mock.patch.object(Plan, "run", lambda plan, *values: calls.append((plan, *values))):
         kernels.verify("probabilistic", batch._replace(draft_vocab_ids=ids))
     ((plan, tensors, others),) = calls
-    parts = {name: torch.full((length,), 3, dtype=dtype, device=DEVICE) for name, (dtype, length) in plan.parts.items()}
+    parts = {name: part.fill_(3) for name, part in parts_of(plan, others).items()}
     run(plan.launches[:1], {**tensors, **parts}, others)
     want = places_of(ids, vocab)
     assert 0 < (want < 0).sum() < vocab

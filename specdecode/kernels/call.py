@@ -1,0 +1,288 @@
+"""From a batch to a step: what its launches are given, and which they are: read, truncate, settle, emit.
+
+`verify` and `sample` say what is asked for. `launch` adds what both are given, and runs the plan of the step; `plan_step`
+makes that plan, once for calls of all sizes.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.eager.packed import mark_invalid
+from specdecode.kernels import shard_plan, shard_rows
+from specdecode.kernels.bundles import (
+    EACH_LIMIT,
+    LIMITS,
+    MIN_DRAFTS,
+    Structure,
+    class_of,
+    inputs_in,
+    lie,
+    outputs_in,
+    sizes_in,
+)
+from specdecode.kernels.launch import Plan
+from specdecode.kernels.methods import STRICT, Method, method_of
+from specdecode.kernels.plan import (
+    MANY_REQUESTS,
+    add_emission,
+    add_places,
+    add_reading,
+    add_settling,
+    add_truncation,
+    allocate,
+    decision_while_reading,
+)
+from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.state import MOST_ROWS
+from specdecode.kernels.synthetic import conditional_rates
+from specdecode.noise import SELECT
+from specdecode.synthetic import AcceptanceSchedule
+
+
+def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row of a batch.
+
+    Returns:
+        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
+        tokens kept, None if rows are not truncated.
+    """
+    if batch.shard is not None and shard_rows.are_gathered(batch.shard, batch, batch.logits, None):
+        batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
+    requests, device = batch.logits.shape[0], batch.logits.device
+    token_ids = torch.empty(requests, dtype=torch.int64, device=device)
+    outputs = {"token_ids": token_ids, "logsumexp": torch.empty(requests, dtype=torch.float32, device=device)}
+    if batch.truncation is not None:
+        outputs["cutoff"] = torch.empty_like(token_ids)
+    if requests > 0:
+        numbers = {"batch": requests, "num_draft_tokens": 0}
+        launch(STRICT, outputs, {"target": batch.logits}, numbers, batch, domains)
+    return token_ids, outputs["logsumexp"], outputs.get("cutoff")
+
+
+def verify(
+    name: str,
+    batch: VerificationBatch,
+    schedule: AcceptanceSchedule | None = None,
+    *,
+    large: bool | None = None,
+    many: bool | None = None,
+) -> SamplerOutput:
+    """Run one verification step.
+
+    Args:
+        name: one of the sampler's methods.
+        batch: the checked arguments, of which `why_not_verified` says nothing.
+        schedule: for `"synthetic"`.
+        large: whether to find out early which rows do not matter (in block verification: to sum no more residuals than it
+            takes to decide); None chooses by the number of rows that are read.
+        many: whether to search as is best for many requests in a small batch; None chooses by their number.
+    """
+    packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
+    method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
+    if batch.shard is not None:
+        draft_logits = batch.draft_logits if method.reads_drafts else None
+        if shard_rows.are_gathered(batch.shard, batch, batch.target_logits, draft_logits):
+            whole, has_rows = shard_rows.gathered(batch.shard, batch, method.reads_drafts)
+            output = verify(name, whole, schedule, large=large, many=many)
+            return output if has_rows is None else mark_invalid(output, has_rows)
+    requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
+    outputs = empty_outputs(batch, requests, num_draft_tokens + 1)
+    output = SamplerOutput(*outputs.values())
+    if requests == 0:
+        return output
+    tensors, numbers = tensors_of(method, batch), {"batch": requests, "num_draft_tokens": num_draft_tokens}
+    if num_draft_tokens > 0:
+        tensors["ids"] = batch.draft_token_ids
+        if schedule is not None:
+            tensors["rates"] = conditional_rates(schedule, batch.target_logits.device)
+    if large is None:
+        rows = requests * (num_draft_tokens + 1)
+        if packing is not None:
+            rows = min(rows, batch.target_logits.shape[0])
+        reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
+        large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
+    large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.settles))
+    if many is None:
+        many = requests >= MANY_REQUESTS
+    many = many and batch.shard is None and not large and not method.settles  # else it is all the same
+    launch(method, outputs, tensors, numbers, batch, SELECT, large, many)
+    return output
+
+
+def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
+    """Return the tensors that a verification fills, in the order of `SamplerOutput`."""
+    device = batch.target_logits.device
+    num_accepted = torch.empty(requests, dtype=torch.int32, device=device)
+    outputs = {
+        "token_ids": torch.empty(requests, num_tokens, dtype=torch.int64, device=device),
+        "num_accepted": num_accepted,
+        "num_drafts": torch.empty_like(num_accepted),
+        "invalid": torch.empty(requests, dtype=torch.bool, device=device),
+    }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_tokens, dtype=torch.float32, device=device)
+    return outputs
+
+
+def tensors_of(method: Method, batch: VerificationBatch) -> dict[str, Tensor]:
+    """Return the rows that a verification reads, and what says where they are, by the names of `Structure`."""
+    tensors, packing = {"target": batch.target_logits}, batch.packing
+    if packing is not None:
+        tensors["row_starts"] = packing.row_starts.contiguous()
+        if packing.slots is not None:
+            tensors["slots"] = packing.slots.contiguous()
+        if packing.row_positions is not None:
+            tensors["row_positions"] = packing.row_positions.contiguous()
+    if method.reads_drafts and batch.draft_logits is not None:
+        tensors["draft"] = batch.draft_logits
+        if batch.draft_logsumexp is not None:
+            tensors["draft_logsumexp"] = batch.draft_logsumexp
+        if batch.draft_cutoff is not None:
+            tensors["draft_cutoff"] = batch.draft_cutoff
+        if batch.draft_vocab_ids is not None:
+            tensors["draft_vocab_ids"] = batch.draft_vocab_ids.contiguous()
+    return tensors
+
+
+def launch(
+    method: Method,
+    outputs: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    batch: RowBatch | VerificationBatch,
+    domains: tuple[int, int],
+    large: bool = False,
+    many: bool = False,
+) -> None:
+    """Find the plan of a step, or make it, and run it."""
+    numbers["block_domain"], numbers["token_domain"] = domains
+    add_requests(batch, tensors, numbers)
+    target, logprobs, seeds_by_request = tensors["target"], None, False
+    if isinstance(batch, VerificationBatch):
+        logprobs, packing = batch.logprobs, batch.packing
+        if packing is not None:
+            numbers["num_slots"], seeds_by_request = packing.num_slots, packing.seeds_by_request
+    vocab_size = numbers["vocab_size"] = target.shape[-1]
+    draft_lie, vocab_ids_are_aligned = None, False
+    if "draft" in tensors:
+        draft_lie = lie(tensors["draft"])
+        if "draft_vocab_ids" in tensors:
+            ids = tensors["draft_vocab_ids"]
+            vocab_ids_are_aligned = (len(ids) | ids.data_ptr()) % 16 == 0
+    structure = (  # the fields of a `Structure`: to make one takes three times as long
+        method,
+        target.device,
+        tuple(tensors),
+        tuple([tensor.dtype for tensor in tensors.values()]),
+        lie(target),
+        draft_lie,
+        vocab_ids_are_aligned,
+        *class_of(numbers["num_draft_tokens"], vocab_size),
+        large,
+        many,
+        "logsumexp" in outputs,
+        "top_k" in numbers,
+        logprobs,
+        seeds_by_request,
+    )
+    if batch.shard is None:
+        plan_step(structure).run(outputs | tensors, numbers)
+    else:
+        shard_plan.run(structure, outputs | tensors, numbers, batch.shard, shard_rows.is_greedy(batch.temperature))
+
+
+def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Add what each request brings to what a step is given: a tensor, or a number for all."""
+    temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
+    numbers["temperature"], numbers["first_seed"] = 0.0, 0
+    if isinstance(temperature, Tensor):
+        tensors["temperatures"] = temperature.contiguous()
+    elif temperature > 0:  # only 0 is greedy, in float32 too
+        numbers["temperature"] = min(max(temperature, SMALLEST.value), LARGEST_TEMPERATURE.value)
+    if isinstance(seeds, Tensor):
+        tensors["seeds"] = seeds.contiguous()
+    else:
+        numbers["first_seed"] = seeds
+    if positions is not None:
+        tensors["positions"] = positions.contiguous()
+    if not batch.is_truncated:
+        return
+    nothing = (None, None, None)
+    of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
+    limits = (*(batch.truncation or nothing), *(of_drafts or nothing))
+    for name, each, limit, neutral in zip(LIMITS, EACH_LIMIT, limits, (0, 1.0, 0.0) * 2):
+        numbers[name] = neutral
+        if isinstance(limit, Tensor):
+            tensors[each] = limit.contiguous()
+        elif limit is not None:
+            numbers[name] = limit
+
+
+@functools.cache
+def plan_step(fields: tuple[Any, ...]) -> Plan:
+    """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit."""
+    structure = Structure(*fields)
+    inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
+    decide, truncates = decision_while_reading(structure), structure.truncates
+    plan, workspace = allocate(structure, inputs, outputs, sizes, counts=decide is not None)
+    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
+    given = inputs, workspace, sizes
+    if workspace.places_ptr is not None:
+        add_places(plan, *given)
+    add_reading(plan, inputs, untruncated, sizes, decide, structure.large, keeps_raw=truncates)
+    if truncates:
+        add_truncation(plan, *given, structure.large, posted=decide is not None)
+    sums = structure.settles and structure.draft is not None and not structure.large
+    if structure.settles:
+        add_settling(plan, *given, sums)
+    add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums, posted=decide is not None)
+    return plan
+
+
+def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
+    """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    if batch.num_draft_tokens == 0 or not batch.is_truncated:
+        return None
+    method, of_drafts = method_of(name, batch.num_draft_tokens, batch.draft_logits is not None), batch.draft_temperature
+    if method.reads_drafts and of_drafts is not None and not are_surely_equal(of_drafts, batch.temperature):
+        return (
+            "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
+            "'eager' or 'auto'"
+        )
+    if not method.settles and batch.num_draft_tokens >= MOST_ROWS:
+        return f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {batch.num_draft_tokens}"
+    return None
+
+
+def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
+    """Return whether two arguments are known to have the same values without reading a tensor: they are in one place."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b)]
+        return layouts[0] == layouts[1]
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
+    """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
+    ways = [(False, False), (False, True), (True, False)]
+    if batch.packing is not None:  # the drafts of its requests may be fewer at any call
+        for large, many in ways:
+            verify(name, batch, schedule, large=large, many=many)
+        return
+    most = batch.draft_token_ids.shape[1]
+    of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]  # see `bundles.at_least`
+    for num_draft_tokens in {0, min(most, 1), *of_other_sizes, most}:
+        drafts = slice(num_draft_tokens)
+        fewer = batch._replace(
+            target_logits=batch.target_logits[:, : num_draft_tokens + 1],
+            draft_token_ids=batch.draft_token_ids[:, drafts],
+            draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
+            draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
+            draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
+        )
+        for large, many in ways:
+            verify(name, fewer, schedule, large=large, many=many)

@@ -1,0 +1,81 @@
+"""Each method: what it decides while rows are read, how it decides about a draft, and how it draws the token after it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdecode.kernels import block, bounds, probabilistic, strict
+
+
+@dataclass(frozen=True, eq=False)  # found by identity: to hash a kernel takes long
+class Method:
+    """A method. Its functions are compiled into the kernels that call them.
+
+    Attributes:
+        name: of the method; a step without drafts is one of `strict`.
+        reads_drafts: it reads draft logits. Else its decision about a draft draws the token that takes the draft's place.
+        settles: launches of its own decide about all drafts of a request, between reading and emitting.
+        decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
+        decide_before_truncation: likewise, of rows that are truncated afterwards.
+        decide: how it decides about a draft; if it settles, what the token after the accepted drafts is drawn from.
+        draw: how it draws that token, if the decision has not.
+        num_warps: of a program that emits without draft logits; 8 with.
+        large_rows: a batch with so many rows to read is large: it pays to find out early which rows do not matter.
+    """
+
+    name: str
+    reads_drafts: bool
+    settles: bool
+    decide_while_reading: Any
+    decide_before_truncation: Any
+    decide: Any
+    draw: Any
+    num_warps: int
+    large_rows: int
+
+
+STRICT = Method(
+    "strict",
+    reads_drafts=False,
+    settles=False,
+    decide_while_reading=strict.decide_while_reading,
+    decide_before_truncation=None,
+    decide=strict.decide,
+    draw=None,
+    num_warps=8,
+    large_rows=384,
+)
+PROBABILISTIC = Method(
+    "probabilistic",
+    reads_drafts=True,
+    settles=False,
+    decide_while_reading=probabilistic.decide,
+    decide_before_truncation=bounds.may_accept,
+    decide=probabilistic.decide,
+    draw=probabilistic.draw,
+    num_warps=4,
+    large_rows=320,
+)
+BLOCK = Method(
+    "block",
+    reads_drafts=True,
+    settles=True,
+    decide_while_reading=None,
+    decide_before_truncation=None,
+    decide=block.decide,
+    draw=probabilistic.draw,
+    num_warps=4,
+    large_rows=512,
+)
+
+METHODS = {
+    "strict": (STRICT, STRICT),
+    "probabilistic": (PROBABILISTIC, PROBABILISTIC),
+    "block": (BLOCK, BLOCK),
+    "synthetic": (PROBABILISTIC, STRICT),
+}
+"""By the names that users give: the method with draft logits, and without. `synthetic` only schedules the verdict."""
+
+
+def method_of(name: str, num_draft_tokens: int, has_draft_logits: bool) -> Method:
+    """Return the method of a step."""
+    return METHODS[name][not has_draft_logits] if num_draft_tokens > 0 else STRICT
