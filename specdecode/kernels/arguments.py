@@ -229,6 +229,7 @@ class Reading(NamedTuple):
     DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
     KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated, or sharded
+    FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
     ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
 

@@ -50,11 +50,12 @@ class Structure(NamedTuple):
     max_drafts: int
     is_aligned: bool  # vocab_size is a multiple of 16
     large: bool  # it is found out early which rows do not matter
-    many: bool  # search as is best for many requests; in a large batch of block verification, sum few residuals
+    many: bool  # search as is best for many requests
     is_sampling: bool  # tokens are only sampled, and their rows' logsumexp asked for
     truncates: bool  # rows are truncated
     logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
+    flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
 
     @property
     def has_drafts(self) -> bool:

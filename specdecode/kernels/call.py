@@ -28,6 +28,7 @@ from specdecode.kernels.launch import Plan
 from specdecode.kernels.methods import STRICT, Method, method_of
 from specdecode.kernels.plan import (
     MANY_REQUESTS,
+    MOST_PROGRAMS,
     add_emission,
     add_places,
     add_reading,
@@ -188,6 +189,7 @@ def launch(
         "top_k" in numbers,
         logprobs,
         seeds_by_request,
+        max(numbers["batch"], numbers["num_draft_tokens"] + 1) > MOST_PROGRAMS,
     )
     if batch.shard is None:
         plan_step(structure).run(outputs | tensors, numbers)
@@ -233,7 +235,7 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     given = inputs, workspace, sizes
     if workspace.places_ptr is not None:
         add_places(plan, *given)
-    add_reading(plan, inputs, untruncated, sizes, decide, structure.large, keeps_raw=truncates)
+    add_reading(plan, inputs, untruncated, sizes, decide, structure.large, truncates, structure.flat)
     if truncates:
         add_truncation(plan, *given, structure.large, posted=decide is not None)
     sums = structure.settles and structure.draft is not None and not structure.large

@@ -121,10 +121,10 @@ def hash_callees_first(function: object) -> None:
 
 
 class Launch(NamedTuple):
-    """One launch of a plan: a kernel, how many programs run it, and what it is given, in numbers of calls."""
+    """One launch of a plan: a kernel, the three dimensions of its grid, and what it is given, in numbers of calls."""
 
     kernel: Any
-    programs: Any
+    grid: tuple[Any, Any, Any]
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -208,11 +208,15 @@ class Plan:
         follows: bool = True,
         max_registers: int | None = None,
     ) -> None:
-        """Add a launch; one that `follows` another may be set up while that runs."""
+        """Add a launch of so many programs, or of a grid of three dimensions.
+
+        One that `follows` another may be set up while that runs.
+        """
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
             options["maxnreg"] = max_registers
-        self.launches.append(Launch(kernel, programs, bundles, options))
+        grid = programs if isinstance(programs, tuple) else (programs, 1, 1)
+        self.launches.append(Launch(kernel, grid, bundles, options))
 
     @property
     def is_interpreted(self) -> bool:
@@ -239,10 +243,10 @@ class Plan:
         return workspace
 
     def launch(self, launches: tuple[Any, ...]) -> None:
-        """Launch compiled kernels, given how many programs each has, and its arguments."""
+        """Launch compiled kernels, given their grids and arguments."""
         stream = triton.runtime.driver.active.get_current_stream(self.device.index)
-        for variant, (programs, arguments) in zip(self.ready, launches):
-            variant[programs, 1, 1](*arguments, stream=stream)
+        for variant, (grid, arguments) in zip(self.ready, launches):
+            variant[grid](*arguments, stream=stream)
 
     def extent(self, name: str) -> tuple[Any, Any]:
         """Return where a part of the workspace starts, and how many numbers of 32 bits it has."""
@@ -259,14 +263,15 @@ class Plan:
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""
-        for kernel, programs, bundles, _ in self.launches:
-            kernel[(value_of(programs, values),)](*[filled(bundle, values) for bundle in bundles])
+        for kernel, grid, bundles, _ in self.launches:
+            programs = tuple([value_of(number, values) for number in grid])
+            kernel[programs](*[filled(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> Callable[..., Any]:
         """Compile what is not compiled yet, and write the function that fills in a call.
 
         Of a function that allocates the workspace, and of the tensors and numbers of these names, it returns the workspace,
-        and of each launch its programs and arguments.
+        and the grids and arguments of the launches.
         """
         workspace = Number("allocate", (self.length, self.zeros))
         self.ready = compile_all(self.launches, self.device)
@@ -279,5 +284,5 @@ class Plan:
 
     @property
     def filled_in(self) -> tuple[Any, ...]:
-        """What a call fills in: the number of programs and the bundles of each launch."""
-        return tuple([(launch.programs, launch.bundles) for launch in self.launches])
+        """What a call fills in: the grid and the bundles of each launch."""
+        return tuple([(launch.grid, launch.bundles) for launch in self.launches])

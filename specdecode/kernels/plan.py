@@ -59,6 +59,8 @@ SUM_PROGRAMS, SETTLING = 1056, (4, 512)
 SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
 MANY_REQUESTS = 12
 
+MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
+
 
 def allocate(
     structure: Structure, inputs: Inputs, outputs: Outputs, sizes: Sizes, counts: bool
@@ -130,6 +132,7 @@ def add_reading(
     while_reading: Any,
     large: bool,
     keeps_raw: bool,
+    flat: bool,
 ) -> None:
     """Add the launch that reads."""
     has_drafts, has_draft_rows = inputs.drafts.ids_ptr is not None, inputs.draft.ptr is not None
@@ -151,13 +154,14 @@ def add_reading(
         # Where a program decides there are no registers left for it, and where it only summarises it was slower.
         INTEGER_MAX=has_drafts and not (while_reading is not None and has_draft_rows),
         KEEPS_RAW=keeps_raw,
+        FLAT=flat,
         OVERLAPS=can_overlap(plan.device),
         # A launch that emits without draft rows is soon set up; admitted early it only took room: 2 to 7 % slower.
         ADMITS_LATE=not has_draft_rows and not (has_drafts and while_reading is None),
     )
     plan.add(
         read_kernel,
-        chunks * sizes.batch * num_rows,
+        chunks * sizes.batch * num_rows if flat else (chunks, sizes.batch, num_rows),
         (inputs, workspace, sizes, tuning),
         num_warps=READ_BLOCKS,
         follows=workspace.places_ptr is not None,

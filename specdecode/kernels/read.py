@@ -50,12 +50,15 @@ from specdecode.kernels.values import Place
 
 @triton.jit
 def place_in_grid(inputs, sizes, tuning):
-    """Return a program's chunk of a row, its request and its offset; programs are in the order of the offsets."""
-    row = tl.program_id(0) // tuning.chunks
-    chunk, request, offset = tl.program_id(0) - row * tuning.chunks, row, 0
-    if inputs.drafts.ids_ptr is not None:
-        offset = row // sizes.batch
-        request = row - offset * sizes.batch
+    """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
+    if tuning.FLAT:
+        chunk = tl.program_id(0) % tuning.chunks
+        request = tl.program_id(0) // tuning.chunks % sizes.batch
+        offset = tl.program_id(0) // tuning.chunks // sizes.batch
+    else:  # so nothing is divided before the first load
+        chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if inputs.drafts.ids_ptr is None:
+        offset = 0  # known to the compiler
     return chunk, locate(request.to(tl.int64), inputs.packing, sizes), offset
 
 

@@ -110,7 +110,7 @@ class ShardedPlan:
     def prepare(self, names: list[str]) -> Callable[..., Any]:
         """Compile all launches at once, not when it is their turn, and write the generator that fills in a call.
 
-        Of the workspace, and the tensors and numbers of these names, it yields programs and arguments of the launches
+        Of the workspace, and the tensors and numbers of these names, it yields the grids and arguments of the launches
         between two exchanges, and is sent what was received.
         """
         compile_all([launch for plan in (*self.plans, self.spare) for launch in plan.launches], self.device)
@@ -241,7 +241,8 @@ def add_telling(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: 
     part = plan.last.part
     mine = {"statistics_ptr": part("statistics_here"), "raw_statistics_ptr": part("raw_statistics_here")}
     workspace = workspace._replace(**mine, known_ptr=None)
-    add_reading(plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True)
+    flat = step.structure.flat
+    add_reading(plan.last, step.inputs, workspace, step.here, None, large=False, keeps_raw=True, flat=flat)
     bundles = step.inputs, workspace, exchanged, step.here
     plan.last.add(tell.tell_kernel, step.rows, bundles, num_warps=1)
     return exchanged._replace(first=plan.exchange(exchanged.first))

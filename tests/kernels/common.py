@@ -176,7 +176,7 @@ class Steps:
         """Launch a kernel of a test with some of the bundles of this call, and with others."""
         values: dict[str, Any] = {}
         more = [named(bundle, values) for bundle in bundles]
-        launch = Launch(kernel, programs, (*map(self.bundle, names), *more), {"num_warps": 8})
+        launch = Launch(kernel, (programs, 1, 1), (*map(self.bundle, names), *more), {"num_warps": 8})
         run([launch], {**self.tensors, **self.parts, **values}, self.numbers)
 
 
@@ -197,7 +197,8 @@ def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float]) -> No
 def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int = 8) -> None:
     """Launch a kernel of a test, given bundles that hold tensors in place of arguments."""
     values: dict[str, Any] = {}
-    launch = Launch(kernel, programs, tuple(named(bundle, values) for bundle in bundles), {"num_warps": num_warps})
+    given = tuple(named(bundle, values) for bundle in bundles)
+    launch = Launch(kernel, (programs, 1, 1), given, {"num_warps": num_warps})
     run([launch], values, {})
 
 

@@ -159,7 +159,7 @@ def test_a_compiled_kernel_is_given_what_an_interpreted_one_is(recorded, kind, d
         interpreted = {**steps.tensors, **plan.views(workspace, numbers), **numbers}
         assert [made.kernel for made in recorded.made] == [each.kernel for each in steps.launches]
         for made, each in zip(recorded.made, steps.launches):
-            assert made.grid == (value_of(each.programs, interpreted), 1, 1)
+            assert made.grid == tuple(value_of(number, interpreted) for number in each.grid)
             wanted, got = flat(launch.filled(bundle, interpreted) for bundle in each.bundles), flat(made.values)
             assert len(got) == len(wanted)
             for value, other in zip(got, wanted):

@@ -9,7 +9,7 @@ import torch
 from reference import oracle
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.kernels import plan
+from specdecode.kernels import call, plan
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
@@ -101,6 +101,19 @@ def test_how_much_a_program_reads_does_not_matter(kind, vocab):
         for tiles in (1, 2, 3, 8) if ON_GPU else (2,):  # of four blocks each: more than there are too
             with planned_with(plan, reading_tiles=lambda *sizes, tiles=tiles: tiles):
                 assert_same(verify(kind, batch, large=large), usual)
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_a_grid_of_one_dimension_does_as_well(kind, monkeypatch):
+    batch = case(70 if ON_GPU else 2, 2, 5000, torch.bfloat16, seed=5).to(DEVICE)
+    row = (batch.target_logits[:, 0], batch.temperature, batch.seeds)
+    drawn = RejectionSampler("probabilistic", backend="triton").draft(*row)
+    ways = (False, True) if ON_GPU else (kind == "strict",)
+    usual = [verify(kind, batch, large=large) for large in ways]
+    monkeypatch.setattr(call, "MOST_PROGRAMS", 1)  # as if there were more requests than a second dimension takes
+    for large, output in zip(ways, usual):
+        assert_same(verify(kind, batch, large=large), output)
+    assert_same(RejectionSampler("probabilistic", backend="triton").draft(*row), drawn)
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
