@@ -16,7 +16,7 @@ import torch
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, sample
 from tests.conftest import BACKENDS, HAS_TRITON, ON_GPU
-from tests.differential import case, like_a_device
+from tests.support.differential import case, like_a_device
 
 ROOT = Path(__file__).parents[1]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -213,7 +213,7 @@ KERNELS = {
     [(80, "probabilistic"), (90, "block"), (120, "strict"), *([(80, "strict"), (80, "block")] if ON_GPU else [])],
 )
 def test_kernels_compile_for_gpus_that_are_not_here(capability, method, tmp_path):
-    script = [sys.executable, "tests/portability.py", str(capability), method, *([] if ON_GPU else ["few"])]
+    script = [sys.executable, "-m", "tests.tools.portability", str(capability), method, *([] if ON_GPU else ["few"])]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     result = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -229,7 +229,7 @@ HASHES = """
 import sys
 from unittest.mock import MagicMock
 import triton
-from tests import portability
+from tests.tools import portability
 from specdecode.kernels import launch, plan
 hashes = {}
 def compile(source, options):

@@ -1,9 +1,9 @@
 """The reference's output is distributed as the target: checked by exact enumeration of small cases.
 
-`tests.enumeration` runs the oracle's `verify` along every path of drafts, accept decisions and emitted tokens. Only the
-noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book algorithms, on probabilities,
-take fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one piece of its
-source replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
+`tests.support.enumeration` runs the oracle's `verify` along every path of drafts, accept decisions and emitted tokens. Only
+the noise is replaced, by ideal random numbers. Distributions are compared to 1e-12. The text-book algorithms, on
+probabilities, take fractions, and are compared exactly. Each check is then run against *mutants*: the reference with one
+piece of its source replaced by a mistake that people make. A check must fail on its mutants, or it would show nothing.
 """
 
 import math
@@ -24,8 +24,8 @@ from scipy.integrate import quad
 from scipy.stats import binom, chi2, ncx2
 
 from reference import block, greedy, oracle, philox, probabilistic, sampling, selection, strict, synthetic
-from tests.distributions import FALSE_ALARM, assert_distribution
-from tests.enumeration import (
+from tests.support.distributions import FALSE_ALARM, assert_distribution
+from tests.support.enumeration import (
     Case,
     Chance,
     Domains,
@@ -43,7 +43,7 @@ from tests.enumeration import (
     shared_selection,
     total_variation,
 )
-from tests.mutants import Mutant, assert_caught
+from tests.support.mutants import Mutant, assert_caught
 
 EXACT = 1e-12
 """Distributions that the float64 code gives agree with the fractions to this; the largest difference seen is about 3e-16."""

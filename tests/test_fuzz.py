@@ -23,7 +23,7 @@ from reference.sampling import sample as sample_row
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, sample
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
-from tests.differential import like_a_device
+from tests.support.differential import like_a_device
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

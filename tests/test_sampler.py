@@ -21,7 +21,7 @@ from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.checks import check_seeds
 from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
-from tests.differential import like_a_device
+from tests.support.differential import like_a_device
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

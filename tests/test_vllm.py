@@ -21,7 +21,7 @@ from specdecode import RejectionSampler, SamplerOutput, Sampling, sample
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling
-from tests import distributions
+from tests.support import distributions
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()

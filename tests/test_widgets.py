@@ -22,7 +22,7 @@ from reference import block, oracle, philox
 from reference import probabilistic as reference
 from reference.sampling import Sampling, cutoff, log_softmax, truncate
 from specdecode import AcceptanceSchedule
-from tests.enumeration import Case, decode, distribution, normalised
+from tests.support.enumeration import Case, decode, distribution, normalised
 
 DOCS = Path(__file__).parents[1] / "docs"
 MATH, WIDGETS = DOCS / "javascripts/math.js", DOCS / "javascripts/widgets.js"

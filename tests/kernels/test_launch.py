@@ -14,8 +14,8 @@ from specdecode import RejectionSampler, kernels
 from specdecode.kernels import launch, plan
 from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int32, Int64, Pointer, Stride
 from specdecode.kernels.launch import Argument, Launch, Signature
-from tests.differential import case
-from tests.kernels.common import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
+from tests.support.differential import case
+from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
 
 STREAM = 7
 

@@ -19,9 +19,10 @@ from specdecode import RejectionSampler, Sampling, VocabShard, backends, kernels
 from specdecode.kernels import shard_cut, shard_plan
 from specdecode.kernels.launch import Plan
 from tests.conftest import ON_GPU
-from tests.differential import case, like_a_device
-from tests.kernels.addresses import apart, inside
-from tests.kernels.common import (
+from tests.kernels.test_kernel_block import in_question
+from tests.support.addresses import apart, inside
+from tests.support.differential import case, like_a_device
+from tests.support.kernels import (
     DEVICE,
     SCHEDULE,
     given,
@@ -31,9 +32,8 @@ from tests.kernels.common import (
     needs_interpreter,
     small,
 )
-from tests.kernels.test_block import in_question
-from tests.packing import fed_positions, in_slots, packed_rows, with_counts
-from tests.ranks import Ranks, made_once
+from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
+from tests.support.ranks import Ranks, made_once
 
 NAN, INF = float("nan"), float("inf")
 THREE, TWO, UNEVEN, EMPTY = (

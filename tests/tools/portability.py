@@ -1,16 +1,14 @@
-"""Compile the kernels for a GPU that the machine does not have: `python tests/portability.py 80` for compute capability 8.0.
+"""Compile the kernels for a GPU that the machine does not have.
 
-Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
-may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a large batch with
-draft logits takes, and a small one of `block`. What is in Triton's cache is not compiled again.
+`python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
+interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
+a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
+may follow the number, and `shards`; and `few`: of plain calls what a large batch with draft logits takes, and a small one of
+`block`. What is in Triton's cache is not compiled again.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 import triton

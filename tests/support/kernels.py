@@ -16,7 +16,7 @@ from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as plans
 from specdecode.kernels.launch import Argument, Launch, Plan
 from tests.conftest import ON_GPU
-from tests.differential import Case, case
+from tests.support.differential import Case, case
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
