@@ -22,9 +22,9 @@ from tests.support.enumeration import (
     sequence_distribution,
     total_variation,
 )
+from tests.support.exactness import EXACT
+from tests.support.exactness import METHODS as REFERENCE
 from tests.support.packing import in_slots, packed_rows, with_counts
-from tests.test_exactness import EXACT
-from tests.test_exactness import METHODS as REFERENCE
 from tests.test_packed import METHODS, assert_same, sampler_of
 
 CASES = {

@@ -21,16 +21,18 @@ from tests.conftest import ON_GPU
 from tests.support import distributions
 from tests.support.differential import Case, assert_same_tokens, case, like_a_device
 from tests.support.enumeration import Case as Models
-from tests.support.enumeration import Table, history, iid, normalised
-from tests.support.mutants import Mutant, assert_caught
-from tests.test_exactness import (
-    METHODS,
-    assert_same_distribution,
+from tests.support.enumeration import (
+    Table,
     decode,
     distribution,
+    history,
+    iid,
     marginal,
+    normalised,
     sequence_distribution,
 )
+from tests.support.exactness import METHODS, assert_same_distribution
+from tests.support.mutants import Mutant, assert_caught
 
 NAN, INF = float("nan"), float("inf")
 DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]
