@@ -20,7 +20,7 @@ def ranks_of():
 @pytest.fixture
 def turns():
     """Let ranks that are threads launch kernels one at a time."""
-    from tests.support.shards import taking_turns
+    from tests.support.sharded_calls import taking_turns
 
     with taking_turns():
         yield
@@ -29,7 +29,7 @@ def turns():
 @pytest.fixture
 def shared():
     """Have ranks that are threads exchange words through memory of all."""
-    from tests.support.shards import sharing_memory
+    from tests.support.sharded_calls import sharing_memory
 
     with sharing_memory():
         yield

@@ -23,7 +23,7 @@ from tests.support.differential import case, like_a_device
 from tests.support.kernels import DEVICE, impossible_drafts, memory_of_ones, needs_gpu, needs_interpreter, small
 from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
 from tests.support.ranks import Ranks
-from tests.support.shards import (
+from tests.support.sharded_calls import (
     ALL_GATHER,
     EMPTY,
     INF,

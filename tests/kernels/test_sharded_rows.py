@@ -19,7 +19,7 @@ from tests.support.differential import case, like_a_device
 from tests.support.kernels import DEVICE, small
 from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.support.ranks import Ranks
-from tests.support.shards import (
+from tests.support.sharded_calls import (
     EMPTY,
     INF,
     LARGE,
