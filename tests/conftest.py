@@ -17,7 +17,7 @@ if "--benchmark-only" not in sys.argv:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
-from tests.interpreter import speed_up
+from tests.support.interpreter import speed_up
 
 ON_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None

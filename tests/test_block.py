@@ -9,8 +9,8 @@ from specdecode import RejectionSampler, sample
 from specdecode.eager import probabilistic
 from specdecode.eager.block import residual_mass
 from specdecode.eager.truncation import RowSampling
-from tests import distributions
-from tests.differential import assert_same_tokens, case
+from tests.support import distributions
+from tests.support.differential import assert_same_tokens, case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

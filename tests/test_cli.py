@@ -23,7 +23,7 @@ from specdecode.integrations import transformers as integration
 from specdecode.integrations.transformers import TokenKind
 from specdecode.sampler import Method
 from specdecode.synthetic import Shape
-from tests.examples import fences
+from tests.support.examples import fences
 
 PAGE = Path(__file__).parent.parent / "docs" / "use" / "transformers.md"
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, VocabShard, sample
-from tests.ranks import groups
+from tests.support.ranks import groups
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
 BATCH, DRAFTS, VOCAB = 4, 3, 1100

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import pytest
 import torch
 
-from tests.examples import fences, run_docstrings, run_page
+from tests.support.examples import fences, run_docstrings, run_page
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

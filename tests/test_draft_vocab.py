@@ -11,11 +11,20 @@ from torch import Tensor
 from specdecode import RejectionSampler, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
-from tests.differential import case, like_a_device
-from tests.enumeration import Case, decode, distribution, history, iid, marginal, sequence_distribution, total_variation
-from tests.packing import in_slots, packed_rows, with_counts
-from tests.test_exactness import EXACT
-from tests.test_exactness import METHODS as REFERENCE
+from tests.support.differential import case, like_a_device
+from tests.support.enumeration import (
+    Case,
+    decode,
+    distribution,
+    history,
+    iid,
+    marginal,
+    sequence_distribution,
+    total_variation,
+)
+from tests.support.exactness import EXACT
+from tests.support.exactness import METHODS as REFERENCE
+from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.test_packed import METHODS, assert_same, sampler_of
 
 CASES = {

@@ -8,7 +8,7 @@ import torch
 from reference import oracle
 from specdecode import AcceptanceSchedule, RejectionSampler
 from specdecode.eager import truncation
-from tests.differential import assert_same_tokens, case, like_a_device
+from tests.support.differential import assert_same_tokens, case, like_a_device
 
 METHODS = {
     "strict": RejectionSampler("strict"),

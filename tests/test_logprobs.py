@@ -13,8 +13,8 @@ from reference import sampling
 from reference.sampling import Sampling, processed_logprobs, raw_logprobs, truncate
 from specdecode import RejectionSampler, SamplerOutput
 from tests.conftest import combine
-from tests.differential import Case, band_of, case, like_a_device
-from tests.mutants import Mutant, assert_caught
+from tests.support.differential import Case, band_of, case, like_a_device
+from tests.support.mutants import Mutant, assert_caught
 from tests.test_truncation import SCHEDULE, TRUNCATIONS, kept_tokens, of_request, on
 
 NAN, INF = float("nan"), float("inf")

@@ -6,7 +6,7 @@ import pytest
 from reference import block, greedy, oracle, probabilistic, selection, strict, synthetic, truncation
 from reference.philox import SELECT, Domain, gumbel, uniform
 from reference.sampling import Sampling, select
-from tests.mutants import Mutant, assert_caught
+from tests.support.mutants import Mutant, assert_caught
 
 RATES = [0.9, 0.6, 0.8]
 

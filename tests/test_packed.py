@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
 from tests.conftest import HAS_TRITON, ON_GPU
-from tests.differential import Case, case, like_a_device
-from tests.packing import (
+from tests.support.differential import Case, case, like_a_device
+from tests.support.packing import (
     HOSTILE_SLOTS,
     HOSTILE_STARTS,
     fed_positions,

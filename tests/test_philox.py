@@ -20,8 +20,8 @@ from reference import selection
 from specdecode import noise
 from specdecode.checks import MOST_DRAFT_TOKENS
 from specdecode.eager import philox as eager
-from tests.distributions import FALSE_ALARM
-from tests.mutants import Mutant, assert_caught
+from tests.support.distributions import FALSE_ALARM
+from tests.support.mutants import Mutant, assert_caught
 
 ONES = 0xFFFFFFFF
 

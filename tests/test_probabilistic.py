@@ -12,8 +12,8 @@ from specdecode.eager.residual import residual
 from specdecode.eager.selection import select
 from specdecode.eager.truncation import RowSampling
 from specdecode.noise import SELECT
-from tests import distributions
-from tests.differential import assert_same_tokens, case, like_a_device
+from tests.support import distributions
+from tests.support.differential import assert_same_tokens, case, like_a_device
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

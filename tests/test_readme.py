@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples import run_page
+from tests.support.examples import run_page
 
 README = Path(__file__).parent.parent / "README.md"
 RECORDS = Path(__file__).parent / "benchmarks" / "records"

@@ -9,8 +9,8 @@ from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, sample
 from specdecode.eager.selection import block_sums, read, select
 from specdecode.noise import BLOCK_SIZE, SELECT
-from tests.differential import band_of
-from tests.distributions import FALSE_ALARM, REQUESTS, assert_distribution, softmax
+from tests.support.differential import band_of
+from tests.support.distributions import FALSE_ALARM, REQUESTS, assert_distribution, softmax
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -17,8 +17,8 @@ from scipy.stats import chi2_contingency, chisquare
 from specdecode import RejectionSampler, Sampling, sample
 from specdecode.integrations import engines, sglang
 from specdecode.integrations.sglang import EagleSample
-from tests import distributions
 from tests.conftest import ON_GPU
+from tests.support import distributions
 
 METHODS = ["probabilistic", "block", "strict"]
 ALL_TOKENS = 1 << 30

@@ -16,11 +16,11 @@ from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdecode import RejectionSampler, Sampling, VocabShard, sample, transports
-from tests.differential import case as random_case
-from tests.differential import like_a_device
-from tests.packing import fed_positions, in_slots, packed_rows, with_counts
-from tests.ranks import Ranks, groups, made_once, on_ranks
-from tests.test_fuzz import FLOATS, make_call, pick
+from tests.support.differential import case as random_case
+from tests.support.differential import like_a_device
+from tests.support.hostile import FLOATS, make_call, pick
+from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
+from tests.support.ranks import Ranks, groups, made_once, on_ranks
 from tests.test_packed import numbers_of
 from tests.test_truncation import SCHEDULE
 

@@ -6,8 +6,8 @@ import torch
 
 from reference import oracle, strict
 from specdecode import RejectionSampler
-from tests import distributions
-from tests.differential import assert_same_tokens, case
+from tests.support import distributions
+from tests.support.differential import assert_same_tokens, case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -13,11 +13,11 @@ from reference import oracle
 from reference.sampling import Sampling as ReferenceSampling
 from reference.sampling import spread, truncate
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling, VocabShard
-from tests import distributions
 from tests.conftest import HAS_TRITON, ON_GPU, combine
-from tests.differential import Case, assert_same_tokens, case, like_a_device
-from tests.packing import in_slots
-from tests.ranks import Ranks
+from tests.support import distributions
+from tests.support.differential import Case, assert_same_tokens, case, like_a_device
+from tests.support.packing import in_slots
+from tests.support.ranks import Ranks
 
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.69, num_draft_tokens=4)
 NEVER = AcceptanceSchedule.from_rates([0.0])

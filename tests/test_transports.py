@@ -17,7 +17,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from specdecode import VocabShard, transports
 from specdecode.transports import HEADER, LEAST_WORDS, TRIES_PER_SECOND, Collective, SymmetricMemory
-from tests.ranks import groups, on_ranks
+from tests.support.ranks import groups, on_ranks
 
 CPU = torch.device("cpu")
 

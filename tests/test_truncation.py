@@ -17,20 +17,22 @@ from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, eager, sample
 from specdecode import Sampling as PackageSampling
-from tests import distributions
 from tests.conftest import ON_GPU
-from tests.differential import Case, assert_same_tokens, case, like_a_device
-from tests.enumeration import Case as Models
-from tests.enumeration import Table, history, iid, normalised
-from tests.mutants import Mutant, assert_caught
-from tests.test_exactness import (
-    METHODS,
-    assert_same_distribution,
+from tests.support import distributions
+from tests.support.differential import Case, assert_same_tokens, case, like_a_device
+from tests.support.enumeration import Case as Models
+from tests.support.enumeration import (
+    Table,
     decode,
     distribution,
+    history,
+    iid,
     marginal,
+    normalised,
     sequence_distribution,
 )
+from tests.support.exactness import METHODS, assert_same_distribution
+from tests.support.mutants import Mutant, assert_caught
 
 NAN, INF = float("nan"), float("inf")
 DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]

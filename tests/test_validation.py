@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, validation
 from tests.conftest import ON_GPU
-from tests.differential import Case, case
-from tests.packing import in_slots, packed_rows, with_counts
-from tests.ranks import Ranks
+from tests.support.differential import Case, case
+from tests.support.packing import in_slots, packed_rows, with_counts
+from tests.support.ranks import Ranks
 
 NAN = float("nan")
 METHODS = ["strict", "probabilistic", "block", "synthetic"]

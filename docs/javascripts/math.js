@@ -1,6 +1,6 @@
 /*
  * The mathematics behind the site's widgets: no drawing, no document. A page gets it as the global `specdecodeMath`,
- * Node as a module. tests/test_widgets.py holds every function to the Python that it restates.
+ * Node as a module. tests/test_widget_mathematics.py holds every function to the Python that it restates.
  *
  * Distributions are plain arrays over a small vocabulary, and the same at every position of a step.
  */

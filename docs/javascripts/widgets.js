@@ -252,7 +252,7 @@
   const TOKENS = ["cat", "dog", "fox", "owl"];
   const TARGET = [0.4, 0.35, 0.15, 0.1];
   const DRAFT = [0.2, 0.25, 0.4, 0.15];
-  const SEED = 0; // the first seed, whatever it shows; test_widgets.py states how far its frequencies are from p
+  const SEED = 0; // the first seed, whatever it shows; test_widget_mathematics.py states how far its frequencies are from p
   const MOST_RUNS = 1e5;
   const FLOOR = 1e-3; // the least total variation that the chart shows
 

@@ -9,7 +9,6 @@ import torch
 
 from reference.sampling import Sampling, truncate
 from specdecode import AcceptanceSchedule, RejectionSampler
-from tests.distributions import FALSE_ALARM, p_value, softmax
 from tests.hugging_face.common import (
     DRAFTERS,
     HOT,
@@ -28,6 +27,7 @@ from tests.hugging_face.common import (
     ragged,
     texts,
 )
+from tests.support.distributions import FALSE_ALARM, p_value, softmax
 
 transformers = pytest.importorskip("transformers")
 

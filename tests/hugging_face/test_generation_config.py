@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributions import FALSE_ALARM, p_value
 from tests.hugging_face.common import (
     NEW,
     PROMPTS,
@@ -19,6 +18,7 @@ from tests.hugging_face.common import (
     texts,
     with_config,
 )
+from tests.support.distributions import FALSE_ALARM, p_value
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.arguments import Pointer
-from tests.kernels.common import DEVICE, needs_interpreter, run_kernel
+from tests.support.kernels import DEVICE, needs_interpreter, run_kernel
 
 
 class Reduced(NamedTuple):

@@ -21,8 +21,8 @@ from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int3
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, value_of
 from specdecode.kernels.launch import Launch, Plan, Signature
-from tests.differential import case
-from tests.kernels.common import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
+from tests.support.differential import case
+from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
 
 STREAM = 7
 

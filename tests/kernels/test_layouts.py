@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.conftest import ON_GPU
-from tests.differential import FLOAT32_BAND, assert_same_tokens, case
-from tests.kernels.common import (
+from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
+from tests.support.kernels import (
     DEVICE,
     assert_same,
     expected,

@@ -14,8 +14,8 @@ from specdecode.kernels import block, launch, residual, state
 from specdecode.kernels.arguments import Settling
 from specdecode.kernels.formulas import value_of
 from specdecode.kernels.launch import Plan
-from tests.differential import case
-from tests.kernels.common import DEVICE, KINDS, WAYS, Steps, checked, given, needs_gpu, verify
+from tests.support.differential import case
+from tests.support.kernels import DEVICE, KINDS, WAYS, Steps, checked, given, needs_gpu, verify
 
 
 def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_said_to_be():

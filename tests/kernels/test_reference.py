@@ -13,8 +13,8 @@ from specdecode.kernels import call, plan
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
-from tests.differential import FLOAT32_BAND, assert_same_tokens, case
-from tests.kernels.common import (
+from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
+from tests.support.kernels import (
     DEVICE,
     DTYPES,
     FEW,

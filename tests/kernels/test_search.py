@@ -23,8 +23,8 @@ from specdecode.kernels.selection import noise_at, select_block
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
 from specdecode.kernels.values import Place, Residual
 from tests.conftest import ON_GPU
-from tests.differential import case
-from tests.kernels.common import (
+from tests.support.differential import case
+from tests.support.kernels import (
     DEVICE,
     FEW,
     LARGE,

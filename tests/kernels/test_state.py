@@ -30,7 +30,7 @@ from specdecode.kernels.state import (
     store_token,
 )
 from specdecode.kernels.values import Place, Request
-from tests.kernels.common import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
+from tests.support.kernels import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
 
 VOCAB = 1000
 

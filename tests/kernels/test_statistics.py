@@ -16,8 +16,8 @@ from specdecode.kernels.packed import locate
 from specdecode.kernels.rows import whole_target_row_at
 from specdecode.kernels.statistics import load_statistics, target_statistics
 from tests.conftest import combine as pairs
-from tests.differential import case
-from tests.kernels.common import DEVICE, DTYPES, Steps, sliced, strided
+from tests.support.differential import case
+from tests.support.kernels import DEVICE, DTYPES, Steps, sliced, strided
 
 NAN, INF = math.nan, math.inf
 

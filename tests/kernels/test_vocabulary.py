@@ -18,10 +18,10 @@ from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_PLACE, SPAN
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
-from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
-from tests.kernels.addresses import reads_and_writes_inside
-from tests.kernels.common import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
-from tests.packing import in_slots, packed_rows, with_counts
+from tests.support.addresses import reads_and_writes_inside
+from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
+from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
+from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.test_truncation import SCHEDULE, of_request, on
 
 METHODS = ["probabilistic", "block", "synthetic"]

@@ -13,10 +13,10 @@ from specdecode import RejectionSampler, sample
 from specdecode.kernels import selection as kernel_selection
 from specdecode.kernels.arguments import Constant, Pointer
 from specdecode.kernels.selection import first_largest, select_block, select_token, token_weights
-from tests import distributions
 from tests.conftest import ON_GPU
-from tests.differential import case
-from tests.kernels.common import DEVICE, needs_gpu, needs_interpreter, run_kernel
+from tests.support import distributions
+from tests.support.differential import case
+from tests.support.kernels import DEVICE, needs_gpu, needs_interpreter, run_kernel
 
 
 class Scores(NamedTuple):

@@ -13,7 +13,7 @@ from reference import philox as reference
 from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Requests
 from specdecode.kernels.philox import accept_uniform, exponential, load_key, philox4x32, uniform
 from specdecode.kernels.values import Request
-from tests.kernels.common import DEVICE, run_kernel
+from tests.support.kernels import DEVICE, run_kernel
 
 SEEDS = [0, 2**32 - 1, 2**32, -1, -(2**63)]
 POSITIONS = [0, 2**32 - 1, 2**32, 2**63 - 1]

@@ -9,8 +9,8 @@ from specdecode import kernels
 from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
-from tests.differential import Case, case
-from tests.kernels.common import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of, small
+from tests.support.differential import Case, case
+from tests.support.kernels import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of, small
 from tests.test_logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
 from tests.test_truncation import TRUNCATIONS, on
 

@@ -14,10 +14,10 @@ from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.probabilistic import is_trusted, log_quotient
 from specdecode.kernels.residual import one_minus_exp2
-from tests import distributions
 from tests.conftest import ON_GPU, combine
-from tests.differential import FLOAT32_BAND, assert_same_tokens, case
-from tests.kernels.common import (
+from tests.support import distributions
+from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
+from tests.support.kernels import (
     DEVICE,
     NEVER,
     checked,

@@ -12,8 +12,8 @@ from reference.philox import Domain, uniform
 from reference.sampling import log_softmax, point_mass
 from specdecode.kernels import block, plan, residual
 from tests.conftest import ON_GPU
-from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
-from tests.kernels.common import (
+from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.support.kernels import (
     DEVICE,
     Steps,
     assert_same,

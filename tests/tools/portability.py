@@ -1,16 +1,15 @@
-"""Compile the kernels for a GPU that the machine does not have: `python tests/portability.py 80` for compute capability 8.0.
+"""Compile the kernels for a GPU that the machine does not have.
 
-Without a GPU, tests run in Triton's interpreter, which accepts code that the compiler refuses; and code for one kind of GPU
-may not compile for another. Here a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled
-to machine code. Names of methods may follow the number, and `shards`; and `few`: of plain calls what a large batch with
-draft logits takes, and a small one of `block`. What is in Triton's cache is not compiled again.
+`python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
+interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
+a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
+may follow the number, and `shards`; and `once`: each kernel is compiled once then, as the first call that needs it takes it.
+What is in Triton's cache is not compiled again.
 """
 
 import sys
-from pathlib import Path
+import threading
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 import triton
@@ -60,14 +59,27 @@ class Driver:
         return 0, 0, 0, 0, 1024
 
 
-def compile_all(methods: list[str], few: bool = False) -> None:
+def compile_once() -> None:
+    """Let each kernel be compiled once: all its variants are the first one."""
+    compile_variant, lock, first = triton.compile, threading.Lock(), {}
+
+    def compile_first(source: Any, options: dict[str, Any]) -> Any:
+        with lock:  # the kernels of a call are compiled at once
+            if source.name not in first:
+                first[source.name] = compile_variant(source, options=options)
+        return first[source.name]
+
+    triton.compile = compile_first
+
+
+def compile_all(methods: list[str], once: bool = False) -> None:
     """Compile what calls of some methods take."""
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
     schedule = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)
     for method in methods:
         sampler = RejectionSampler(method, backend="triton", schedule=schedule if method == "synthetic" else None)
-        if few:
+        if once:
             for size in (1, 512) if method == "block" else (512,):
                 sampler(*[each.expand(size, *each.shape[1:]) for each in (target, ids, draft)], seeds=0)
         else:
@@ -87,13 +99,14 @@ class OneRank(transports.SymmetricMemory):
         return torch.zeros(words, dtype=torch.int64), [0]
 
 
-def compile_shards() -> None:
+def compile_shards(once: bool = False) -> None:
     """Compile what calls with shards take: one rank's kernels are those of more."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids, device = torch.zeros(1, DRAFTS, dtype=torch.int64), torch.device("cpu")
     logsumexp = torch.zeros(1, DRAFTS)
-    for transport in (transports.Collective(distributed.group.WORLD), OneRank(distributed.group.WORLD, device)):
+    memory = OneRank(distributed.group.WORLD, device)
+    for transport in (memory,) if once else (transports.Collective(distributed.group.WORLD), memory):
         for method, drafts in (
             ("probabilistic", (draft, None)),
             ("probabilistic", (draft, logsumexp)),
@@ -118,8 +131,10 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(driver)
     backends.obstacle = lambda device: None
     launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
-    named = [name for name in methods if name not in ("shards", "few")]
-    compile_all(named or ([] if "shards" in methods else list(METHODS)), few="few" in methods)
+    if "once" in methods:
+        compile_once()
+    named = [name for name in methods if name not in ("shards", "once")]
+    compile_all(named or ([] if "shards" in methods else list(METHODS)), once="once" in methods)
     if "shards" in methods:
-        compile_shards()
+        compile_shards(once="once" in methods)
     print(*sorted(set(driver.compiled)))

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.enumeration import rooms_that_use
+from tests.support.enumeration import rooms_that_use
 
 
 class Mutant(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdecode import Sampling
-from tests.differential import Case
+from tests.support.differential import Case
 
 NAN = float("nan")
 NOBODYS = 2  # rows before the first request's and after the last one's

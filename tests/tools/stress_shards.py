@@ -1,6 +1,6 @@
 """Verify random shards on several GPUs, with ranks that are late at random: every output is to be that of one GPU.
 
-    torchrun --nproc-per-node=2 -m tests.stress_shards --seconds 120
+    torchrun --nproc-per-node=2 -m tests.tools.stress_shards --seconds 120
 
 All ranks make the same calls: of all methods, dtypes and sizes, padded and packed, with NaN and infinities, with shards of
 any whole blocks, in any order of the ranks, half of them truncated. Words travel by all-gather and through symmetric memory.
@@ -22,9 +22,9 @@ from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard
 from tests.benchmarks.shards import check_bits
-from tests.differential import case
-from tests.kernels.common import SCHEDULE, given
-from tests.packing import in_slots, packed_rows, with_counts
+from tests.support.differential import case
+from tests.support.kernels import SCHEDULE, given
+from tests.support.packing import in_slots, packed_rows, with_counts
 
 KINDS = {  # kind of call: log-probabilities and dtype
     "probabilistic": ("raw", torch.bfloat16),

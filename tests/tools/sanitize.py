@@ -1,10 +1,10 @@
 """Run the kernels' variants once, small, for NVIDIA's checkers of memory and barriers.
 
-`compute-sanitizer --tool memcheck|initcheck|synccheck python tests/sanitize.py` on a GPU. Nearly all of the time goes into
-compiling. `python tests/sanitize.py 0/15` to `14/15` make a fifteenth of the calls each and may run at once: all of it, with
-memcheck, took seven minutes on 16 cores and one H100. Every three choices of which a call is made are together in one of
-them. Results are not compared: the checker reports errors. Half of each batch is bad input:
-rows of NaN and infinities, ids outside the vocabulary, rows and slots that are none.
+`compute-sanitizer --tool memcheck|initcheck|synccheck python -m tests.tools.sanitize` on a GPU. Nearly all of the time goes
+into compiling. `python -m tests.tools.sanitize 0/15` to `14/15` make a fifteenth of the calls each and may run at once: all
+of it, with memcheck, took seven minutes on 16 cores and one H100. Every three choices of which a call is made are together
+in one of them. Results are not compared: the checker reports errors. Half of each batch is bad input: rows of NaN and
+infinities, ids outside the vocabulary, rows and slots that are none.
 """
 
 import itertools
@@ -14,13 +14,10 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
@@ -28,8 +25,8 @@ from specdecode.kernels import plan as planning
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Writer, value_of
 from specdecode.kernels.launch import Plan, compile_all
-from tests.differential import Case, case
-from tests.packing import fed_positions, in_slots, packed_rows, with_counts
+from tests.support.differential import Case, case
+from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
 
 BATCH, DRAFTS = 6, 3
 SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=DRAFTS)

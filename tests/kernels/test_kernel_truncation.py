@@ -25,12 +25,12 @@ from specdecode.kernels.values import Distribution, Row
 from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
-from tests import distributions
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
-from tests.differential import FLOAT32_BAND, Case, assert_same_tokens, case
-from tests.kernels.addresses import reads_and_writes_inside
-from tests.kernels.common import (
+from tests.support import distributions
+from tests.support.addresses import reads_and_writes_inside
+from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.support.kernels import (
     DEVICE,
     assert_same,
     in_reverse,

@@ -19,7 +19,7 @@ from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, value_of
 from specdecode.kernels.launch import Launch, Plan
 from tests.conftest import ON_GPU
-from tests.differential import Case, case
+from tests.support.differential import Case, case
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -1,7 +1,9 @@
 """Triton's interpreter, made faster, and Triton 3.6's made to work with NumPy 2.4.
 
 What it does again and again in Python is done once, or for a whole tensor. Where a Triton release is built differently, it
-is left as it is.
+is left as it is; and where the environment variable SPECDECODE_PLAIN_INTERPRETER is set, to whatever value. Kernels then run
+several times slower. Tests that pass either way show that they do not pass because of what is changed here: the gate runs
+some 40 of the kernels' tests so.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,156 @@
+"""What verifies on a GPU: this package in several ways, straightforward PyTorch, and the engines that are installed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler
+from specdecode.batch import SamplerOutput
+from tests.benchmarks.bandwidth import do_nothing
+from tests.benchmarks.inputs import Inputs, packed_verification, straightforward, verification
+
+
+class Verifier(NamedTuple):
+    """A method of this package on one of its backends."""
+
+    method: str
+    backend: str = "triton"
+    with_logsumexp: bool = False
+    packed: bool = False
+    one_hot: bool = False  # without draft logits
+
+    def __call__(
+        self, inputs: Inputs, seed: int = 0, truncation: dict[str, Any] | None = None, **others: Any
+    ) -> Callable[[], SamplerOutput]:
+        draft = inputs.drafts(self.method, seed, **(truncation or {}))
+        options: dict[str, Any] = {"seeds": seed, **(truncation or {}), **others}
+        if self.with_logsumexp:
+            options |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
+        sampler = RejectionSampler(self.method, backend=self.backend)
+        verify = packed_verification if self.packed else verification
+        return verify(inputs, sampler, draft, one_hot=self.one_hot, **options)
+
+    def rows_needed(self, num_accepted: Tensor, num_draft_tokens: int) -> int:
+        """Count the rows that an outcome depends on.
+
+        These are the target rows up to the one that emits. For a ratio the draft rows that were tested are needed too; if
+        their logsumexp is given, one logit of each is enough. Block verification decides on all drafts together. The few
+        blocks of one or two rows that are read again to draw a token or to search a residual are not counted.
+        """
+        last = torch.full_like(num_accepted, num_draft_tokens) if self.method == "block" else num_accepted
+        target, tested = last + 1, (last + 1).clamp(max=num_draft_tokens)
+        alone = self.method == "strict" or self.with_logsumexp or self.one_hot
+        return int((target if alone else target + tested).sum())
+
+
+def plain(inputs: Inputs, function: Callable[..., Tensor] = straightforward) -> Callable[[], Tensor]:
+    token_ids = inputs.drafts("probabilistic").token_ids
+    return functools.partial(function, inputs.target_logits, token_ids, inputs.draft_logits, inputs.temperature)
+
+
+def compiled(inputs: Inputs) -> Callable[[], Tensor]:
+    return plain(inputs, torch.compile(straightforward, mode="max-autotune-no-cudagraphs", dynamic=False))
+
+
+def vllm(inputs: Inputs) -> Callable[[], None]:
+    """Compute what vLLM's model runner does: a float32 copy of the target's logits, the temperature, rejection sampling."""
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    token_ids = inputs.drafts("probabilistic").token_ids
+    batch, num_draft_tokens = token_ids.shape
+    requests = torch.arange(batch, dtype=torch.int32, device="cuda")
+    offsets = torch.arange(num_draft_tokens + 1, dtype=torch.int32, device="cuda").repeat(batch)
+    starts = (num_draft_tokens + 1) * torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    request_of_row, positions, seeds = requests.repeat_interleave(num_draft_tokens + 1), offsets.long(), requests.long()
+    temperature = torch.full((batch,), inputs.temperature, device="cuda")
+    drafted = torch.nn.functional.pad(token_ids, (1, 0)).flatten()  # before each request's drafts, its last token
+
+    def call() -> None:
+        logits = inputs.target_logits.flatten(0, 1).to(torch.float32, copy=True)
+        apply_temperature(logits, request_of_row, temperature)
+        rows = (requests, request_of_row, offsets)
+        rejection_sample(
+            logits, inputs.draft_logits, drafted, starts, positions, *rows, temperature, seeds, num_draft_tokens
+        )
+
+    return call
+
+
+def sglang(inputs: Inputs) -> Callable[[], Tensor]:
+    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain."""
+    from sglang.kernels.ops.sampling import softmax
+    from sglang.kernels.ops.speculative.verify_sampling import chain_speculative_sampling_triton
+
+    token_ids = inputs.drafts("probabilistic").token_ids
+    candidates = torch.nn.functional.pad(token_ids, (1, 0))  # before each request's drafts, its last token
+    batch, num_rows = candidates.shape
+    rows = torch.arange(batch * num_rows, device="cuda").view(batch, num_rows)
+    temperature = torch.full((batch, 1), inputs.temperature, device="cuda")
+
+    def probabilities(logits: Tensor) -> Tensor:
+        temperatures = temperature.repeat_interleave(logits.shape[1], dim=0)
+        return softmax(logits.flatten(0, 1).float(), temperatures).view(logits.shape)
+
+    def call() -> Tensor:
+        predicts = torch.zeros(batch * num_rows, dtype=torch.int32, device="cuda")
+        chain_speculative_sampling_triton(
+            predicts=predicts,
+            accept_index=torch.full_like(rows, -1, dtype=torch.int32),
+            accept_token_num=torch.empty(batch, dtype=torch.int32, device="cuda"),
+            candidates=candidates,
+            retrive_index=rows,
+            retrive_next_token=None,  # as its siblings, not looked at in a chain
+            retrive_next_sibling=None,
+            uniform_samples=torch.rand(batch, num_rows, device="cuda"),
+            uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
+            target_probs=probabilities(inputs.target_logits),
+            draft_probs=probabilities(inputs.draft_logits),
+            threshold_single=1.0,
+            threshold_acc=1.0,
+            deterministic=True,
+        )
+        return predicts
+
+    return call
+
+
+def flashinfer(inputs: Inputs) -> Callable[[], Tensor]:
+    """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain."""
+    from flashinfer.sampling import chain_speculative_sampling, softmax
+
+    token_ids = inputs.drafts("probabilistic").token_ids.to(torch.int32)
+
+    def probabilities(logits: Tensor) -> Tensor:
+        return softmax(logits.flatten(0, 1), inputs.temperature).view(logits.shape)
+
+    def call() -> Tensor:
+        target_probs, draft_probs = probabilities(inputs.target_logits), probabilities(inputs.draft_logits)
+        return chain_speculative_sampling(draft_probs, token_ids, target_probs, seed=0, offset=0)[0]
+
+    return call
+
+
+PROVIDERS: dict[str, Callable[[Inputs], Callable[[], Any]]] = {
+    "triton": Verifier("probabilistic"),
+    "triton with draft_logsumexp": Verifier("probabilistic", with_logsumexp=True),
+    "triton block": Verifier("block"),
+    "triton block with draft_logsumexp": Verifier("block", with_logsumexp=True),
+    "triton strict": Verifier("strict"),
+    "triton one-hot": Verifier("probabilistic", one_hot=True),
+    "triton greedy": Verifier("strict"),
+    "triton packed": Verifier("probabilistic", packed=True),
+    "eager": Verifier("probabilistic", "eager"),
+    "straightforward": plain,
+    "straightforward compiled": compiled,
+    "vllm": vllm,
+    "sglang": sglang,
+    "flashinfer": flashinfer,
+    "nothing": lambda inputs: do_nothing(launches=2),
+}
+FAST = ["triton", "triton with draft_logsumexp", "triton block", "triton block with draft_logsumexp", "triton strict"]
+FAST.append("triton one-hot")
+SLOW = ["eager", "straightforward", "vllm", "sglang", "flashinfer"]
