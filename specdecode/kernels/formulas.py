@@ -115,7 +115,7 @@ class Writer:
             return self.variable(value, self.formula, value) if value.operands else str(value.source)
         if isinstance(value, tuple):  # launches have most bundles in common
             return self.variable(id(value), self.fields, value)
-        return repr(value) if isinstance(value, int) else "None"
+        return repr(value) if isinstance(value, int | float) else "None"
 
     def variable(self, key: Any, write: Callable[[Any], str], value: Any) -> str:
         """Return the variable that holds a value."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdecode import AcceptanceSchedule, RejectionSampler
+from tests.conftest import combine
 from tests.hugging_face.common import DRAFTERS, PROMPTS, TARGETS, VOCAB, noisy, padded, texts
 
 transformers = pytest.importorskip("transformers")
@@ -84,9 +85,7 @@ def by_transformers(target, prompt, processor, new):
     return target.generate(ids, attention_mask=mask, logits_processor=[processor], **options)[0].tolist()
 
 
-@pytest.mark.parametrize("new", [1, 2, 5, NEW])
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize(("name", "batch", "new"), combine(list(PROCESSORS), list(BATCHES), [1, 2, 5, NEW]))
 def test_greedy_texts_are_those_of_transformers_with_every_drafter(name, batch, new):
     target, prompts = TARGETS["llama"], BATCHES[batch]
     expected = [by_transformers(target, prompt, PROCESSORS[name](prompts), new) for prompt in prompts]
@@ -109,13 +108,12 @@ def test_greedy_texts_are_those_of_transformers_with_every_drafter(name, batch, 
 def test_sampled_requests_reach_no_text_that_they_cannot_have(name, drafter, method):
     target, temperature = TARGETS["gpt2"], torch.tensor([1.0, 0.7, 0.0, 2.0, 1.0])
     limits = {"top_k": torch.tensor([0, 3, 0, 2, 0]), "top_p": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.6])}
-    for seed in (0, 100):
-        processor = PROCESSORS[name](CHAINS)
-        options = {"seeds": seed, "temperature": temperature, "eos_token_id": STOP, "max_new_tokens": NEW, **limits}
-        options["logits_processor"] = [processor]
-        plain = generate(target, None, *padded(CHAINS), **options)
-        output = generate(target, DRAFTERS[drafter](target), *padded(CHAINS), method=method, **options)
-        assert method != "strict" or torch.equal(output.sequences, plain.sequences)
+    processor = PROCESSORS[name](CHAINS)
+    options = {"seeds": 0, "temperature": temperature, "eos_token_id": STOP, "max_new_tokens": NEW, **limits}
+    options["logits_processor"] = [processor]
+    plain = generate(target, None, *padded(CHAINS), **options)
+    output = generate(target, DRAFTERS[drafter](target), *padded(CHAINS), method=method, **options)
+    assert method != "strict" or torch.equal(output.sequences, plain.sequences)
 
 
 @pytest.mark.parametrize("drafter", ["close", "lookup"])
