@@ -18,19 +18,14 @@ compares residual masses.
 | `vocabulary` | draft rows over a vocabulary of their own |
 | `rows` | where rows are, and how they are read |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
-| `truncation` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
-| `bounds` | what is decided before that is known |
-| `candidates`, `widecut` | where that is looked for: among the likeliest tokens of a row, or in all of it |
+| `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
+| `truncation.early` | what is decided before that is known |
+| `truncation.narrow`, `truncation.wide` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `state` | at which row a request stops, and its output |
 | `logprobs` | log-probabilities of emitted tokens |
-| `channel` | with shards of the vocabulary: how words travel |
-| `tell`, `arrange` | what a rank tells of its part of the rows; what all told, put in order |
-| `shard_cut` | the cutoffs of truncated rows, without gathering but few |
-| `sharded` | the token that each rank offers, and which is taken |
-| `shard_memory`, `shard_plan` | what such a step has to do, and its memory; its launches and exchanges |
-| `shard_rows` | the steps whose rows are gathered first |
+| `sharding` | steps over shards of the vocabulary: the folder's own table says more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
 
@@ -40,17 +35,17 @@ compares residual masses.
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
-| the cutoff of top-k, top-p, min-p | `candidates.cut_candidates`; in a whole row `widecut.wide_cutoff`, ties `find_tie` |
-| how many programs a launch has | the `add_*` functions of `plan` and `shard_plan` |
+| the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
+| how many programs a launch has | the `add_*` functions of `plan` and `sharding.plan` |
 | the rows and the slot of a request of a packed call | `packed.locate` |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.
 
 No program waits for another of the same GPU: what must come after everything else is done by the last program to finish, or
-by the next launch. Through symmetric memory programs wait for other ranks, for a bounded time (`channel.awaited`). So no
-kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's rates. Only a
-shard's symmetric memory is written by each of its steps, so these must follow each other. Other calls on several streams,
+by the next launch. Through symmetric memory programs wait for other ranks, for a bounded time (`sharding.channel.awaited`).
+So no kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's rates. Only
+a shard's symmetric memory is written by each of its steps, so these must follow each other. Other calls on several streams,
 from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 

@@ -120,7 +120,7 @@ class Workspace(NamedTuple):
     state_ptr: Pointer  # int32, see `state`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
-    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `candidates`, or None
+    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation.narrow`, or None
     numbers_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
@@ -128,7 +128,7 @@ class Workspace(NamedTuple):
     places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
     known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.ShardedRow`; None: no shards
-    progress_ptr: Pointer  # [rows, PROGRESS] float32, see `shard_cut`; None: no shards, or nothing truncates rows
+    progress_ptr: Pointer  # [rows, PROGRESS] float32, see `sharding.cut`; None: no shards, or nothing truncates rows
 
 
 class Shard(NamedTuple):
@@ -155,7 +155,7 @@ class Sizes(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """One exchange: words of every rank, see `channel`. Places in symmetric memory are counted in int64 words."""
+    """One exchange: words of every rank, see `sharding.channel`. Places in symmetric memory are counted in int64 words."""
 
     sent_ptr: Pointer  # [length] int64, this rank's words; None: they are written to the memory of every rank
     received_ptr: Pointer  # [ranks, length] int64; None in symmetric memory, and before the exchange

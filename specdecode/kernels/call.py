@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import mark_invalid
-from specdecode.kernels import shard_plan, shard_rows
 from specdecode.kernels.bundles import (
     EACH_LIMIT,
     LIMITS,
@@ -38,6 +37,8 @@ from specdecode.kernels.plan import (
     decision_while_reading,
 )
 from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.sharding import plan as shard_plan
+from specdecode.kernels.sharding import rows as shard_rows
 from specdecode.kernels.state import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT

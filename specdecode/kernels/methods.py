@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from specdecode.kernels import block, bounds, probabilistic, strict
+from specdecode.kernels import block, probabilistic, strict
+from specdecode.kernels.truncation import early
 
 
 @dataclass(frozen=True, eq=False)  # found by identity: to hash a kernel takes long
@@ -49,7 +50,7 @@ PROBABILISTIC = Method(
     reads_drafts=True,
     settles=False,
     decide_while_reading=probabilistic.decide,
-    decide_before_truncation=bounds.may_accept,
+    decide_before_truncation=early.may_accept,
     decide=probabilistic.decide,
     draw=probabilistic.draw,
     num_warps=4,

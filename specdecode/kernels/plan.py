@@ -21,14 +21,14 @@ from specdecode.kernels.arguments import (
 )
 from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
 from specdecode.kernels.bundles import MIN_BLOCKS, Structure
-from specdecode.kernels.candidates import CANDIDATES, LISTS
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.state import FIELDS
-from specdecode.kernels.truncation import truncate_kernel
+from specdecode.kernels.truncation.kernel import truncate_kernel
+from specdecode.kernels.truncation.narrow import CANDIDATES, LISTS
 from specdecode.kernels.vocabulary import SPAN, places_kernel
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp

@@ -10,7 +10,6 @@ max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.channel import hint, hinted
 from specdecode.kernels.distribution import relative_sums
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
@@ -37,6 +36,7 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
+from specdecode.kernels.sharding.channel import hint, hinted
 from specdecode.kernels.state import NUM_LISTED
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Request

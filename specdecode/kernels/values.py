@@ -165,7 +165,7 @@ class Terms(NamedTuple):
 
 
 class Rivals(NamedTuple):
-    """Where ranks hint to each other which score one of their blocks reaches, see `channel`."""
+    """Where ranks hint to each other which score one of their blocks reaches, see `sharding.channel`."""
 
     mine: Any  # the word that this rank looks at
     theirs: Any  # that of every rank, its own too

@@ -18,11 +18,11 @@ from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.kernels import truncation
 from specdecode.kernels.arguments import Constant, Pointer
-from specdecode.kernels.truncation import level_of, summary_of
+from specdecode.kernels.truncation import kernel as truncation
+from specdecode.kernels.truncation.kernel import level_of, summary_of
+from specdecode.kernels.truncation.wide import amounts_from, by_block, empty_tables, filled
 from specdecode.kernels.values import Distribution, Row
-from specdecode.kernels.widecut import amounts_from, by_block, empty_tables, filled
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import VocabShard, backends, kernels, sample, transports
-from specdecode.kernels import shard_plan
 from specdecode.kernels.launch import Plan
+from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
 from tests.kernels.test_kernel_block import in_question
 from tests.support.differential import case, like_a_device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode import Sampling, VocabShard, kernels
-from specdecode.kernels import shard_cut
+from specdecode.kernels.sharding import cut as shard_cut
 from tests.conftest import ON_GPU
 from tests.support.differential import case, like_a_device
 from tests.support.kernels import DEVICE, small

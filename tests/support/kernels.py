@@ -13,11 +13,12 @@ from torch import Tensor
 from reference import oracle
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels import bundles, shard_plan
+from specdecode.kernels import bundles
 from specdecode.kernels.arguments import Sizes
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, value_of
 from specdecode.kernels.launch import Launch, Plan
+from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
 from tests.support.differential import Case, case
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard, sharding, transports
-from specdecode.kernels import shard_plan
 from specdecode.kernels.launch import Plan
+from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
 from tests.support.addresses import apart, inside
 from tests.support.kernels import DEVICE, SCHEDULE, given, memory_of, planned_with

@@ -17,8 +17,9 @@ from torch import distributed
 from triton.backends.compiler import GPUTarget
 
 from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, backends, transports
-from specdecode.kernels import launch, plan, shard_plan
+from specdecode.kernels import launch, plan
 from specdecode.kernels.methods import METHODS
+from specdecode.kernels.sharding import plan as shard_plan
 
 VOCAB, DRAFTS = 33_024, 3
 

@@ -12,7 +12,7 @@ there. What is left is to draw a token, which takes logits of a block that one r
    token is an *offer*, with the score of its block. -> *exchange* of offers, 8 bytes each
 4. `finish_kernel`: takes the offer of the best score, which is the block that one GPU selects, and writes the output.
 
-If rows are truncated, the launches of `shard_cut` come before 3. In block verification `ratio_kernel` and `decide_kernel`
+If rows are truncated, the launches of `cut` come before 3. In block verification `ratio_kernel` and `decide_kernel`
 follow 2; `sum_shard_kernel` sums this rank's blocks of the listed residuals. -> *exchange* of these sums; then
 `arrange_sums_kernel`, and 3. What precedes offers is in `tell` and `arrange`.
 """
@@ -21,18 +21,6 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import stop_of
-from specdecode.kernels.channel import (
-    FAILED,
-    NEXT_STEP,
-    STEP,
-    hear,
-    listen,
-    low_of,
-    open_line,
-    rivals_of,
-    tell,
-    words_of,
-)
 from specdecode.kernels.distribution import relative_sums, target_distribution
 from specdecode.kernels.emit import with_draft
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -50,6 +38,18 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.selection import noise_at
+from specdecode.kernels.sharding.channel import (
+    FAILED,
+    NEXT_STEP,
+    STEP,
+    hear,
+    listen,
+    low_of,
+    open_line,
+    rivals_of,
+    tell,
+    words_of,
+)
 from specdecode.kernels.state import (
     count_drafts,
     is_surely_accepted,

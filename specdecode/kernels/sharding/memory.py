@@ -7,13 +7,13 @@ import torch
 from specdecode.kernels.arguments import Inputs, Shard, Sizes
 from specdecode.kernels.block import NUMBERS
 from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Structure, at_least, inputs_in, sizes_in, sizes_of
-from specdecode.kernels.candidates import CANDIDATES
 from specdecode.kernels.formulas import Argument, Number, ceil_div, rounded_up
 from specdecode.kernels.plan import LIST_SIZE
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.rows import KNOWN
-from specdecode.kernels.shard_cut import PROGRESS
+from specdecode.kernels.sharding.cut import PROGRESS
 from specdecode.kernels.state import FIELDS
+from specdecode.kernels.truncation.narrow import CANDIDATES
 
 Parts = dict[str, tuple[torch.dtype, Any] | None]
 

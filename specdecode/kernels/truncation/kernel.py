@@ -1,8 +1,8 @@
 """Truncation in Triton: the last token that top-k, top-p and min-p keep of a row, and the statistics of what is kept.
 
 Kept are the first tokens in the order (logit descending, id ascending), up to the *cutoff*: of equal logits the lower ids. A
-program has one row. It looks for the cutoff among few `candidates`, several times at most, and if it is not there, by
-`widecut` in the whole row.
+program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
+in the whole row (`wide`).
 
 The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
@@ -11,20 +11,6 @@ follows computes with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import (
-    CANDIDATES,
-    DEPTH,
-    FEW,
-    FEW_BLOCKS,
-    MORE_BLOCKS,
-    cut_candidates,
-    level_at,
-    list_at,
-    list_tokens,
-    store_kept_candidates,
-    sum_rounded_down,
-    token_in_order,
-)
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate
@@ -41,8 +27,22 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
 from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
+from specdecode.kernels.truncation.narrow import (
+    CANDIDATES,
+    DEPTH,
+    FEW,
+    FEW_BLOCKS,
+    MORE_BLOCKS,
+    cut_candidates,
+    level_at,
+    list_at,
+    list_tokens,
+    store_kept_candidates,
+    sum_rounded_down,
+    token_in_order,
+)
+from specdecode.kernels.truncation.wide import ROUNDING, store_kept, wide_cutoff
 from specdecode.kernels.values import Row, Summary
-from specdecode.kernels.widecut import ROUNDING, store_kept, wide_cutoff
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""

@@ -12,7 +12,6 @@ and leaves the statistics of what is kept.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import NO_ORDER, order_of, token_in_order
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -28,6 +27,7 @@ from specdecode.kernels.rows import (
     tokens_of,
 )
 from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
 from specdecode.kernels.values import WeighedRow
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)

@@ -1,7 +1,7 @@
 """The cutoffs of sharded rows in Triton, found without gathering them.
 
 From the statistics of all ranks' blocks, which all know, follows the level from which on tokens are candidates (see
-`candidates`). The rest takes logits, of which each rank has a part:
+`truncation.narrow`). The rest takes logits, of which each rank has a part:
 
 1. `list_kernel`: each rank lists its candidates of a row, and tells them, 8 bytes each. -> *exchange*
 2. `merge_kernel` puts all ranks' candidates in one list, in the order of the vocabulary. That is the list of one GPU.
@@ -21,27 +21,6 @@ This takes symmetric memory: how many rows are gathered is known on the device a
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import (
-    CANDIDATES,
-    level_at,
-    list_at,
-    list_tokens,
-    store_kept_candidates,
-    token_in_order,
-)
-from specdecode.kernels.channel import (
-    ABSENT,
-    awaited,
-    hear,
-    high_of,
-    listen,
-    load_step,
-    low_of,
-    open_line,
-    start_of,
-    tell,
-    words_of,
-)
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.packed import locate
@@ -54,9 +33,22 @@ from specdecode.kernels.rows import (
     whole_target_row_at,
     with_known,
 )
-from specdecode.kernels.sharded import are_here
+from specdecode.kernels.sharding.channel import (
+    ABSENT,
+    awaited,
+    hear,
+    high_of,
+    listen,
+    load_step,
+    low_of,
+    open_line,
+    start_of,
+    tell,
+    words_of,
+)
+from specdecode.kernels.sharding.offer import are_here
 from specdecode.kernels.statistics import at, load_statistics, statistics_at
-from specdecode.kernels.truncation import (
+from specdecode.kernels.truncation.kernel import (
     ATTEMPTS,
     cut_listed,
     first_attempt,
@@ -70,6 +62,14 @@ from specdecode.kernels.truncation import (
     row_to_cut,
     summary_of,
     truncate_row,
+)
+from specdecode.kernels.truncation.narrow import (
+    CANDIDATES,
+    level_at,
+    list_at,
+    list_tokens,
+    store_kept_candidates,
+    token_in_order,
 )
 from specdecode.kernels.values import Request, Row
 

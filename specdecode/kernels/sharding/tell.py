@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.block import sum_share
-from specdecode.kernels.channel import NEXT_STEP, open_line, tell, words_of
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
@@ -27,9 +26,10 @@ from specdecode.kernels.rows import (
     whole_draft_row_at,
     whole_target_row_at,
 )
+from specdecode.kernels.sharding.channel import NEXT_STEP, open_line, tell, words_of
 from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, row_finished_ptr
 from specdecode.kernels.statistics import load_statistics, statistics_at
-from specdecode.kernels.truncation import given_token
+from specdecode.kernels.truncation.kernel import given_token
 
 
 @triton.jit

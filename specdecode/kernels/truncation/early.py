@@ -7,7 +7,6 @@ is surely rejected, later rows need not be read; if it is surely accepted, its o
 import triton
 import triton.language as tl
 
-from specdecode.kernels.candidates import sum_rounded_down
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
@@ -15,7 +14,8 @@ from specdecode.kernels.rows import INFINITY
 from specdecode.kernels.state import post_acceptance
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.truncation import load_draft_limits, load_limits, weights_of_maxima
+from specdecode.kernels.truncation.kernel import load_draft_limits, load_limits, weights_of_maxima
+from specdecode.kernels.truncation.narrow import sum_rounded_down
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""

@@ -14,14 +14,14 @@ import triton
 from torch import Tensor
 
 from specdecode import sharding
-from specdecode.kernels import arrange, shard_cut, sharded, tell
 from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
 from specdecode.kernels.methods import Method
 from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
-from specdecode.kernels.shard_memory import Parts, Step, Told, Way, parts_of, step_of, words_told
+from specdecode.kernels.sharding import arrange, cut, offer, tell
+from specdecode.kernels.sharding.memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
 # half of a multiprocessor, and leave the other half to another group's launches. With half the registers arranging 256
@@ -168,9 +168,9 @@ def plan_sharded(fields: tuple[Any, ...], way: Way) -> ShardedPlan:
     add_arranging(plan, step, untruncated, exchanged, while_arranging if step.decides else None)
     if step.truncates:
         add_truncation(plan, step, workspace, exchanged, told)
-    decide = method.decide if method.reads_drafts else sharded.decide_sample
+    decide = method.decide if method.reads_drafts else offer.decide_sample
     if step.maxima and not step.all_know:
-        decide = sharded.decide_sample_here
+        decide = offer.decide_sample_here
         workspace = workspace._replace(statistics_ptr=plan.last.part("statistics_here"))
     if step.settles:
         exchanged = add_residuals(plan, step, workspace, exchanged)
@@ -283,16 +283,16 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     )
     options: dict[str, Any] = {"num_warps": num_warps, "max_registers": TRUNCATION_REGISTERS}
     told_of_rows = exchanged, cutting, step.sizes
-    plan.last.add(shard_cut.list_kernel, rows, (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(cut.list_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.lists)
-    add_waiting(plan.last, shard_cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
+    add_waiting(plan.last, cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
+    plan.last.add(cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.parts)
     programs = ceil_div(step.num_slots, exchanged.LANES)
-    add_waiting(plan.last, shard_cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(shard_cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
+    add_waiting(plan.last, cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
+    plan.last.add(cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.cuts)
-    add_waiting(plan.last, shard_cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
+    add_waiting(plan.last, cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 
 
 def add_waiting(plan: Plan, kernel: Any, programs: Any, bundles: tuple[Any, ...], follows: bool) -> None:
@@ -331,7 +331,7 @@ def add_offers(
     flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
     tuning = Searching(*search, decide, None, *flags)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
-    add_drawing(plan.last, sharded.offer_kernel, bundles, method.num_warps)
+    add_drawing(plan.last, offer.offer_kernel, bundles, method.num_warps)
 
 
 def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Exchange) -> None:
@@ -339,4 +339,4 @@ def add_finish(plan: ShardedPlan, step: Step, outputs: Outputs, exchanged: Excha
     if not step.all_know:
         exchanged = exchanged._replace(offers=plan.exchange(exchanged.offers))
     bundles = step.inputs, outputs, exchanged, step.sizes
-    add_waiting(plan.last, sharded.finish_kernel, step.sizes.batch, bundles, follows=step.all_know or plan.is_symmetric)
+    add_waiting(plan.last, offer.finish_kernel, step.sizes.batch, bundles, follows=step.all_know or plan.is_symmetric)
