@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TRANSPORTS = ("auto", "all_gather", "symmetric_memory")
 
 HINTS, HEADER = 16, 16 + 4096
-"""Where hints start in symmetric memory, one for each of 4,096 offers, and where its halves start: see `kernels.sharding.channel`."""
+"""Where hints start in symmetric memory, one for each of 4,096 offers, and where its halves start: see `channel`."""
 
 LEAST_WORDS = 1 << 20
 """Of a half, 8 MiB: enough for the statistics of 256 requests of 7 drafts and 151,936 tokens."""
