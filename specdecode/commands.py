@@ -157,6 +157,8 @@ class Models:
 
         An id that only one of them knows is padding in the other, or was added to one of them.
         """
+        from specdecode.integrations.transformers.supported import logits_width
+
         expected, got = self.tokenizer.get_vocab(), tokenizer.get_vocab()
         num_ids = min(logits_width(self.target), logits_width(self.draft))
         own = {i: token for token, i in expected.items() if i < num_ids}
@@ -195,12 +197,6 @@ def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
         raise ValueError(
             f"{option}: expected a folder with a model in Hugging Face format, got {folder}: {reason}"
         ) from error
-
-
-def logits_width(model: Any) -> int:
-    """Return how many ids a model can emit."""
-    head = model.get_output_embeddings()
-    return int(model.config.get_text_config().vocab_size if head is None else head.weight.shape[0])
 
 
 class Continuation:

@@ -16,6 +16,7 @@ from specdecode.integrations.transformers.supported import (
     cache_name,
     check_model,
     counts_columns,
+    logits_width,
     num_positions,
     num_rows,
     rotary_growth,
@@ -48,7 +49,7 @@ class CachedModel:
         self.counts_columns = counts_columns(text_config, self.parameters)
         self.sees_padding = sees_padding(text_config)
         # What a model emits and what it takes can differ from each other and from its config.
-        self.vocab_size: int = num_rows(model, "get_output_embeddings") or text_config.vocab_size
+        self.vocab_size = logits_width(model)
         self.num_embeddings: int = num_rows(model, "get_input_embeddings") or self.vocab_size
         self.max_positions = num_positions(model)
         self.rotary_switch = rotary_switch(text_config)

@@ -160,6 +160,11 @@ def attends_ahead(model: Any, text_config: Any) -> bool:
     return encodes and not any(getattr(module, "is_causal", False) is True for module in modules)
 
 
+def logits_width(model: Any) -> int:
+    """Return how many tokens a model can emit: as its output embedding says, or else its config."""
+    return int(num_rows(model, "get_output_embeddings") or model.config.get_text_config().vocab_size)
+
+
 def num_rows(model: Any, getter: str) -> int | None:
     """Return how many tokens an embedding of a model has, None if the model does not say."""
     try:
