@@ -12,9 +12,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specdecode import RejectionSampler, SamplerOutput, Sampling, sample
+from specdecode import RejectionSampler, SamplerOutput, Sampling, backends, sample
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
+from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
 from tests.support import distributions
 
 METHODS = ["probabilistic", "block", "strict"]
@@ -28,6 +29,9 @@ class PlainRejectionSampler:
     def _verify(self, *arguments):
         self.left = arguments
         return LEFT
+
+    def _verify_in_chunks(self, *arguments):
+        return arguments
 
 
 class Verifying(DraftVerification, PlainRejectionSampler):
@@ -78,7 +82,6 @@ def rejection_sampler(method, states, num_draft_tokens, **members):
     result.__dict__ |= {
         "sampler": sampler,
         "fallbacks": Fallbacks(logging.getLogger("vllm.specdecode")),
-        "warm": set(),
         "verifier": RejectionSampler(method),
         "num_speculative_steps": num_draft_tokens,
         "watermark_key": None,
@@ -176,7 +179,7 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
     # Steps without drafts are drawn by vLLM's sampler: the same tokens.
     plain = TokenSampling.__new__(TokenSampling)
     plain.__dict__ |= vars(rejection_sampler("strict", states, 4).sampler)
-    plain.verifier, plain.warm = Mock(wraps=RejectionSampler("strict"), method="strict"), set()
+    plain.verifier = Mock(wraps=RejectionSampler("strict"), method="strict", backend="auto")
     first = case["cu_num_logits"][:-1].long()
     tokens, _ = plain.sample(
         case["logits"][first],
@@ -221,7 +224,7 @@ def test_drafts_of_untruncated_rows_are_verified_for_a_truncated_target(method):
 
 def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4):
     """Return what the sampler's `packed` is called with."""
-    verifier = Mock(method=method)
+    verifier = Mock(method=method, backend="auto")
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)
     return verifier.packed.call_args.kwargs
@@ -312,7 +315,7 @@ def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
     case, _, _ = ragged_case()
     states, draft_logits = sampling_states(64, 50), torch.randn(64, 4, 50)
     result = rejection_sampler("probabilistic", states, 4)
-    real, result.verifier = result.verifier, Mock(wraps=result.verifier, method="probabilistic")
+    real, result.verifier = result.verifier, Mock(wraps=result.verifier, method="probabilistic", backend="auto")
     for logits in (None, draft_logits, None, draft_logits):
         result._verify(draft_logits=logits, **case)
     calls = [call.kwargs for call in result.verifier.warmup.call_args_list]
@@ -456,7 +459,8 @@ def test_processing_is_told_apart_from_temperature_and_truncation():
     class Sampler:
         def __init__(self):
             self.needs_logits_processing = np.zeros(8, dtype=bool)
-            self.sampling_states = Namespace(add_request=Mock(side_effect=lambda slot, params: params.temperature != 1))
+            self.sampling_states = sampling_states(8, 50)
+            self.sampling_states.add_request = Mock(side_effect=lambda slot, params: params.temperature != 1)
 
         def add_request(self, slot, params):
             needs = self.sampling_states.add_request(slot, params)
@@ -469,14 +473,103 @@ def test_processing_is_told_apart_from_temperature_and_truncation():
         sampler.add_request(slot, Namespace(temperature=temperature, penalty=penalty))
     assert sampler.other_processing.tolist() == [False, False, True, True] + [False] * 4
     assert sampler.needs_logits_processing.tolist() == [False, True, True, True] + [False] * 4
+    assert sampler.needs.tolist() == [0, 0, PROCESSORS, PROCESSORS] + [0] * 4
     assert sampler.sampling_states.add_request.call_count == 4
     sampler.add_request(3, Namespace(temperature=1, penalty=False))  # another request in the slot
     assert not sampler.other_processing[3]
     assert not sampler.needs_logits_processing[3]
+    assert not sampler.needs[3]
     states = sampler.sampling_states
     with pytest.raises(ValueError, match="penalty"):
         sampler.add_request(3, Namespace(temperature=1, penalty=None))
     assert sampler.sampling_states is states
+
+
+@pytest.mark.parametrize(
+    ("asked", "needs"),
+    [
+        ({}, 0),
+        ({"top_p": 0.9}, TRUNCATES),
+        ({"top_k": 5}, TRUNCATES),
+        ({"min_p": 0.1}, TRUNCATES),
+        ({"temperature": 0.0, "top_p": 0.9, "top_k": 5, "min_p": 0.1}, 0),
+        ({"num_logprobs": 0}, LOGPROBS),
+        ({"num_logprobs": 5, "min_p": 0.1}, LOGPROBS | TRUNCATES),
+    ],
+)
+def test_what_a_request_needs_is_noted_when_it_comes_and_a_step_needs_what_any_of_its_requests_does(asked, needs):
+    class Sampler:
+        def __init__(self):
+            self.needs_logits_processing = np.zeros(8, dtype=bool)
+            self.sampling_states = sampling_states(8, 50)
+            self.sampling_states.add_request = self.write
+
+        def write(self, slot, params):
+            for name, value in vars(params).items():
+                values = getattr(self.sampling_states, name)
+                getattr(values, "np", values)[slot] = value
+            return True
+
+        def add_request(self, slot, params):
+            self.needs_logits_processing[slot] = self.sampling_states.add_request(slot, params)
+
+    sampler = type("Ours", (TokenSampling, Sampler), {})()
+    sampler.add_request(5, Namespace(**asked))
+    assert sampler.needs.tolist() == [0] * 5 + [needs, 0, 0]
+    assert needs_in(sampler, np.array([1, 5, 7])) == needs
+    assert needs_in(sampler, np.array([1, 7])) == 0
+    assert needs_of(sampler, np.arange(8)).tolist() == sampler.needs.tolist()
+    del sampler.needs
+    assert needs_in(sampler, np.array([1, 5, 7])) == needs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_vllm_has_and_is_not_known_leaves_every_step_to_vllm_by_name(method, caplog):
+    case, _, _ = ragged_case()
+    result = rejection_sampler(method, sampling_states(64, 50), 4, unknown="what is not known (typical_eps)")
+    assert result._verify(draft_logits=None, **case) is LEFT
+    assert dict(result.fallbacks) == {"what is not known (typical_eps)": 1}
+    assert "typical_eps" in caplog.text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_truncated_steps_that_the_kernels_do_not_take_are_left_by_name_and_never_eager(method, monkeypatch):
+    case, _, _ = ragged_case()
+    states, reason = sampling_states(64, 50, top_p=0.9), "backend: 'triton' truncates rows of at most 3 drafts, got 4"
+    why = lambda name, batch: reason if batch.is_truncated else None  # noqa: E731
+    module = Namespace(why_not_verified=why)
+    monkeypatch.setattr(backends, "choose", lambda backend, logits: module)
+    result = rejection_sampler(method, states, 4)
+    result.verifier = Mock(method=method, backend="auto")
+    left = result._verify(draft_logits=None, **case)
+    assert dict(result.fallbacks) == {f"rows that the kernels do not take ({reason})": 1}
+    assert ["top_p" in call.kwargs for call in result.verifier.warmup.call_args_list] == [False] * (
+        1 + (method == "strict")
+    )
+    if method == "strict":  # of the copy that vLLM has truncated
+        assert set(result.verifier.packed.call_args.kwargs) & {"top_p", "top_k", "min_p"} == set()
+        assert result.verifier.packed.call_args.kwargs["target_logits"].dtype == torch.float32
+    else:
+        assert left is LEFT
+    states.top_p.np[:] = 1
+    assert result._verify(draft_logits=None, **case) is not LEFT
+    assert result.fallbacks.total() == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("change", [None, "penalty", "logprobs"])
+def test_a_batch_is_divided_only_for_the_copy_that_vllm_makes(method, change):
+    case, _, _ = ragged_case()
+    result = rejection_sampler(method, sampling_states(64, 50), 4)
+    if change == "penalty":
+        result.sampler.other_processing[case["idx_mapping_np"][7]] = True
+    batch = Namespace(idx_mapping_np=case["idx_mapping_np"])
+    where = None, case["draft_sampled"], case["pos"]
+    for most in (7, 1000):
+        expected = len(case["logits"]) if change is None and most == 7 else most
+        max_num_logprobs = 0 if change == "logprobs" else -1
+        got = result._verify_in_chunks(case["logits"], batch, *where, most, max_num_logprobs, case["draft_sampled"])
+        assert got == (case["logits"], batch, *where, expected, max_num_logprobs, case["draft_sampled"])
 
 
 # ---- Against vLLM's own function -------------------------------------------------------------------------------------

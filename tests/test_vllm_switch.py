@@ -1,5 +1,6 @@
 """An environment variable lets vLLM verify with this package; without it nothing is touched."""
 
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -14,20 +15,104 @@ from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSamplin
 from tests.test_vllm import METHODS, PlainRejectionSampler
 
 
+class Sampler:
+    """With vLLM's arguments, and names that vLLM's own consult."""
+
+    def apply_sampling_params(self, logits):
+        return self.sampling_states.apply_min_p(logits)
+
+    def sample(
+        self,
+        logits,
+        expanded_idx_mapping,
+        idx_mapping,
+        idx_mapping_np,
+        pos,
+        input_ids,
+        expanded_local_pos,
+        seq_lens_upper_bound_np,
+        return_logprobs=False,
+    ):
+        return self._sample_random(self.apply_sampling_params(logits))
+
+
+class EnginesRejectionSampler(PlainRejectionSampler):
+    """Likewise."""
+
+    def _verify(
+        self,
+        logits,
+        draft_logits,
+        draft_sampled,
+        pos,
+        cu_num_logits,
+        idx_mapping,
+        idx_mapping_np,
+        expanded_idx_mapping,
+        expanded_local_pos,
+        seq_lens_upper_bound_np,
+        verify_draft_sampled,
+    ):
+        return rejection_sample(self.sampler.apply_sampling_params(logits))
+
+    def _verify_in_chunks(
+        self,
+        logits,
+        input_batch,
+        draft_logits,
+        draft_sampled,
+        pos,
+        max_chunk_logits,
+        max_num_logprobs,
+        verify_draft_sampled=None,
+    ):
+        return max_chunk_logits
+
+
+def rejection_sample(target_logits, seed=0):
+    return target_logits
+
+
+def add_request(self, req_idx, sampling_params):
+    self.top_p.np[req_idx] = sampling_params.top_p
+
+
+def validate_spec_decode(self, speculative_config):
+    if speculative_config is not None and (self.min_p > _SAMPLING_EPS or self.logit_bias):
+        raise VLLMValidationError("not yet supported")
+
+
+validate_spec_decode.__name__ = "_validate_spec_decode"
+_SAMPLING_EPS, VLLMValidationError = 1e-5, ValueError
+
+
 @pytest.fixture
 def runner(monkeypatch):
     """A module in the place of vLLM's model runner."""
 
-    class Sampler:
-        sample = TokenSampling.sample
+    class InputProcessor:
+        def __init__(self, vllm_config):
+            self.vllm_config = vllm_config
 
-    class RejectionSampler(PlainRejectionSampler):
-        _verify = DraftVerification._verify
-
-    module = Namespace(Sampler=Sampler, RejectionSampler=RejectionSampler)
-    monkeypatch.setitem(sys.modules, RUNNER, module)
-    for parent in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu"):
-        monkeypatch.setitem(sys.modules, parent, Namespace(__path__=[]))
+    parameters = type(
+        "SamplingParams", (), {"_validate_spec_decode": validate_spec_decode, "min_p": 0.0, "logit_bias": {}}
+    )
+    module = Namespace(
+        Sampler=type("Sampler", (Sampler,), {}),
+        RejectionSampler=type("RejectionSampler", (EnginesRejectionSampler,), {}),
+    )
+    modules = {
+        RUNNER: module,
+        "vllm.v1.worker.gpu.sample.states": Namespace(SamplingStates=Namespace(add_request=add_request)),
+        "vllm.sampling_params": Namespace(SamplingParams=parameters),
+        "vllm.v1.engine.input_processor": Namespace(InputProcessor=InputProcessor),
+    }
+    for name in modules:
+        for i, letter in enumerate(name):
+            if letter == ".":
+                monkeypatch.setitem(sys.modules, name[:i], Namespace(__path__=[]))
+    for name, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
     return module
 
 
@@ -62,6 +147,7 @@ def test_the_environment_variable_replaces_both_classes(method, runner, monkeypa
     assert runner.Sampler.__mro__[1:3] == (TokenSampling, before["Sampler"])
     assert runner.RejectionSampler.__mro__[1:3] == (DraftVerification, before["RejectionSampler"])
     assert runner.Sampler.verifier.method == runner.RejectionSampler.verifier.method == method
+    assert runner.Sampler.unknown is runner.RejectionSampler.unknown is None
 
 
 def test_another_value_is_an_error_that_names_the_variable(runner, monkeypatch):
@@ -77,3 +163,81 @@ def test_a_vllm_whose_methods_take_other_arguments_is_refused(runner):
     with pytest.raises(ImportError, match=r"expected to take .* as in version 0.33, got .*surprise"):
         vllm.install("strict")
     assert not issubclass(runner.Sampler, TokenSampling)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [("RejectionSampler", "_verify"), ("Sampler", "apply_sampling_params"), ("Sampler", "sample")]
+)
+def test_a_method_that_consults_an_unknown_name_leaves_all_steps_to_vllm(of, name, runner):
+    def wider(self, *arguments):
+        return self.acceptance_bonus
+
+    kind = getattr(runner, of)
+    wider.__name__, wider.__signature__ = name, inspect.signature(getattr(kind, name))
+    setattr(kind, name, wider)
+    vllm.install("strict")
+    for replaced in (runner.Sampler, runner.RejectionSampler):
+        assert replaced.unknown.startswith("what vLLM ")
+        assert replaced.unknown.endswith(" has and this version of specdecode does not know (acceptance_bonus)")
+
+
+def test_an_argument_of_vllms_function_that_is_unknown_leaves_all_steps_to_vllm(runner, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "rejection_sample", lambda target_logits, typical_eps=0.1: None)
+    vllm.install("strict")
+    assert runner.RejectionSampler.unknown.endswith("(typical_eps)")
+
+
+def test_the_arguments_of_chunks_are_compared_too(runner):
+    runner.RejectionSampler._verify_in_chunks = lambda self, logits: None
+    with pytest.raises(ImportError, match=r"expected to take .*max_chunk_logits.* got \['self', 'logits'\]"):
+        vllm.install("strict")
+
+
+@pytest.mark.parametrize("parameter", [{"min_p": 0.1}, {"logit_bias": {3: 1.0}}])
+def test_min_p_and_logit_bias_are_served_beside_drafts_by_the_v2_model_runner_alone(parameter, runner):
+    vllm.install("strict")
+    vllm.install("strict")  # plug-ins may be loaded twice
+    params = sys.modules["vllm.sampling_params"].SamplingParams()
+    params.__dict__ |= parameter
+    for is_v2 in (True, False):
+        config = Namespace(speculative_config=Namespace(), use_v2_model_runner=is_v2)
+        with pytest.raises(ValueError, match="not yet supported"):  # no engine has this configuration yet
+            params._validate_spec_decode(config.speculative_config)
+        sys.modules["vllm.v1.engine.input_processor"].InputProcessor(config)
+        if is_v2:
+            params._validate_spec_decode(config.speculative_config)
+        else:
+            with pytest.raises(ValueError, match="not yet supported"):
+                params._validate_spec_decode(config.speculative_config)
+    params._validate_spec_decode(None)
+
+
+def test_what_else_vllm_refuses_beside_drafts_is_still_refused(runner, caplog):
+    def _validate_spec_decode(self, speculative_config):
+        if self.typical_p or self.min_p:
+            raise ValueError("not yet supported")
+
+    parameters = sys.modules["vllm.sampling_params"].SamplingParams
+    parameters._validate_spec_decode = _validate_spec_decode
+    vllm.install("strict")
+    assert parameters._validate_spec_decode is _validate_spec_decode
+    assert "min_p and logit_bias are refused as before" in caplog.text
+    assert caplog.messages[0].endswith("typical_p)")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (engines.VLLM_INTERVAL, "soon", "a number of seconds, 0 for no lines"),
+        (engines.VLLM_INTERVAL, "-1", "a number of seconds, 0 for no lines"),
+        (engines.VLLM_INTERVAL, "nan", "a number of seconds, 0 for no lines"),
+        (engines.VLLM_TIMES, "yes", "0 or 1"),
+    ],
+)
+def test_a_wrong_value_of_another_variable_stops_the_process_too(variable, value, expected, runner, monkeypatch):
+    monkeypatch.setenv(engines.VLLM_SWITCH, "strict")
+    monkeypatch.setenv(variable, value)
+    before = dict(vars(runner))
+    with pytest.raises(ValueError, match=f"{variable}: expected {expected}, got '{value}'"):
+        engines.register_vllm()
+    assert vars(runner) == before

@@ -1,0 +1,18 @@
+"""Verification in vLLM: classes mixed into the rejection sampler and the sampler of its V2 model runner.
+
+| module | what it holds |
+|---|---|
+| `installation` | what the switch does in each process: classes are replaced, a refusal is lifted |
+| `contract` | what this package knows of vLLM: versions, and the names that its methods consult |
+| `sampling` | what requests ask for; the tokens of steps without drafts |
+| `verification` | a step with drafts |
+| `reporting` | what an operator sees: the log and the counters |
+"""
+
+from specdecode.integrations.vllm.contract import RUNNER
+from specdecode.integrations.vllm.installation import install
+from specdecode.integrations.vllm.reporting import logger
+from specdecode.integrations.vllm.sampling import TokenSampling
+from specdecode.integrations.vllm.verification import DraftVerification
+
+__all__ = ["RUNNER", "DraftVerification", "TokenSampling", "install", "logger"]

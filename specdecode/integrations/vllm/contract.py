@@ -1,0 +1,113 @@
+"""What this package knows of vLLM, and how it notices a vLLM that does more.
+
+A later version may apply a new rule in a method that is replaced here. It must not be dropped: so the names that vLLM's own
+methods consult are compared with those of the versions that were run. If there is another one, all steps are left to vLLM.
+"""
+
+import functools
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+RUN_WITH = "0.33."
+"""How the versions start that this package was run with."""
+
+CONSULTED = {
+    "_verify": {
+        *("_watermarking_kwargs", "apply_sampling_params", "fly_entropy_threshold", "fly_entropy_top_k"),
+        *("fly_window_size", "gpu", "num_speculative_steps", "rejection_sample", "sampler", "sampling_states", "seeds"),
+        *("synthetic_conditional_rates", "temperature", "use_block_verification", "use_fp64_gumbel"),
+    },
+    "apply_sampling_params": {
+        *("LogitsContext", "any", "apply", "apply_min_p", "apply_temperature", "apply_top_k_top_p", "copy_"),
+        *("empty_like", "float32", "logits_processors", "needs_logits_processing", "np", "sampling_states"),
+        *("thinking_budget_state", "torch"),
+    },
+    "sample": {
+        *("PROCESSED_LOGPROBS_MODES", "_sample_random", "any_explicit_seed", "any_greedy", "apply_sampling_params"),
+        *("get_top_k_top_p", "logprobs_mode", "sampling_states", "shape", "use_flashinfer", "use_xpu_sampler"),
+    },
+    "add_request": {
+        *("NO_LOGPROBS", "_NP_INT64_MAX", "_NP_INT64_MIN", "logprobs", "min_p", "np", "num_logprobs", "randint"),
+        *("random", "seed", "seeds", "seeds_set", "temperature", "top_k", "top_p", "vocab_size"),
+    },
+    "_validate_spec_decode": {"VLLMValidationError", "_SAMPLING_EPS", "logit_bias", "min_p"},
+}
+"""The names that vLLM's methods consult, by method; `add_request` is that of the sampling states."""
+
+ARGUMENTS = {
+    *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
+    *("expanded_local_pos", "temperature", "seed", "num_speculative_steps", "synthetic_conditional_rates", "use_fp64"),
+    *("use_block_verification", "contexts", "watermarking", "watermarking_skip_mask", "watermark_key"),
+    *("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
+}
+"""The arguments of the function that vLLM's `_verify` calls."""
+
+ATTRIBUTES = {
+    "RejectionSampler": {
+        *("sampler", "watermark_key", "num_speculative_steps", "enable_adaptive_verification", "fly_window_size"),
+        *("use_block_verification", "fly_entropy_threshold", "fly_entropy_top_k", "synthetic_conditional_rates"),
+    },
+    "Sampler": {
+        *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
+        *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
+        *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
+        *("use_xpu_sampler", "other_processing", "needs", "shards_batches"),
+    },
+    "SamplingStates": {
+        *("max_num_reqs", "vocab_size", "temperature", "top_k", "top_p", "min_p", "seeds", "seeds_set", "num_logprobs"),
+    },
+}
+"""What vLLM's objects hold, by class, and what `TokenSampling` adds."""
+
+
+@functools.cache
+def version_of(package: str) -> str:
+    """Return the version of a package that is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def check_same_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    """Raise unless vLLM's method takes the arguments of the one that replaces it."""
+    expected, found = (list(inspect.signature(method).parameters) for method in (ours, theirs))
+    if expected != found:
+        raise ImportError(
+            f"specdecode: vLLM's {theirs.__qualname__} was expected to take {expected}, as in version 0.33, got {found}"
+        )
+
+
+def unknown_names(method: Callable[..., Any]) -> list[str]:
+    """Return the names that a method of vLLM consults, and that were not known when this was written."""
+    method = inspect.unwrap(method)
+    known = CONSULTED[method.__name__]
+    names = sorted(set(method.__code__.co_names) - known)
+    sample = getattr(method, "__globals__", {}).get("rejection_sample") if method.__name__ == "_verify" else None
+    if sample is not None:
+        names += sorted(set(inspect.signature(sample).parameters) - ARGUMENTS)
+    return names
+
+
+def unknown_attributes(holder: object, kind: str) -> list[str]:
+    """Return what an object of vLLM holds beyond what is known, unless it is switched off: None, False or 0."""
+    held = vars(holder)
+    new = sorted(set(held) - ATTRIBUTES[kind])
+    return [f"{kind}.{name}" for name in new if not (held[name] is None or held[name] is False or is_zero(held[name]))]
+
+
+def is_zero(value: object) -> bool:
+    """Return whether a value is the number 0."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def as_reason(names: Iterable[str]) -> str | None:
+    """Return why steps are left to vLLM if it has something new, or None."""
+    found = ", ".join(names)
+    return (
+        f"what vLLM {version_of('vllm')} has and this version of specdecode does not know ({found})" if found else None
+    )

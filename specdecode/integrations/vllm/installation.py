@@ -1,0 +1,82 @@
+"""What the switch does in each process of vLLM: it replaces the sampler's classes, and lifts a refusal."""
+
+import functools
+import importlib
+from typing import Any
+
+from specdecode import RejectionSampler
+from specdecode.integrations.adapters import EngineMethod
+from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
+from specdecode.integrations.vllm.reporting import logger
+from specdecode.integrations.vllm.sampling import TokenSampling
+from specdecode.integrations.vllm.verification import DraftVerification
+
+SERVED = "_specdecode_serves_all_parameters"
+"""The attribute of vLLM's configuration of drafts that says so."""
+
+
+def install(method: EngineMethod) -> None:
+    """Replace the classes that vLLM's V2 model runner makes its samplers from.
+
+    Engines that are made afterwards in this process verify by the method. `SPECDECODE_VLLM` calls this in every process of
+    vLLM; call it yourself only if vLLM runs in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
+
+    Requests with `min_p` or `logit_bias`, which vLLM refuses beside drafts, are served from then on, if the V2 model runner
+    serves them.
+
+    Args:
+        method: `"probabilistic"`, `"block"` or `"strict"`.
+
+    Raises:
+        ImportError: vLLM is not installed, or is of a version whose classes take other arguments.
+    """
+    runner: Any = importlib.import_module(RUNNER)
+    if issubclass(runner.RejectionSampler, DraftVerification):
+        runner.RejectionSampler.verifier = runner.Sampler.verifier = RejectionSampler(method)
+        return
+    replaced = [
+        (TokenSampling, runner.Sampler, "sample"),
+        (DraftVerification, runner.RejectionSampler, "_verify"),
+        (DraftVerification, runner.RejectionSampler, "_verify_in_chunks"),
+    ]
+    for ours, theirs, name in replaced:
+        check_same_arguments(getattr(ours, name), getattr(theirs, name))
+    members = {"verifier": RejectionSampler(method), "unknown": as_reason(unknown_rules(runner))}
+    runner.Sampler = type("Sampler", (TokenSampling, runner.Sampler), dict(members))
+    runner.RejectionSampler = type("RejectionSampler", (DraftVerification, runner.RejectionSampler), dict(members))
+    lift_refusal()
+
+
+def unknown_rules(runner: Any) -> list[str]:
+    """Return the names that vLLM's methods consult and that are not known, of all whose work is done here instead."""
+    states = importlib.import_module("vllm.v1.worker.gpu.sample.states").SamplingStates
+    methods = runner.RejectionSampler._verify, runner.Sampler.apply_sampling_params, runner.Sampler.sample
+    return [name for method in (*methods, states.add_request) for name in unknown_names(method)]
+
+
+def lift_refusal() -> None:
+    """Let vLLM serve `min_p` and `logit_bias` beside drafts.
+
+    It refuses them because its older model runner ignores them there. Here, and in what is left to the V2 model runner, they
+    are applied to every row.
+    """
+    parameters: Any = importlib.import_module("vllm.sampling_params").SamplingParams
+    processor: Any = importlib.import_module("vllm.v1.engine.input_processor").InputProcessor
+    refuse, begin = parameters._validate_spec_decode, processor.__init__
+    if new := unknown_names(refuse):
+        logger.warning("specdecode: min_p and logit_bias are refused as before, because of %s", as_reason(new))
+        return
+
+    @functools.wraps(refuse)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if not getattr(speculative_config, SERVED, False):
+            refuse(self, speculative_config)
+
+    @functools.wraps(begin)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        config = self.vllm_config
+        if config.speculative_config is not None and config.use_v2_model_runner:
+            object.__setattr__(config.speculative_config, SERVED, True)
+
+    parameters._validate_spec_decode, processor.__init__ = validate, initialise

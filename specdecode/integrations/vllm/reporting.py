@@ -1,0 +1,199 @@
+"""What an operator sees: one line at the start, one in each interval, and the same as counters for Prometheus.
+
+The host waits for nothing. A step's outputs, a few bytes for each request, are kept. After many steps, or at the end of an
+interval, they are added up on the device, and the sums are copied to the host. They are read once that has happened.
+"""
+
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import SamplerOutput
+from specdecode.integrations.adapters import Fallbacks
+
+logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
+
+MOST_KEPT = 256
+"""Steps whose outputs are kept until they are added up."""
+
+NO_FINITE_LOGIT = (
+    "specdecode: %d requests had a row without a finite logit, all NaN or masked, and emitted token 0 there; "
+    "VLLM_COMPUTE_NANS_IN_LOGITS=1 lets vLLM count NaN, VLLM_RAISE_ON_LOGIT_NANS=1 lets it stop"
+)
+
+
+class Sums(NamedTuple):
+    """What steps add up to: drafts, draft tokens, accepted tokens and invalid requests, on their way to the host."""
+
+    values: Tensor  # [4] int64, on the host
+    copied: Any  # the event after the copy; None: they are there
+
+    def are_there(self) -> bool:
+        """Return whether the copy has happened, without waiting for it."""
+        return self.copied is None or bool(self.copied.query())
+
+
+class Report:
+    """Counts steps, and logs them once in an interval.
+
+    Args:
+        left: the steps left to vLLM, by reason.
+        interval: seconds between two lines; 0: no lines.
+        timed: whether to measure the time of verified steps.
+        counters: adds numbers to those that an exporter reads, by name.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        left: Fallbacks,
+        interval: float,
+        timed: bool = False,
+        counters: Callable[[dict[str, float], Counter[str]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.left, self.interval, self.timed, self.counters, self.clock = left, interval, timed, counters, clock
+        self.begun = self.now = clock()
+        self.steps = self.steps_logged = 0
+        self.left_logged: Counter[str] = Counter()
+        self.kept: list[tuple[Tensor, ...]] = []
+        self.sums: deque[Sums] = deque()
+        self.totals = [0, 0, 0, 0]
+        self.ending: tuple[float, int, Counter[str]] | None = None
+        self.started: tuple[float, Any] | None = None
+        self.host: list[float] = []
+        self.device: list[float] = []
+        self.events: deque[tuple[Any, Any]] = deque()
+
+    def begin(self, logits: Tensor) -> None:
+        """Note the start of a step, if times are asked for."""
+        if self.timed:
+            self.started = time.perf_counter(), recorded(logits.device)
+
+    def verified(self, output: SamplerOutput) -> None:
+        """Count a step that was verified here; `begin` came before it."""
+        self.steps += 1
+        self.kept.append((output.num_accepted, output.num_draft_tokens, output.invalid))
+        if self.started is not None:
+            start, event = self.started
+            self.host.append(time.perf_counter() - start)
+            if event is not None:
+                self.events.append((event, recorded(output.invalid.device)))
+            self.started = None
+        if len(self.kept) == MOST_KEPT:
+            self.add_up()
+        self.tick()
+
+    def tick(self) -> None:
+        """End the interval if it is time, and log it once its sums are there. Called in every step."""
+        while self.sums and self.sums[0].are_there():
+            self.totals = [total + new for total, new in zip(self.totals, self.sums.popleft().values.tolist())]
+        if self.ending is not None:
+            if not self.sums:
+                self.log(*self.ending)
+            return
+        now = self.clock()
+        if now - self.begun >= (self.interval or 60):
+            self.add_up()
+            self.ending = now, self.steps, Counter(self.left)
+
+    def add_up(self) -> None:
+        """Add up the outputs that were kept, and start to copy the sums to the host."""
+        if not self.kept:
+            return
+        accepted, drafted, invalid = [torch.cat(each) for each in zip(*self.kept)]
+        self.kept = []
+        sums = torch.stack([each.sum() for each in (drafted > 0, drafted, accepted, invalid)])
+        if sums.is_cuda:
+            values = torch.empty(4, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+            self.sums.append(Sums(values, recorded(sums.device)))
+        else:
+            self.sums.append(Sums(sums, None))
+        while self.events and self.events[0][1].query():
+            start, end = self.events.popleft()
+            self.device.append(start.elapsed_time(end) / 1e3)
+
+    def log(self, now: float, steps: int, left: Counter[str]) -> None:
+        """Log an interval that has ended, and tell the exporter."""
+        drafts, draft_tokens, accepted, invalid = self.totals
+        new_left = left - self.left_logged
+        numbers: dict[str, float] = {"steps_verified": steps - self.steps_logged, "drafts": drafts}
+        numbers |= {"draft_tokens": draft_tokens, "accepted_tokens": accepted, "invalid_requests": invalid}
+        numbers |= {"verify_host_seconds": sum(self.host), "verify_device_seconds": sum(self.device)}
+        if self.counters is not None:
+            self.counters(numbers, new_left)
+        if self.interval:
+            logger.info("%s", self.line(now - self.begun, numbers, new_left))
+        if invalid:
+            logger.warning(NO_FINITE_LOGIT, invalid)
+        self.begun, self.steps_logged, self.left_logged = now, steps, left
+        self.totals, self.ending, self.host, self.device = [0, 0, 0, 0], None, [], []
+
+    def line(self, seconds: float, numbers: dict[str, float], left: Counter[str]) -> str:
+        """Return the line of an interval."""
+        drafts = numbers["drafts"]
+        length = f"{1 + numbers['accepted_tokens'] / drafts:.2f}" if drafts else "-"
+        reasons = "; ".join(f"{steps} with {reason}" for reason, steps in left.most_common())
+        parts = [
+            f"specdecode: in {seconds:.0f} s {numbers['steps_verified']} steps verified",
+            f"{left.total()} left to vLLM{reasons and f' ({reasons})'}",
+            f"acceptance length {length}",
+            f"{numbers['invalid_requests']} invalid requests",
+        ]
+        times = [(name, each) for name, each in (("host", self.host), ("device", self.device)) if each]
+        parts += [f"{name} {1e3 * statistics.median(each):.3f} ms a step" for name, each in times]
+        return ", ".join(parts)
+
+
+def recorded(device: torch.device) -> Any:
+    """Return an event that is recorded in the current stream, None if the device has none."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@functools.cache
+def prometheus() -> Callable[[dict[str, float], Counter[str]], None] | None:
+    """Return what adds to counters of Prometheus, None where no exporter would see them.
+
+    vLLM's exporter is in the process of its server. It sees those of other processes in Prometheus's multiprocess mode,
+    that is with `PROMETHEUS_MULTIPROC_DIR`: vLLM sets that where it starts several servers, and takes it from the user.
+    """
+    is_seen = "PROMETHEUS_MULTIPROC_DIR" in os.environ or multiprocessing.parent_process() is None
+    try:
+        client: Any = importlib.import_module("prometheus_client") if is_seen else None
+    except ImportError:
+        client = None
+    if client is None:
+        return None
+    texts = {
+        "steps_verified": "Steps verified by specdecode.",
+        "drafts": "Requests with drafts, counted in each step that specdecode verified.",
+        "draft_tokens": "Draft tokens that specdecode verified.",
+        "accepted_tokens": "Draft tokens that specdecode accepted.",
+        "invalid_requests": "Requests with a row without a finite logit, counted in each step.",
+        "verify_host_seconds": "Time of the host in verified steps, if SPECDECODE_VLLM_TIMES is set.",
+        "verify_device_seconds": "Time of the device in verified steps, if SPECDECODE_VLLM_TIMES is set.",
+    }
+    plain = {name: client.Counter(f"specdecode:{name}", text) for name, text in texts.items()}
+    left = client.Counter("specdecode:steps_left", "Steps left to vLLM, by reason.", ["reason"])
+
+    def add(numbers: dict[str, float], new_left: Counter[str]) -> None:
+        for name, number in numbers.items():
+            plain[name].inc(number)
+        for reason, steps in new_left.items():
+            left.labels(reason).inc(steps)
+
+    return add

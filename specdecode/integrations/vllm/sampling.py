@@ -1,0 +1,189 @@
+"""What requests ask for, as vLLM's sampling states have it, and the tokens of steps without drafts."""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler, Sampling, backends, eager
+from specdecode.batch import VerificationBatch
+
+PROCESSORS, TRUNCATES, LOGPROBS = 1, 2, 4
+"""What a request may need, in bits: logits processors, truncation, log-probabilities."""
+
+NO_SAMPLING_NEED = SimpleNamespace(add_request=lambda request, params: False)
+"""In place of vLLM's sampling states: temperature and truncation need no processing."""
+
+
+class TokenSampling:
+    """Mixed into vLLM's `Sampler`: it knows what each request needs, and draws by seed for `"strict"`.
+
+    vLLM's sampler draws the tokens of steps in which no request has a draft. For `"strict"` they must have the noise of all
+    other tokens: a request's text depends on its seed and not on which steps had drafts.
+    """
+
+    verifier: ClassVar[RejectionSampler]
+    unknown: ClassVar[str | None] = None
+    """Why all steps are left to vLLM: it may do what is not known here."""
+
+    # What vLLM's class has:
+    apply_sampling_params: Callable[..., Tensor]
+    logprobs_mode: str
+    needs_logits_processing: np.ndarray
+    return_sampling_mask: bool
+    sampling_states: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.other_processing = np.zeros_like(self.needs_logits_processing)
+        self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)
+        config = kwargs.get("vllm_config", args[0] if args else None)
+        self.shards_batches = bool(
+            getattr(getattr(config, "parallel_config", None), "enable_batch_sharded_sampling", False)
+        )
+
+    @functools.cached_property
+    def kinds(self) -> set[torch.dtype]:
+        """Of logits whose kernels are compiled."""
+        return set()
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> None:
+        """Note what a request needs: logits processing beyond temperature and truncation, truncation, log-probabilities."""
+        # vLLM keeps one flag for both: so first let its method see no need of temperature and truncation.
+        states, self.sampling_states = self.sampling_states, NO_SAMPLING_NEED
+        try:
+            super().add_request(req_idx, sampling_params)  # type: ignore[misc]
+        finally:
+            self.sampling_states = states
+        self.other_processing[req_idx] = self.needs_logits_processing[req_idx]
+        self.needs_logits_processing[req_idx] |= states.add_request(req_idx, sampling_params)
+        self.needs[req_idx] = needs_of(self, np.array([req_idx]))[0]
+
+    def sample(
+        self,
+        logits: Tensor,
+        expanded_idx_mapping: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: Tensor,
+        input_ids: Tensor,
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        return_logprobs: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Draw one token per row, with vLLM's arguments and results."""
+        mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
+        tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
+        if self.verifier.method != "strict" or self.unknown is not None:
+            return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
+        needs = needs_in(self, idx_mapping_np)
+        if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
+            sampling = requested(self.sampling_states, needs)
+        else:
+            logits = self.apply_sampling_params(logits, *mappings, *tokens)
+            sampling = of_processed(self.sampling_states)
+        call = {
+            "target_logits": logits,
+            "draft_token_ids": input_ids,  # not looked at: each row is its request's last
+            "row_starts": torch.arange(len(logits) + 1, device=logits.device),
+            "num_draft_tokens": 0,
+            "slots": expanded_idx_mapping,
+            "seeds": self.sampling_states.seeds.gpu,
+            "row_positions": pos,
+        }
+        if logits.dtype not in self.kinds:
+            self.kinds.add(logits.dtype)
+            compile_both(self.verifier, call, self.sampling_states)
+        return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
+
+
+def needs_of(sampler: Any, requests: np.ndarray) -> np.ndarray:
+    """Return what each request needs, [requests] in bits.
+
+    Greedy requests need no truncation.
+    """
+    states = sampler.sampling_states
+    # A sampler that is not ours does not tell processors from temperatures: then both count.
+    processors = getattr(sampler, "other_processing", sampler.needs_logits_processing)[requests]
+    truncates = (states.top_k.np[requests] != states.vocab_size) | (states.top_p.np[requests] != 1)
+    truncates = (truncates | (states.min_p.np[requests] != 0)) & (states.temperature.np[requests] != 0)
+    logprobs = states.num_logprobs[requests] >= 0
+    bits: np.ndarray = PROCESSORS * processors | TRUNCATES * truncates | LOGPROBS * logprobs
+    return bits.astype(np.uint8)
+
+
+def needs_in(sampler: Any, requests: np.ndarray) -> int:
+    """Return what any of the requests of a step needs, in bits."""
+    needs = getattr(sampler, "needs", None)
+    each = needs_of(sampler, requests) if needs is None else needs[requests]
+    return int(np.bitwise_or.reduce(each))
+
+
+def processes_logprobs(sampler: Any) -> bool:
+    """Return whether log-probabilities, if asked for, are of logits that vLLM has processed."""
+    return sampler.logprobs_mode in ("processed_logits", "processed_logprobs")
+
+
+def why_processed(sampler: Any, needs: int) -> str | None:
+    """Return why a step that needs so much needs logits that vLLM has processed, or None."""
+    if needs & PROCESSORS:
+        return "logits processors (penalties, biases, bad words, thinking budgets, custom ones)"
+    if needs & LOGPROBS and processes_logprobs(sampler):
+        return f"logprobs_mode {sampler.logprobs_mode!r}"
+    if sampler.return_sampling_mask:
+        return "return_sampling_mask"
+    return None
+
+
+def requested(states: Any, needs: int) -> dict[str, Any]:
+    """Return how requests sample from raw logits, by slot, with no truncation if none of them truncates: that costs more."""
+    return truncated(states) if needs & TRUNCATES else {"temperature": states.temperature.gpu}
+
+
+def truncated(states: Any) -> dict[str, Any]:
+    """Return how requests sample. All truncation is passed if any is: each selection would need kernels of its own."""
+    return {name: getattr(states, name).gpu for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def of_processed(states: Any) -> dict[str, Any]:
+    """Return how requests sample from logits that vLLM has divided by the temperature and truncated."""
+    return {"temperature": (states.temperature.gpu != 0).to(torch.float32)}
+
+
+def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[str, Any]:
+    """Add how vLLM drew the drafts, where that differs: at the target's temperature, from whole rows."""
+    if draft_logits is None or "top_p" not in sampling:
+        return sampling
+    return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
+
+
+def compile_both(verifier: RejectionSampler, call: dict[str, Any], states: Any) -> tuple[str | None, str | None]:
+    """Compile the kernels of steps like a call, not truncated and truncated; return why the kernels do not take either.
+
+    Args:
+        verifier: compiles.
+        call: the arguments of its `packed`, but how requests sample.
+        states: vLLM's, which have that.
+    """
+    one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
+    samplings = {"temperature": states.temperature.gpu}, for_drafts(truncated(states), call.get("draft_logits"))
+    why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
+    for sampling, reason in zip(samplings, why_not):
+        if reason is None:
+            verifier.warmup(**one, **sampling)
+    return why_not[0], why_not[1]
+
+
+def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:
+    """Return why the eager backend would verify a call, or None: it takes more time and memory than vLLM's own method."""
+    logits = call["target_logits"]
+    backend = backends.choose(verifier.backend, logits)
+    if backend is not eager:
+        batch = VerificationBatch.check(**{"draft_logits": None, "draft_logsumexp": None, "positions": None, **call})
+        why_not: str | None = backend.why_not_verified(verifier.method, batch)
+        return why_not
+    return None if logits.is_cpu else backends.obstacle(logits.device)

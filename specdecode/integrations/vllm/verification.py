@@ -1,0 +1,291 @@
+"""A step with drafts, in vLLM's arguments.
+
+vLLM hands over what it holds, and nothing of vocabulary size is copied: the rows of all requests are packed in one tensor,
+temperatures and seeds are by slot, lengths stay on the device.
+
+| vLLM | the sampler's `packed` |
+|---|---|
+| `draft_sampled`, the token that is fed at each row | `draft_token_ids`, the draft that each row judges: the next one |
+| `pos`, of the token that is fed | `row_positions` |
+| cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
+| no cached draft logits | `draft_logits=None`, a point mass |
+| cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
+"""
+
+import functools
+import importlib
+import os
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import specdecode
+from specdecode import RejectionSampler
+from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.engines import log_interval, times_are_asked_for
+from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
+from specdecode.integrations.vllm.reporting import Report, logger, prometheus
+from specdecode.integrations.vllm.sampling import (
+    LOGPROBS,
+    TRUNCATES,
+    compile_both,
+    for_drafts,
+    needs_in,
+    of_processed,
+    requested,
+    why_processed,
+)
+
+
+class DraftVerification:
+    """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
+
+    verifier: ClassVar[RejectionSampler]
+    unknown: str | None = None
+    """Why all steps are left to vLLM: it may do what is not known here."""
+
+    fallbacks: Fallbacks
+    report: Report | None = None
+    """None: another rank reports the same steps."""
+
+    # What vLLM's class has:
+    fly_window_size: int
+    num_speculative_steps: int
+    sampler: Any
+    synthetic_conditional_rates: Tensor | None
+    watermark_key: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unknown = self.unknown or as_reason(
+            [
+                *unknown_attributes(self, "RejectionSampler"),
+                *unknown_attributes(self.sampler, "Sampler"),
+                *unknown_attributes(self.sampler.sampling_states, "SamplingStates"),
+            ]
+        )
+        self.fallbacks = Fallbacks(logger)
+        if reports_here(self.sampler):
+            self.report = Report(self.fallbacks, log_interval(), times_are_asked_for(), prometheus())
+            self.log_start()
+
+    def log_start(self) -> None:
+        """Log the method, the versions, and what is left to vLLM by configuration."""
+        packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
+        always, mask = self.other_rule(), why_processed(self.sampler, 0)
+        left = [f"all steps, with {always or mask}"] if always or mask else []
+        if why_logprobs := why_processed(self.sampler, LOGPROBS):
+            left.append(f"steps with log-probabilities, with {why_logprobs}")
+        logger.info(
+            "specdecode %s: method %r verifies the drafts, up to %d a request (%s); left to vLLM by configuration: %s",
+            specdecode.__version__,
+            self.verifier.method,
+            self.num_speculative_steps,
+            packages,
+            "; ".join(left) or "nothing",
+        )
+        if not version_of("vllm").startswith(RUN_WITH):
+            logger.warning(
+                "specdecode: vllm %s is not one of the versions that it was run with, %sx",
+                version_of("vllm"),
+                RUN_WITH,
+            )
+        if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0") and self.verifier.method != "strict":
+            logger.warning(
+                "specdecode: with VLLM_BATCH_INVARIANT the seeded text of a request still depends on the batch, because "
+                "vLLM draws with other noise in steps without drafts and in those left to it; not so with method 'strict'"
+            )
+
+    def _verify(
+        self,
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Verify one step, with vLLM's arguments and results.
+
+        Args:
+            logits: [num_rows, vocab] in the model's dtype, grammar masks applied.
+            draft_logits: [max_requests, num_draft_tokens, vocab] by slot, as the draft model wrote them; None means that
+                drafts are deterministic.
+            draft_sampled: [num_rows] the token that was fed at each row: a request's last token, then its drafts.
+            pos: [num_rows] the positions of these.
+            cu_num_logits: [batch + 1] each request's first row. Only the device may know its values.
+            idx_mapping: [batch] each request's slot.
+            idx_mapping_np: the same on the host.
+            expanded_idx_mapping: [num_rows] the slot of each row's request.
+            expanded_local_pos: [num_rows] each row's place in its request.
+            seq_lens_upper_bound_np: for vLLM's logits processors.
+            verify_draft_sampled: [num_rows] `draft_sampled` with -1 for drafts that a grammar forbids.
+
+        Returns:
+            The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
+            int32, how many of them each request emits.
+        """
+        rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
+        mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
+        given = *rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled
+        is_strict = self.verifier.method == "strict"
+        if self.report is not None:
+            self.report.begin(logits)
+        drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
+        where = draft_rows, pos, cu_num_logits, idx_mapping
+        kind = kind_of(logits, draft_rows)
+        if kind not in self.kinds and self.other_rule() is None:
+            self.prepare(kind, self.call_of(logits, drafts, *where))
+        needs = needs_in(self.sampler, idx_mapping_np)
+        rule, processed = self.why_left(needs, kind)
+        if rule is not None or (processed is not None and not is_strict):
+            return self.leave(rule or str(processed), given)
+        if processed is None:
+            sampling = requested(self.sampler.sampling_states, needs)
+        else:  # only strict: it promises that the noise is the same in every step
+            logits, sampling = self.processed(processed, given)
+        if draft_rows is not None and verify_draft_sampled.data_ptr() != draft_sampled.data_ptr():
+            drafts = with_masked_drafts(drafts, draft_sampled[1:], logits)
+        call, kind = self.call_of(logits, drafts, *where), kind_of(logits, draft_rows)
+        if kind not in self.kinds:  # as the copy of vLLM's is
+            self.prepare(kind, call)
+        output = self.verifier.packed(**call, **for_drafts(sampling, draft_rows))
+        if self.report is not None:
+            self.report.verified(output)
+        return logits, output.token_ids, output.num_tokens
+
+    def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Let vLLM verify a step by its own method, and count it."""
+        self.fallbacks.add(reason, "vLLM verifies such a step, by its own method and noise")
+        if self.report is not None:
+            self.report.tick()
+        return super()._verify(*given)  # type: ignore[misc, no-any-return]
+
+    def processed(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, dict[str, Any]]:
+        """Let vLLM process the logits of a step; return them, and how requests sample from them."""
+        self.fallbacks.add(reason, "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that")
+        logits, _, fed, pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more = given
+        where = expanded_idx_mapping, idx_mapping, idx_mapping_np
+        logits = self.sampler.apply_sampling_params(logits, *where, pos, fed, *more[:2])
+        return logits, of_processed(self.sampler.sampling_states)
+
+    def _verify_in_chunks(
+        self,
+        logits: Tensor,
+        input_batch: Any,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        max_chunk_logits: int,
+        max_num_logprobs: int,
+        verify_draft_sampled: Tensor | None = None,
+    ) -> Any:
+        """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
+        if len(logits) > max_chunk_logits and max_num_logprobs < 0:
+            kind = kind_of(logits, None if self.verifier.method == "strict" else draft_logits)
+            if self.why_left(needs_in(self.sampler, input_batch.idx_mapping_np), kind) == (None, None):
+                max_chunk_logits = len(logits)
+        where = draft_logits, draft_sampled, pos, max_chunk_logits, max_num_logprobs, verify_draft_sampled
+        return super()._verify_in_chunks(logits, input_batch, *where)  # type: ignore[misc]
+
+    @functools.cached_property
+    def kinds(self) -> dict[Any, tuple[str | None, str | None]]:
+        """Kinds of steps whose kernels are compiled, and why the kernels do not take those not truncated, and truncated."""
+        return {}
+
+    def prepare(self, kind: Any, call: dict[str, Any]) -> None:
+        """Compile kernels, truncated and not, at the first call of its kind: vLLM's own warm-up makes that."""
+        self.kinds[kind] = compile_both(self.verifier, call, self.sampler.sampling_states)
+
+    def call_of(
+        self,
+        logits: Tensor,
+        draft_token_ids: Tensor,
+        draft_logits: Tensor | None,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
+    ) -> dict[str, Any]:
+        """Return the arguments of the sampler's `packed`, but how requests sample."""
+        call = {
+            "target_logits": logits,
+            "draft_token_ids": draft_token_ids,
+            "row_starts": cu_num_logits,
+            "draft_logits": draft_logits,
+            "num_draft_tokens": self.num_speculative_steps,
+            "slots": idx_mapping,
+            "seeds": self.sampler.sampling_states.seeds.gpu,
+            "row_positions": pos,
+        }
+        if draft_logits is not None and draft_logits.shape[-1] != logits.shape[-1]:
+            call["draft_logits"] = draft_logits[..., : logits.shape[-1]]  # beyond it a draft is no token of the target
+            if draft_logits.shape[-1] < logits.shape[-1]:
+                call["draft_vocab_ids"] = first_ids(draft_logits.shape[-1], logits.device)
+        return call
+
+    def why_left(self, needs: int, kind: Any) -> tuple[str | None, str | None]:
+        """Return why vLLM has to verify a step, and else why it has to process the step's logits; None: it has not."""
+        rule = self.other_rule()
+        if rule is not None:
+            return rule, None
+        processed = why_processed(self.sampler, needs)
+        if processed is None:
+            why_not = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
+            processed = None if why_not is None else f"rows that the kernels do not take ({why_not})"
+        return None, processed
+
+    def other_rule(self) -> str | None:
+        """Return why vLLM accepts drafts, or draws tokens, by a rule that this package does not have, or None."""
+        if self.watermark_key is not None:
+            return "watermarks"
+        if self.synthetic_conditional_rates is not None:
+            return "rejection_sample_method 'synthetic'"
+        if self.fly_window_size > 0:
+            return "rejection_sample_method 'fly'"
+        return self.unknown
+
+
+def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
+    """Return what steps have in common that the same kernels verify."""
+    return logits.dtype, None if draft_logits is None else draft_logits.dtype
+
+
+@functools.cache
+def first_ids(count: int, device: torch.device) -> Tensor:
+    """Return the ids from 0 on."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
+def reports_here(sampler: Any) -> bool:
+    """Return whether this rank reports: the first one, or each, if each verifies other requests."""
+    if getattr(sampler, "shards_batches", False):
+        return True
+    try:
+        group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    except (ImportError, AssertionError):  # there is no group
+        return True
+    return bool(group.rank_in_group == 0)
+
+
+def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
+    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever a grammar has masked it.
+
+    A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
+    It is sure to be: p(x) = 0. Other drafts that vLLM leaves out, as after the first that is masked, remain -1.
+
+    Args:
+        drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
+        drawn: [num_rows - 1] the ids that were drawn there.
+        logits: [num_rows, vocab] with the grammar's masks applied.
+    """
+    ids = drawn.long().clamp(0, logits.shape[1] - 1)
+    is_masked = logits[:-1].gather(1, ids[:, None]).squeeze(1) == -torch.inf
+    return torch.where(is_masked, drawn, drafts)
