@@ -38,6 +38,8 @@ from specdecode.integrations.vllm.sampling import (
     why_processed,
 )
 
+LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
+
 
 class DraftVerification:
     """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
@@ -74,17 +76,22 @@ class DraftVerification:
     def log_start(self) -> None:
         """Log the method, the versions, and what is left to vLLM by configuration."""
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
-        always, mask = self.other_rule(), why_processed(self.sampler, 0)
-        left = [f"all steps, with {always or mask}"] if always or mask else []
-        if why_logprobs := why_processed(self.sampler, LOGPROBS):
-            left.append(f"steps with log-probabilities, with {why_logprobs}")
+        of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
+        if rule := self.other_rule():
+            left = f"all steps, with {rule}"
+        elif why := why_processed(self.sampler, 0):
+            left = f"{of}all steps, with {why}"
+        elif why := why_processed(self.sampler, LOGPROBS):
+            left = f"{of}steps with log-probabilities, with {why}"
+        else:
+            left = "nothing"
         logger.info(
             "specdecode %s: method %r verifies the drafts, up to %d a request (%s); left to vLLM by configuration: %s",
             specdecode.__version__,
             self.verifier.method,
             self.num_speculative_steps,
             packages,
-            "; ".join(left) or "nothing",
+            left,
         )
         if not version_of("vllm").startswith(RUN_WITH):
             logger.warning(
@@ -163,7 +170,7 @@ class DraftVerification:
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
-        self.fallbacks.add(reason, "vLLM verifies such a step, by its own method and noise")
+        self.fallbacks.add(reason, LEFT_TO_VLLM)
         if self.report is not None:
             self.report.tick()
         return super()._verify(*given)  # type: ignore[misc, no-any-return]

@@ -1,0 +1,375 @@
+"""What an operator of vLLM sees: the line at the start, those of the intervals, counters; and the page that shows them."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace as Namespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from specdecode import SamplerOutput
+from specdecode.integrations import engines
+from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
+from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
+from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
+from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
+from tests.test_vllm import PlainRejectionSampler, ragged_case, rejection_sampler, sampling_states
+
+PAGES = [Path(__file__).parent.parent / "docs" / "use" / name for name in ("troubleshooting.md", "vllm.md")]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def report():
+    """A report with a line a minute, by a clock that stands still."""
+    return Report(Fallbacks(logger), 60, counters=Mock(), clock=Clock())
+
+
+def output(accepted, drafted, invalid=None):
+    zeros = torch.zeros(len(accepted), dtype=torch.bool)
+    counts = [torch.tensor(each, dtype=torch.int32) for each in (accepted, drafted)]
+    return SamplerOutput(
+        torch.zeros(len(accepted), 5, dtype=torch.int64), *counts, zeros if invalid is None else invalid
+    )
+
+
+# ---- The line of an interval -----------------------------------------------------------------------------------------
+
+
+def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
+    caplog.set_level(logging.INFO)
+    for seconds in (100, 130, 161):
+        report.clock.now = seconds
+        report.verified(output([2, 0, 0], [3, 3, 0]))
+    report.left.add("watermarks", "")
+    report.tick()
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        "specdecode: in 61 s 3 steps verified, 0 left to vLLM, acceptance length 2.00, 0 invalid requests"
+    ]
+    for seconds in (162, 222, 222):
+        report.clock.now = seconds
+        report.verified(output([1], [4]))
+    assert caplog.messages[-1] == (
+        "specdecode: in 61 s 2 steps verified, 1 left to vLLM (1 with watermarks), acceptance length 2.00, "
+        "0 invalid requests"
+    )
+    first, second = [call.args for call in report.counters.call_args_list]
+    assert first[0] == {
+        **{"steps_verified": 3, "drafts": 6, "draft_tokens": 18, "accepted_tokens": 6, "invalid_requests": 0},
+        **{"verify_host_seconds": 0, "verify_device_seconds": 0},
+    }
+    assert (first[1], second[1]) == (Counter(), Counter(watermarks=1))
+    assert second[0]["drafts"] == 2
+
+
+def test_an_interval_without_verified_steps_says_which_were_left_and_why(report, caplog):
+    caplog.set_level(logging.INFO)
+    for reason in ("watermarks", "penalties", "watermarks"):
+        report.left.add(reason, "")
+    report.clock.now += 60
+    report.tick()
+    report.tick()
+    assert caplog.messages[-1] == (
+        "specdecode: in 60 s 0 steps verified, 3 left to vLLM (2 with watermarks; 1 with penalties), acceptance length -, "
+        "0 invalid requests"
+    )
+
+
+def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
+    case, _, _ = ragged_case()
+    case["logits"][int(case["cu_num_logits"][3])] = torch.nan
+    case["logits"][int(case["cu_num_logits"][9])] = -torch.inf
+    result = rejection_sampler("strict", sampling_states(64, 50), 4)
+    result.report = Report(result.fallbacks, 60, counters=Mock(), clock=Clock())
+    result._verify(draft_logits=None, **case)
+    result.report.clock.now += 60
+    for _ in range(2):
+        result.report.tick()
+    assert "specdecode: 2 requests had a row without a finite logit" in caplog.text
+    assert result.report.counters.call_args.args[0]["invalid_requests"] == 2
+
+
+def test_an_interval_of_zero_has_no_line_but_counters_and_warnings(caplog):
+    caplog.set_level(logging.INFO)
+    silent = Report(Fallbacks(logger), 0, counters=Mock(), clock=Clock())
+    silent.verified(output([0], [2], torch.ones(1, dtype=torch.bool)))
+    silent.clock.now += 60
+    for _ in range(2):
+        silent.tick()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert silent.counters.call_count == 1
+
+
+def test_sums_are_read_only_once_they_have_been_copied(report):
+    copied = Mock()
+    copied.query.side_effect = [False, False, True]
+    report.sums.append(Sums(torch.tensor([4, 9, 5, 0]), copied))
+    report.clock.now += 60
+    report.tick()
+    report.tick()
+    assert report.counters.call_count == 0
+    report.tick()
+    assert report.counters.call_args.args[0]["draft_tokens"] == 9
+    copied.synchronize.assert_not_called()
+
+
+def test_outputs_are_kept_for_a_bounded_number_of_steps(report):
+    for _ in range(2 * MOST_KEPT + 7):
+        report.verified(output([1, 0], [2, 2]))
+        assert len(report.kept) < MOST_KEPT
+    assert report.totals == [4 * MOST_KEPT, 8 * MOST_KEPT, 2 * MOST_KEPT, 0]
+
+
+def test_times_are_measured_of_verified_steps_if_asked_for(caplog):
+    caplog.set_level(logging.INFO)
+    case, _, _ = ragged_case()
+    result = rejection_sampler("strict", sampling_states(64, 50), 4)
+    result.report = Report(result.fallbacks, 60, timed=True, counters=Mock(), clock=Clock())
+    result._verify(draft_logits=None, **case)
+    result.watermark_key = 1
+    result._verify(draft_logits=None, **case)
+    assert len(result.report.host) == 1
+    result.report.clock.now += 60
+    for _ in range(2):
+        result.report.tick()
+    assert re.search(r"0 invalid requests, host \d+\.\d{3} ms a step$", caplog.messages[-1])
+    assert result.report.counters.call_args.args[0]["verify_host_seconds"] > 0
+    assert result.report.host == []
+
+
+# ---- The line at the start -------------------------------------------------------------------------------------------
+
+
+class Engines(PlainRejectionSampler):
+    """What vLLM's constructor sets."""
+
+    def __init__(self, sampler, num_drafts, **members):
+        self.sampler, self.num_speculative_steps = sampler, num_drafts
+        self.watermark_key = self.synthetic_conditional_rates = None
+        self.fly_window_size = 0
+        self.__dict__ |= members
+
+
+@pytest.fixture
+def start(monkeypatch, caplog):
+    """Make a rejection sampler as vLLM does; return it and what it logs."""
+    caplog.set_level(logging.INFO)
+    installed = {"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0"}
+    monkeypatch.setattr(verification, "version_of", installed.get)
+    monkeypatch.setattr(contract, "version_of", installed.get)
+    monkeypatch.setattr(verification, "prometheus", lambda: None)
+    monkeypatch.setattr(verification.specdecode, "__version__", "0.1.0", raising=False)
+    for variable in (engines.VLLM_INTERVAL, engines.VLLM_TIMES, "VLLM_BATCH_INVARIANT"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def made(method="probabilistic", sampler=(), num_drafts=3, **members):
+        like = rejection_sampler(method, sampling_states(4, 50), 3)
+        # The constructor compares what vLLM's own objects hold.
+        del like.sampler.apply_sampling_params
+        vars(like.sampler).update(sampler)
+        kind = type("RejectionSampler", (DraftVerification, Engines), {"verifier": like.verifier})
+        caplog.clear()
+        return kind(like.sampler, num_drafts, **members), [*caplog.messages]
+
+    made.installed = installed
+    return made
+
+
+ALONE = (
+    "specdecode 0.1.0: method 'probabilistic' verifies the drafts, up to 3 a request (vllm 0.33.0, torch 2.11.0, triton "
+    "3.6.0); left to vLLM by configuration: "
+)
+
+
+@pytest.mark.parametrize(
+    ("members", "sampler", "left"),
+    [
+        ({}, {}, "nothing"),
+        ({"watermark_key": 7}, {}, "all steps, with watermarks"),
+        ({}, {"return_sampling_mask": True}, "all steps, with return_sampling_mask"),
+        (
+            {},
+            {"logprobs_mode": "processed_logits"},
+            "steps with log-probabilities, with logprobs_mode 'processed_logits'",
+        ),
+    ],
+)
+def test_the_start_says_method_versions_and_what_is_left_by_configuration(members, sampler, left, start):
+    result, messages = start(sampler=sampler, **members)
+    assert messages == [ALONE + left]
+    assert result.report.interval == 60
+    assert not result.report.timed
+
+
+def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):
+    _, (message,) = start("strict", {"return_sampling_mask": True})
+    assert message.endswith("left to vLLM by configuration: the logits of all steps, with return_sampling_mask")
+
+
+@pytest.mark.parametrize("value", [0.1, 3, True, "mean"])
+@pytest.mark.parametrize("holder", ["RejectionSampler", "Sampler", "SamplingStates"])
+def test_an_attribute_that_is_unknown_and_not_off_leaves_all_steps_to_vllm(holder, value, start):
+    given = {"RejectionSampler": {"typical_eps": value}, "Sampler": {"sampler": {"typical_eps": value}}}
+    if holder == "SamplingStates":
+        states = sampling_states(4, 50)
+        states.typical_eps = value
+        given[holder] = {"sampler": {"sampling_states": states}}
+    result, messages = start(**given[holder])
+    reason = f"what vLLM 0.33.0 has and this version of specdecode does not know ({holder}.typical_eps)"
+    assert messages == [f"{ALONE}all steps, with {reason}"]
+    assert result.other_rule() == reason
+
+
+@pytest.mark.parametrize("off", [None, False, 0, 0.0])
+def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
+    assert start(typical_eps=off)[0].other_rule() is None
+
+
+def test_another_version_is_warned_of(start):
+    start.installed["vllm"] = "0.34.1"
+    _, (_, warning) = start()
+    assert warning == "specdecode: vllm 0.34.1 is not one of the versions that it was run with, 0.33.x"
+
+
+@pytest.mark.parametrize(("method", "warned"), [("probabilistic", True), ("block", True), ("strict", False)])
+def test_batch_invariance_is_warned_of_where_noise_depends_on_the_batch(method, warned, start, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    _, messages = start(method)
+    assert ["VLLM_BATCH_INVARIANT" in message for message in messages] == [False] + [True] * warned
+
+
+@pytest.mark.parametrize(("rank", "shards", "reports"), [(0, False, True), (1, False, False), (1, True, True)])
+def test_one_rank_reports_or_each_that_verifies_other_requests(rank, shards, reports, start, monkeypatch):
+    group = Namespace(get_tp_group=lambda: Namespace(rank_in_group=rank))
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", group)
+    result, messages = start(sampler={"shards_batches": shards})
+    assert (result.report is not None) == bool(messages) == reports
+    assert dict(result.fallbacks) == {}
+
+
+# ---- Counters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(monkeypatch):
+    """A stand-in for prometheus_client, and what its counters have."""
+    counts = Counter()
+
+    class Count:
+        def __init__(self, name, text, labels=()):
+            assert name not in counts
+            self.name, self.labels = name, lambda *values: Namespace(inc=lambda n: self.inc(n, *values))
+            counts[name] = 0
+
+        def inc(self, number, *labels):
+            counts[(self.name, *labels) if labels else self.name] += number
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", Namespace(Counter=Count))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    reporting.prometheus.cache_clear()
+    yield counts
+    reporting.prometheus.cache_clear()
+
+
+def test_counters_have_the_numbers_of_the_lines(client):
+    report = Report(Fallbacks(logger), 60, counters=reporting.prometheus(), clock=Clock())
+    assert reporting.prometheus() is report.counters  # two engines of a process share them
+    for _ in range(2):
+        report.verified(output([2, 0], [3, 3]))
+        report.left.add("watermarks", "")
+        report.clock.now += 60
+        report.tick()
+        report.tick()
+    assert client["specdecode:steps_verified"] == 2
+    assert client["specdecode:accepted_tokens"] == 4
+    assert client["specdecode:drafts"] == 4
+    assert client[("specdecode:steps_left", "watermarks")] == 2
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, False), (True, True)])
+def test_a_process_that_vllm_started_has_counters_only_if_the_exporter_reads_them(
+    shared, expected, client, monkeypatch
+):
+    monkeypatch.setattr(reporting.multiprocessing, "parent_process", lambda: Namespace())
+    if shared:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
+    assert (reporting.prometheus() is not None) == expected
+
+
+def test_without_prometheus_there_are_no_counters(client, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert reporting.prometheus() is None
+
+
+def test_an_exporter_of_another_process_sees_the_counters(tmp_path):
+    pytest.importorskip("prometheus_client")
+    write = (
+        "from collections import Counter; from specdecode.integrations.vllm.reporting import prometheus;"
+        "prometheus()({'steps_verified': 3}, Counter(watermarks=2))"
+    )
+    read = (
+        "import json; from prometheus_client import CollectorRegistry, multiprocess; registry = CollectorRegistry();"
+        "multiprocess.MultiProcessCollector(registry); value = registry.get_sample_value;"
+        "print(json.dumps([value('specdecode:steps_verified_total'),"
+        " value('specdecode:steps_left_total', {'reason': 'watermarks'})]))"
+    )
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    for code in (write, write, read):
+        run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert json.loads(run.stdout) == [6, 4]
+
+
+# ---- The pages -------------------------------------------------------------------------------------------------------
+
+
+def lines_of_the_pages():
+    text = "\n".join([page.read_text() for page in PAGES])
+    blocks = re.findall(r"^```text\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if "specdecode" in line.lower()]
+
+
+def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch, caplog):
+    if not PAGES[0].exists():
+        pytest.skip("not in a checkout")
+    _, logged = start(typical_eps=0.1)
+    start.installed["vllm"] = "0.34.1"
+    logged += start()[1][1:]
+    start.installed["vllm"] = "0.33.0"
+    logged += start("strict", num_drafts=4)[1]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    result, messages = start()
+    logged += messages
+    caplog.clear()
+    report, limit = result.report, "backend: 'triton' truncates rows of at most 27 drafts, got 31"
+    result.kinds[torch.bfloat16, None] = None, limit
+    for needs, steps in ((PROCESSORS, 12), (TRUNCATES, 1)):
+        for _ in range(steps):
+            result.fallbacks.add(result.why_left(needs, (torch.bfloat16, None))[1], LEFT_TO_VLLM)
+    report.left_logged.clear()
+    report.steps, report.host, report.device, report.begun = 3158, [0.00021], [0.000162], 0
+    report.totals = [98_000, 294_000, 128_380, 2]
+    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}))
+    logged += caplog.messages
+    monkeypatch.setenv(engines.VLLM_SWITCH, "exact")
+    with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:
+        engines.register_vllm()
+    logged.append(f"ValueError: {error.value}")
+    shown = lines_of_the_pages()
+    assert len(shown) >= 10
+    assert set(shown) <= set(logged)
