@@ -1,10 +1,7 @@
 """What an operator of vLLM sees: the line at the start, those of the intervals, counters; and the page that shows them."""
 
-import json
 import logging
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,37 +11,28 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from specdecode import SamplerOutput
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
+from specdecode.integrations.vllm import DraftVerification, contract, logger, verification
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
 from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
-from tests.test_vllm import PlainRejectionSampler, ragged_case, rejection_sampler, sampling_states
+from tests.support.vllm import (
+    Clock,
+    PlainRejectionSampler,
+    counted_output,
+    ragged_case,
+    rejection_sampler,
+    sampling_states,
+)
 
 PAGES = [Path(__file__).parent.parent / "docs" / "use" / name for name in ("troubleshooting.md", "vllm.md")]
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
 def report():
     """A report with a line a minute, by a clock that stands still."""
     return Report(Fallbacks(logger), 60, counters=Mock(), clock=Clock())
-
-
-def output(accepted, drafted, invalid=None):
-    zeros = torch.zeros(len(accepted), dtype=torch.bool)
-    counts = [torch.tensor(each, dtype=torch.int32) for each in (accepted, drafted)]
-    return SamplerOutput(
-        torch.zeros(len(accepted), 5, dtype=torch.int64), *counts, zeros if invalid is None else invalid
-    )
 
 
 # ---- The line of an interval -----------------------------------------------------------------------------------------
@@ -54,7 +42,7 @@ def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
     caplog.set_level(logging.INFO)
     for seconds in (100, 130, 161):
         report.clock.now = seconds
-        report.verified(output([2, 0, 0], [3, 3, 0]))
+        report.verified(counted_output([2, 0, 0], [3, 3, 0]))
     report.left.add("watermarks", "")
     report.tick()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
@@ -62,7 +50,7 @@ def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
     ]
     for seconds in (162, 222, 222):
         report.clock.now = seconds
-        report.verified(output([1], [4]))
+        report.verified(counted_output([1], [4]))
     assert caplog.messages[-1] == (
         "specdecode: in 61 s 2 steps verified, 1 left to vLLM (1 with watermarks), acceptance length 2.00, "
         "0 invalid requests"
@@ -106,7 +94,7 @@ def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
 def test_an_interval_of_zero_has_no_line_but_counters_and_warnings(caplog):
     caplog.set_level(logging.INFO)
     silent = Report(Fallbacks(logger), 0, counters=Mock(), clock=Clock())
-    silent.verified(output([0], [2], torch.ones(1, dtype=torch.bool)))
+    silent.verified(counted_output([0], [2], torch.ones(1, dtype=torch.bool)))
     silent.clock.now += 60
     for _ in range(2):
         silent.tick()
@@ -129,7 +117,7 @@ def test_sums_are_read_only_once_they_have_been_copied(report):
 
 def test_outputs_are_kept_for_a_bounded_number_of_steps(report):
     for _ in range(2 * MOST_KEPT + 7):
-        report.verified(output([1, 0], [2, 2]))
+        report.verified(counted_output([1, 0], [2, 2]))
         assert len(report.kept) < MOST_KEPT
     assert report.totals == [4 * MOST_KEPT, 8 * MOST_KEPT, 2 * MOST_KEPT, 0]
 
@@ -261,78 +249,6 @@ def test_one_rank_reports_or_each_that_verifies_other_requests(rank, shards, rep
     result, messages = start(sampler={"shards_batches": shards})
     assert (result.report is not None) == bool(messages) == reports
     assert dict(result.fallbacks) == {}
-
-
-# ---- Counters --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def client(monkeypatch):
-    """A stand-in for prometheus_client, and what its counters have."""
-    counts = Counter()
-
-    class Count:
-        def __init__(self, name, text, labels=()):
-            assert name not in counts
-            self.name, self.labels = name, lambda *values: Namespace(inc=lambda n: self.inc(n, *values))
-            counts[name] = 0
-
-        def inc(self, number, *labels):
-            counts[(self.name, *labels) if labels else self.name] += number
-
-    monkeypatch.setitem(sys.modules, "prometheus_client", Namespace(Counter=Count))
-    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    reporting.prometheus.cache_clear()
-    yield counts
-    reporting.prometheus.cache_clear()
-
-
-def test_counters_have_the_numbers_of_the_lines(client):
-    report = Report(Fallbacks(logger), 60, counters=reporting.prometheus(), clock=Clock())
-    assert reporting.prometheus() is report.counters  # two engines of a process share them
-    for _ in range(2):
-        report.verified(output([2, 0], [3, 3]))
-        report.left.add("watermarks", "")
-        report.clock.now += 60
-        report.tick()
-        report.tick()
-    assert client["specdecode:steps_verified"] == 2
-    assert client["specdecode:accepted_tokens"] == 4
-    assert client["specdecode:drafts"] == 4
-    assert client[("specdecode:steps_left", "watermarks")] == 2
-
-
-@pytest.mark.parametrize(("shared", "expected"), [(False, False), (True, True)])
-def test_a_process_that_vllm_started_has_counters_only_if_the_exporter_reads_them(
-    shared, expected, client, monkeypatch
-):
-    monkeypatch.setattr(reporting.multiprocessing, "parent_process", lambda: Namespace())
-    if shared:
-        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
-    assert (reporting.prometheus() is not None) == expected
-
-
-def test_without_prometheus_there_are_no_counters(client, monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    assert reporting.prometheus() is None
-
-
-def test_an_exporter_of_another_process_sees_the_counters(tmp_path):
-    pytest.importorskip("prometheus_client")
-    write = (
-        "from collections import Counter; from specdecode.integrations.vllm.reporting import prometheus;"
-        "prometheus()({'steps_verified': 3}, Counter(watermarks=2))"
-    )
-    read = (
-        "import json; from prometheus_client import CollectorRegistry, multiprocess; registry = CollectorRegistry();"
-        "multiprocess.MultiProcessCollector(registry); value = registry.get_sample_value;"
-        "print(json.dumps([value('specdecode:steps_verified_total'),"
-        " value('specdecode:steps_left_total', {'reason': 'watermarks'})]))"
-    )
-    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    for code in (write, write, read):
-        run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
-    assert json.loads(run.stdout) == [6, 4]
 
 
 # ---- The pages -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling
-from tests.test_vllm import METHODS, PlainRejectionSampler
+from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
 class Sampler:

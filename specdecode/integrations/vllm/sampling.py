@@ -11,6 +11,8 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, Sampling, backends, eager
 from specdecode.batch import VerificationBatch
+from specdecode.packing import Packing
+from specdecode.sampling import Truncation
 
 PROCESSORS, TRUNCATES, LOGPROBS = 1, 2, 4
 """What a request may need, in bits: logits processors, truncation, log-probabilities."""
@@ -159,6 +161,26 @@ def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[st
     if draft_logits is None or "top_p" not in sampling:
         return sampling
     return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
+
+
+def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:
+    """Return what `packed` passes to a backend once it has checked these arguments."""
+    temperature, draft_logits = sampling["temperature"], call["draft_logits"]
+    limits = [sampling.get(name) for name in ("top_k", "top_p", "min_p")]
+    starts, most, slots = call["row_starts"], call["num_draft_tokens"], call["slots"]
+    return VerificationBatch(
+        target_logits=call["target_logits"],
+        draft_token_ids=call["draft_token_ids"],
+        draft_logits=draft_logits,
+        draft_logsumexp=None,
+        temperature=temperature,
+        seeds=call["seeds"],
+        positions=None,
+        truncation=Truncation(*limits) if "top_p" in sampling else None,
+        draft_temperature=temperature if "draft_sampling" in sampling else None,
+        packing=Packing(starts, most, slots, temperature.shape[0], False, call["row_positions"]),
+        draft_vocab_ids=call.get("draft_vocab_ids"),
+    )
 
 
 def compile_both(verifier: RejectionSampler, call: dict[str, Any], states: Any) -> tuple[str | None, str | None]:

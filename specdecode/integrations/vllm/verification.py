@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import specdecode
-from specdecode import RejectionSampler
+from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.engines import log_interval, times_are_asked_for
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
@@ -30,6 +30,7 @@ from specdecode.integrations.vllm.reporting import Report, logger, prometheus
 from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
     TRUNCATES,
+    batch_of,
     compile_both,
     for_drafts,
     needs_in,
@@ -158,15 +159,26 @@ class DraftVerification:
             sampling = requested(self.sampler.sampling_states, needs)
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
+            kind = kind_of(logits, draft_rows)
         if draft_rows is not None and verify_draft_sampled.data_ptr() != draft_sampled.data_ptr():
             drafts = with_masked_drafts(drafts, draft_sampled[1:], logits)
-        call, kind = self.call_of(logits, drafts, *where), kind_of(logits, draft_rows)
+        call = self.call_of(logits, drafts, *where)
         if kind not in self.kinds:  # as the copy of vLLM's is
             self.prepare(kind, call)
-        output = self.verifier.packed(**call, **for_drafts(sampling, draft_rows))
+        output = self.output_of(call, for_drafts(sampling, draft_rows), kind)
         if self.report is not None:
             self.report.verified(output)
         return logits, output.token_ids, output.num_tokens
+
+    def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
+        """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
+        checked = kind, "top_p" in sampling
+        if checked not in self.checked:
+            self.checked.add(checked)
+            return self.verifier.packed(**call, **sampling)
+        batch, method = batch_of(call, sampling), self.verifier.method
+        output: SamplerOutput = backends.to_verify(self.verifier.backend, method, batch).verify(method, batch, None)
+        return output
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
@@ -206,6 +218,11 @@ class DraftVerification:
     def kinds(self) -> dict[Any, tuple[str | None, str | None]]:
         """Kinds of steps whose kernels are compiled, and why the kernels do not take those not truncated, and truncated."""
         return {}
+
+    @functools.cached_property
+    def checked(self) -> set[Any]:
+        """Kinds of steps whose arguments have been checked: vLLM's are of the same types in each, and fit together."""
+        return set()
 
     def prepare(self, kind: Any, call: dict[str, Any]) -> None:
         """Compile kernels, truncated and not, at the first call of its kind: vLLM's own warm-up makes that."""
