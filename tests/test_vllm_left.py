@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdecode import backends
+from specdecode import RejectionSampler, backends
 from specdecode.integrations.vllm import TokenSampling
 from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
 from tests.support.vllm import (
@@ -210,3 +210,19 @@ def test_a_batch_is_divided_only_for_the_copy_that_vllm_makes(method, change):
         max_num_logprobs = 0 if change == "logprobs" else -1
         got = result._verify_in_chunks(case["logits"], batch, *where, most, max_num_logprobs, case["draft_sampled"])
         assert got == (case["logits"], batch, *where, expected, max_num_logprobs, case["draft_sampled"])
+
+
+@pytest.mark.parametrize("unknown", [None, "what is not known (typical_eps)"])
+def test_steps_without_drafts_are_vllms_too_if_it_has_what_is_not_known(unknown):
+    class Sampler:
+        def sample(self, *arguments):
+            return LEFT
+
+    case, _, _ = ragged_case()
+    sampler = (kind := type("Ours", (TokenSampling, Sampler), {"verifier": RejectionSampler("strict")})).__new__(kind)
+    sampler.__dict__ |= vars(rejection_sampler("strict", sampling_states(64, 50), 4).sampler) | {"unknown": unknown}
+    first = case["cu_num_logits"][:-1].long()
+    mappings = case["idx_mapping"], case["idx_mapping"], case["idx_mapping_np"]
+    tokens = case["pos"][first], case["draft_sampled"][first], case["expanded_local_pos"][first]
+    sampled = sampler.sample(case["logits"][first], *mappings, *tokens, case["seq_lens_upper_bound_np"])
+    assert (sampled is LEFT) == (unknown is not None)

@@ -97,11 +97,11 @@ def unknown_attributes(holder: object, kind: str) -> list[str]:
     """Return what an object of vLLM holds beyond what is known, unless it is switched off: None, False or 0."""
     held = vars(holder)
     new = sorted(set(held) - ATTRIBUTES[kind])
-    return [f"{kind}.{name}" for name in new if not (held[name] is None or held[name] is False or is_zero(held[name]))]
+    return [f"{kind}.{name}" for name in new if not (held[name] is None or is_zero(held[name]))]
 
 
 def is_zero(value: object) -> bool:
-    """Return whether a value is the number 0."""
+    """Return whether a value is 0 or False."""
     return isinstance(value, (int, float)) and value == 0
 
 

@@ -69,6 +69,7 @@ class DraftVerification:
                 *unknown_attributes(self.sampler.sampling_states, "SamplingStates"),
             ]
         )
+        self.sampler.unknown = self.unknown  # it draws for 'strict'
         self.fallbacks = Fallbacks(logger)
         if reports_here(self.sampler):
             self.report = Report(self.fallbacks, log_interval(), times_are_asked_for(), prometheus())
