@@ -13,7 +13,7 @@ import torch
 
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification, contract, logger, verification
+from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
 from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
@@ -161,7 +161,7 @@ def start(monkeypatch, caplog):
     monkeypatch.setattr(contract, "version_of", installed.get)
     monkeypatch.setattr(verification, "prometheus", lambda: None)
     monkeypatch.setattr(verification.specdecode, "__version__", "0.1.0", raising=False)
-    for variable in (engines.VLLM_INTERVAL, engines.VLLM_TIMES, "VLLM_BATCH_INVARIANT"):
+    for variable in (reporting.INTERVAL, reporting.TIMES, "VLLM_BATCH_INVARIANT"):
         monkeypatch.delenv(variable, raising=False)
 
     def made(method="probabilistic", sampler=(), num_drafts=3, **members):
@@ -201,6 +201,21 @@ def test_the_start_says_method_versions_and_what_is_left_by_configuration(member
     assert messages == [ALONE + left]
     assert result.report.interval == 60
     assert not result.report.timed
+
+
+@pytest.mark.parametrize(
+    ("method", "members", "how"),
+    [
+        ("probabilistic", {}, "1 left to vLLM (1 with penalties)"),
+        ("strict", {}, "1 of them from logits that vLLM prepared (1 with penalties)"),
+        ("strict", {"watermark_key": 3}, "1 left to vLLM (1 with penalties)"),
+    ],
+)
+def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, members, how, start, caplog):
+    result, _ = start(method, **members)
+    result.fallbacks.add("penalties", "")
+    result.report.log(0, 1, Counter(result.fallbacks))
+    assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
 
 
 def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):

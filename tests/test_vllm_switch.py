@@ -11,7 +11,7 @@ from types import SimpleNamespace as Namespace
 import pytest
 
 from specdecode.integrations import engines, vllm
-from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling
+from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling, reporting
 from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
@@ -228,10 +228,10 @@ def test_what_else_vllm_refuses_beside_drafts_is_still_refused(runner, caplog):
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        (engines.VLLM_INTERVAL, "soon", "a number of seconds, 0 for no lines"),
-        (engines.VLLM_INTERVAL, "-1", "a number of seconds, 0 for no lines"),
-        (engines.VLLM_INTERVAL, "nan", "a number of seconds, 0 for no lines"),
-        (engines.VLLM_TIMES, "yes", "0 or 1"),
+        (reporting.INTERVAL, "soon", "a number of seconds, 0 for no lines"),
+        (reporting.INTERVAL, "-1", "a number of seconds, 0 for no lines"),
+        (reporting.INTERVAL, "nan", "a number of seconds, 0 for no lines"),
+        (reporting.TIMES, "yes", "0 or 1"),
     ],
 )
 def test_a_wrong_value_of_another_variable_stops_the_process_too(variable, value, expected, runner, monkeypatch):

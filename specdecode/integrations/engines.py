@@ -10,8 +10,6 @@ from typing import cast, get_args
 from specdecode.integrations.adapters import EngineMethod
 
 VLLM_SWITCH = "SPECDECODE_VLLM"
-VLLM_INTERVAL = "SPECDECODE_VLLM_LOG_INTERVAL"
-VLLM_TIMES = "SPECDECODE_VLLM_TIMES"
 SGLANG_SWITCH = "SPECDECODE_SGLANG"
 
 
@@ -30,34 +28,6 @@ def chosen_method(switch: str) -> EngineMethod | None:
     return cast(EngineMethod, value)
 
 
-def log_interval() -> float:
-    """Return the seconds between two lines of the log that `SPECDECODE_VLLM_LOG_INTERVAL` asks for: 60; 0: no lines.
-
-    Raises:
-        ValueError: the variable is not such a number.
-    """
-    value = os.environ.get(VLLM_INTERVAL, "") or "60"
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{VLLM_INTERVAL}: expected a number of seconds, 0 for no lines, got {value!r}")
-    return seconds
-
-
-def times_are_asked_for() -> bool:
-    """Return whether `SPECDECODE_VLLM_TIMES` asks for the time of steps.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
-    value = os.environ.get(VLLM_TIMES, "") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{VLLM_TIMES}: expected 0 or 1, got {value!r}")
-    return value == "1"
-
-
 def register_vllm() -> None:
     """Let vLLM verify with this package, if `SPECDECODE_VLLM` says so: the entry point in `vllm.general_plugins`.
 
@@ -66,7 +36,6 @@ def register_vllm() -> None:
     """
     method = chosen_method(VLLM_SWITCH)
     if method is not None:
-        log_interval(), times_are_asked_for()  # a wrong value ends the process here
         from specdecode.integrations import vllm
 
         vllm.install(method)

@@ -23,6 +23,9 @@ from specdecode.integrations.adapters import Fallbacks
 
 logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
 
+INTERVAL = "SPECDECODE_VLLM_LOG_INTERVAL"
+TIMES = "SPECDECODE_VLLM_TIMES"
+
 MOST_KEPT = 256
 """Steps whose outputs are kept until they are added up."""
 
@@ -30,6 +33,34 @@ NO_FINITE_LOGIT = (
     "specdecode: %d requests had a row without a finite logit, all NaN or masked, and emitted token 0 there; "
     "VLLM_COMPUTE_NANS_IN_LOGITS=1 lets vLLM count NaN, VLLM_RAISE_ON_LOGIT_NANS=1 lets it stop"
 )
+
+
+def log_interval() -> float:
+    """Return the seconds between two lines of the log that `SPECDECODE_VLLM_LOG_INTERVAL` asks for: 60; 0: no lines.
+
+    Raises:
+        ValueError: the variable is not such a number.
+    """
+    value = os.environ.get(INTERVAL, "") or "60"
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{INTERVAL}: expected a number of seconds, 0 for no lines, got {value!r}")
+    return seconds
+
+
+def times_are_asked_for() -> bool:
+    """Return whether `SPECDECODE_VLLM_TIMES` asks for the time of steps.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(TIMES, "") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"{TIMES}: expected 0 or 1, got {value!r}")
+    return value == "1"
 
 
 class Sums(NamedTuple):
@@ -51,6 +82,7 @@ class Report:
         interval: seconds between two lines; 0: no lines.
         timed: whether to measure the time of verified steps.
         counters: adds numbers to those that an exporter reads, by name.
+        how: what happens to the steps that are left.
         clock: seconds.
     """
 
@@ -60,8 +92,10 @@ class Report:
         interval: float,
         timed: bool = False,
         counters: Callable[[dict[str, float], Counter[str]], None] | None = None,
+        how: str = "left to vLLM",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.how = how
         self.left, self.interval, self.timed, self.counters, self.clock = left, interval, timed, counters, clock
         self.begun = self.now = clock()
         self.steps = self.steps_logged = 0
@@ -146,7 +180,7 @@ class Report:
         reasons = "; ".join(f"{steps} with {reason}" for reason, steps in left.most_common())
         parts = [
             f"specdecode: in {seconds:.0f} s {numbers['steps_verified']} steps verified",
-            f"{left.total()} left to vLLM{reasons and f' ({reasons})'}",
+            f"{left.total()} {self.how}{reasons and f' ({reasons})'}",
             f"acceptance length {length}",
             f"{numbers['invalid_requests']} invalid requests",
         ]
@@ -188,7 +222,9 @@ def prometheus() -> Callable[[dict[str, float], Counter[str]], None] | None:
         "verify_device_seconds": "Time of the device in verified steps, if SPECDECODE_VLLM_TIMES is set.",
     }
     plain = {name: client.Counter(f"specdecode:{name}", text) for name, text in texts.items()}
-    left = client.Counter("specdecode:steps_left", "Steps left to vLLM, by reason.", ["reason"])
+    left = client.Counter(
+        "specdecode:steps_left", "Steps left to vLLM, or whose logits it prepared, by reason.", ["reason"]
+    )
 
     def add(numbers: dict[str, float], new_left: Counter[str]) -> None:
         for name, number in numbers.items():

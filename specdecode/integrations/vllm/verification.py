@@ -24,9 +24,8 @@ from torch import Tensor
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.engines import log_interval, times_are_asked_for
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
-from specdecode.integrations.vllm.reporting import Report, logger, prometheus
+from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
 from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
     TRUNCATES,
@@ -72,7 +71,9 @@ class DraftVerification:
         self.sampler.unknown = self.unknown  # it draws for 'strict'
         self.fallbacks = Fallbacks(logger)
         if reports_here(self.sampler):
-            self.report = Report(self.fallbacks, log_interval(), times_are_asked_for(), prometheus())
+            is_prepared = self.verifier.method == "strict" and self.other_rule() is None
+            how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
+            self.report = Report(self.fallbacks, log_interval(), times_are_asked_for(), prometheus(), how)
             self.log_start()
 
     def log_start(self) -> None:
