@@ -11,6 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from specdecode import kernels
+from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
@@ -287,7 +289,9 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     result, messages = start()
     logged += messages
     caplog.clear()
-    report, limit = result.report, "backend: 'triton' truncates rows of at most 27 drafts, got 31"
+    report, rows = result.report, torch.zeros(1, 32, 50)
+    batch = VerificationBatch.check(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
+    limit = kernels.why_not_verified("probabilistic", batch)
     result.kinds[torch.bfloat16, None] = None, limit
     for needs, steps in ((PROCESSORS, 12), (TRUNCATES, 1)):
         for _ in range(steps):
