@@ -154,11 +154,18 @@ def test_what_a_request_needs_is_noted_when_it_comes_and_a_step_needs_what_any_o
             self.needs_logits_processing[slot] = self.sampling_states.add_request(slot, params)
 
     sampler = type("Ours", (TokenSampling, Sampler), {})()
+    before = sampler.slot_values()
     sampler.add_request(5, Namespace(**asked))
     assert sampler.needs.tolist() == [0] * 5 + [needs, 0, 0]
     assert needs_in(sampler, np.array([1, 5, 7])) == needs
     assert needs_in(sampler, np.array([1, 7])) == 0
     assert needs_of(sampler, np.arange(8)).tolist() == sampler.needs.tolist()
+    assert sampler.slot_values() is not before  # copies, made again when a request has come, and then kept
+    assert sampler.slot_values() is sampler.slot_values()
+    for name, copy in sampler.slot_values()._asdict().items():
+        view = getattr(sampler.sampling_states, name).gpu
+        assert copy.equal(view)
+        assert copy.data_ptr() != view.data_ptr()
     del sampler.needs
     assert needs_in(sampler, np.array([1, 5, 7])) == needs
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,29 @@ NO_SAMPLING_NEED = SimpleNamespace(add_request=lambda request, params: False)
 """In place of vLLM's sampling states: temperature and truncation need no processing."""
 
 
+class SlotValues(NamedTuple):
+    """What requests sample by, [num_slots] each.
+
+    vLLM's own tensors are views of the host's memory: each program of a kernel would read them over the bus.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+
+
+def views_of(states: Any) -> SlotValues:
+    """Return vLLM's own tensors."""
+    return SlotValues(*[getattr(states, name).gpu for name in SlotValues._fields])
+
+
+def values_of(sampler: Any) -> SlotValues:
+    """Return what requests sample by, as a sampler has it."""
+    return sampler.slot_values() if isinstance(sampler, TokenSampling) else views_of(sampler.sampling_states)
+
+
 class TokenSampling:
     """Mixed into vLLM's `Sampler`: it knows what each request needs, and draws by seed for `"strict"`.
 
@@ -31,6 +54,8 @@ class TokenSampling:
     verifier: ClassVar[RejectionSampler]
     unknown: ClassVar[str | None] = None
     """Why all steps are left to vLLM: it may do what is not known here."""
+
+    copies: SlotValues | None = None
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]
@@ -64,6 +89,13 @@ class TokenSampling:
         self.other_processing[req_idx] = self.needs_logits_processing[req_idx]
         self.needs_logits_processing[req_idx] |= states.add_request(req_idx, sampling_params)
         self.needs[req_idx] = needs_of(self, np.array([req_idx]))[0]
+        self.copies = None
+
+    def slot_values(self) -> SlotValues:
+        """Return what requests sample by, in memory of the device; copied again only after a request has come."""
+        if self.copies is None:
+            self.copies = SlotValues(*[values.clone() for values in views_of(self.sampling_states)])
+        return self.copies
 
     def sample(
         self,
@@ -82,24 +114,24 @@ class TokenSampling:
         tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
         if self.verifier.method != "strict" or self.unknown is not None:
             return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
-        needs = needs_in(self, idx_mapping_np)
+        needs, values = needs_in(self, idx_mapping_np), self.slot_values()
         if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
-            sampling = requested(self.sampling_states, needs)
+            sampling = requested(values, needs)
         else:
             logits = self.apply_sampling_params(logits, *mappings, *tokens)
-            sampling = of_processed(self.sampling_states)
-        call = {
+            sampling = of_processed(values)
+        call: dict[str, Any] = {
             "target_logits": logits,
             "draft_token_ids": input_ids,  # not looked at: each row is its request's last
             "row_starts": torch.arange(len(logits) + 1, device=logits.device),
             "num_draft_tokens": 0,
             "slots": expanded_idx_mapping,
-            "seeds": self.sampling_states.seeds.gpu,
+            "seeds": values.seeds,
             "row_positions": pos,
         }
         if logits.dtype not in self.kinds:
             self.kinds.add(logits.dtype)
-            compile_both(self.verifier, call, self.sampling_states)
+            compile_both(self.verifier, call, values)
         return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
 
 
@@ -141,19 +173,19 @@ def why_processed(sampler: Any, needs: int) -> str | None:
     return None
 
 
-def requested(states: Any, needs: int) -> dict[str, Any]:
+def requested(values: SlotValues, needs: int) -> dict[str, Any]:
     """Return how requests sample from raw logits, by slot, with no truncation if none of them truncates: that costs more."""
-    return truncated(states) if needs & TRUNCATES else {"temperature": states.temperature.gpu}
+    return truncated(values) if needs & TRUNCATES else {"temperature": values.temperature}
 
 
-def truncated(states: Any) -> dict[str, Any]:
+def truncated(values: SlotValues) -> dict[str, Any]:
     """Return how requests sample. All truncation is passed if any is: each selection would need kernels of its own."""
-    return {name: getattr(states, name).gpu for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def of_processed(states: Any) -> dict[str, Any]:
+def of_processed(values: SlotValues) -> dict[str, Any]:
     """Return how requests sample from logits that vLLM has divided by the temperature and truncated."""
-    return {"temperature": (states.temperature.gpu != 0).to(torch.float32)}
+    return {"temperature": (values.temperature != 0).to(torch.float32)}
 
 
 def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[str, Any]:
@@ -183,16 +215,16 @@ def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatc
     )
 
 
-def compile_both(verifier: RejectionSampler, call: dict[str, Any], states: Any) -> tuple[str | None, str | None]:
+def compile_both(verifier: RejectionSampler, call: dict[str, Any], values: SlotValues) -> tuple[str | None, str | None]:
     """Compile the kernels of steps like a call, not truncated and truncated; return why the kernels do not take either.
 
     Args:
         verifier: compiles.
         call: the arguments of its `packed`, but how requests sample.
-        states: vLLM's, which have that.
+        values: have that.
     """
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
-    samplings = {"temperature": states.temperature.gpu}, for_drafts(truncated(states), call.get("draft_logits"))
+    samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     for sampling, reason in zip(samplings, why_not):
         if reason is None:

@@ -35,6 +35,7 @@ from specdecode.integrations.vllm.sampling import (
     needs_in,
     of_processed,
     requested,
+    values_of,
     why_processed,
 )
 
@@ -158,7 +159,7 @@ class DraftVerification:
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
         if processed is None:
-            sampling = requested(self.sampler.sampling_states, needs)
+            sampling = requested(values_of(self.sampler), needs)
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
             kind = kind_of(logits, draft_rows)
@@ -195,7 +196,7 @@ class DraftVerification:
         logits, _, fed, pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more = given
         where = expanded_idx_mapping, idx_mapping, idx_mapping_np
         logits = self.sampler.apply_sampling_params(logits, *where, pos, fed, *more[:2])
-        return logits, of_processed(self.sampler.sampling_states)
+        return logits, of_processed(values_of(self.sampler))
 
     def _verify_in_chunks(
         self,
@@ -228,7 +229,7 @@ class DraftVerification:
 
     def prepare(self, kind: Any, call: dict[str, Any]) -> None:
         """Compile kernels, truncated and not, at the first call of its kind: vLLM's own warm-up makes that."""
-        self.kinds[kind] = compile_both(self.verifier, call, self.sampler.sampling_states)
+        self.kinds[kind] = compile_both(self.verifier, call, values_of(self.sampler))
 
     def call_of(
         self,
@@ -247,7 +248,7 @@ class DraftVerification:
             "draft_logits": draft_logits,
             "num_draft_tokens": self.num_speculative_steps,
             "slots": idx_mapping,
-            "seeds": self.sampler.sampling_states.seeds.gpu,
+            "seeds": values_of(self.sampler).seeds,
             "row_positions": pos,
         }
         if draft_logits is not None and draft_logits.shape[-1] != logits.shape[-1]:

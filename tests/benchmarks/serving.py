@@ -1,0 +1,388 @@
+"""Serving by vLLM, its own verification and this package's in turn, in one engine: tokens a second, and where time goes.
+
+`python -m tests.benchmarks.serving` in the repository's root, with a GPU, vLLM and this package installed. It makes two
+random models that agree in part; `--target DIR --draft DIR` names others. `--record FILE.json` keeps the figures.
+
+Rounds of one engine differ by more than the two verifications do. So they alternate within a round: a few steps with one, as
+many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A pair is one
+stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+STRETCH, SKIPPED = 8, 2
+"""Steps of one verification before the other's turn, and how many of them do not count."""
+ORDER = "ours", "vllm", "vllm", "ours"
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "T .8": {"temperature": 0.8},
+    "T .8, top-k 20, top-p .95": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+    "T .8, top-p .95": {"temperature": 0.8, "top_p": 0.95},
+}
+DRAFTERS = "model", "n-gram"
+PROMPT = 32
+
+
+class Measuring:
+    """Mixed into vLLM's worker, whose process it measures in."""
+
+    def begin_measuring(self, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+        """Measure steps in which so many tokens are fed: all requests decode, none is at its prompt."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not hasattr(self, "meter"):
+            self.meter = Meter(runner)
+        self.meter.begin(tokens, modes, stretch, profiled)
+
+    def end_measuring(self) -> dict[str, Any]:
+        """Return the figures of each step that counts, times in microseconds; and what kernels took, if profiled."""
+        return self.meter.end()
+
+
+class Meter:
+    """Changes verifications as steps go by, and times them."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.unmeasured = runner, (runner.execute_model, runner.sample_tokens)
+        ours = type(runner.rejection_sampler)
+        theirs = next(kind for kind in ours.__mro__ if kind.__module__.startswith("vllm."))
+        self.verifications = {"ours": self.timed(ours), "vllm": self.timed(theirs)}
+        self.profiler: Any = None
+
+    def begin(self, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+        import torch
+
+        self.tokens, self.modes, self.stretch = tokens, modes, stretch
+        self.steps: list[dict[str, Any]] = []
+        self.count = 0
+        self.runner.execute_model, self.runner.sample_tokens = self.execute_model, self.sample_tokens
+        if profiled:
+            torch.cuda.synchronize()
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+
+    def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
+        execute, _ = self.unmeasured
+        if scheduled.total_num_scheduled_tokens == 0:
+            return execute(scheduled, *args, **options)
+        stretch = self.count // self.stretch
+        step = {"mode": self.modes[stretch % len(self.modes)], "stretch": stretch, "verified": [], "sampling": 0.0}
+        step["counts"] = scheduled.total_num_scheduled_tokens == self.tokens
+        self.count += step["counts"]
+        self.steps.append(step)
+        self.runner.rejection_sampler.__class__ = self.verifications[step["mode"]]
+        step["start"] = time.perf_counter()
+        result = execute(scheduled, *args, **options)
+        step["executed"] = time.perf_counter()
+        return result
+
+    def sample_tokens(self, *args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = self.unmeasured[1](*args, **options)
+        if self.steps:
+            self.steps[-1]["sampling"] = time.perf_counter() - start
+        return result
+
+    def timed(self, kind: Any) -> type:
+        """Return a class of a rejection sampler that notes the time of `_verify`, of the host and of the device."""
+        import torch
+
+        def _verify(sampler: Any, *args: Any, **options: Any) -> Any:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            start = time.perf_counter()
+            events[0].record()
+            result = kind._verify(sampler, *args, **options)
+            events[1].record()
+            self.steps[-1]["verified"].append((time.perf_counter() - start, events, result[2]))
+            return result
+
+        return type(kind.__name__, (kind,), {"_verify": _verify, "__module__": kind.__module__})
+
+    def end(self) -> dict[str, Any]:
+        import torch
+
+        torch.cuda.synchronize()
+        self.runner.execute_model, self.runner.sample_tokens = self.unmeasured
+        figures, of_stretch = [], 0
+        for before, step, after in zip([{"stretch": -1}, *self.steps], self.steps, self.steps[1:]):
+            of_stretch = of_stretch + 1 if step["stretch"] == before["stretch"] else 0
+            if not (step["counts"] and after["counts"]) or of_stretch < SKIPPED or len(step["verified"]) != 1:
+                continue
+            [(host, (start, end), emitted)] = step["verified"]
+            figures.append(
+                {
+                    "mode": step["mode"],
+                    "stretch": step["stretch"],
+                    "step_us": 1e6 * (after["start"] - step["start"]),
+                    "model_host_us": 1e6 * (step["executed"] - step["start"]),
+                    "sampling_host_us": 1e6 * step["sampling"],
+                    "verify_host_us": 1e6 * host,
+                    "verify_device_us": 1e3 * start.elapsed_time(end),
+                    "emitted": int(emitted.sum()),
+                    "requests": len(emitted),
+                }
+            )
+        verified = sum(len(step["verified"]) for step in self.steps)
+        left = {str(reason): count for reason, count in getattr(self.runner.rejection_sampler, "fallbacks", {}).items()}
+        return {"steps": figures, "verified": verified, "left": left, "kernels": self.kernels()}
+
+    def kernels(self) -> dict[str, Any] | None:
+        """Return what was profiled: time that the GPU was busy, and the kernels that took most, in microseconds a step."""
+        import torch
+
+        if self.profiler is None:
+            return None
+        self.profiler.stop()
+        spans, by_name = [], dict[str, float]()
+        for event in self.profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                spans.append((event.time_range.start, event.time_range.end))
+                by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us()
+        self.profiler = None
+        busy, until = 0.0, -math.inf
+        for start, end in sorted(spans):
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        count = len(self.steps)
+        most = sorted(by_name.items(), key=lambda item: -item[1])[:16]
+        return {"busy_us": busy / count, "steps": count, "most": [(name[:80], us / count) for name, us in most]}
+
+
+def random_models(folder: Path, vocab: int, hidden: int, layers: int) -> tuple[Path, Path]:
+    """Write two random Llama models: the draft is the first two layers of the target, of which later layers add little."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": 64}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": 8}
+    more = {"max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1}
+    with torch.device("cuda"), torch.no_grad():
+        target, draft = (
+            LlamaForCausalLM(LlamaConfig(num_hidden_layers=count, **sizes, **heads, **more)).bfloat16()
+            for count in (layers, 2)
+        )
+        target.lm_head.weight.mul_(6 * (1024 / hidden) ** 0.5)
+        target.model.embed_tokens.weight.mul_(4)
+        for layer in target.model.layers[2:]:
+            layer.mlp.down_proj.weight.mul_(0.08)
+            layer.self_attn.o_proj.weight.mul_(0.08)
+        shared = {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}
+        draft.load_state_dict(shared)
+    for name, model in (("target", target), ("draft", draft)):
+        model.save_pretrained(folder / name)
+    return folder / "target", folder / "draft"
+
+
+def engine_of(options: argparse.Namespace, drafter: str) -> Any:
+    """Return a vLLM engine, in a process of its own as it serves, whose worker measures."""
+    from vllm import LLM
+
+    speculative: dict[str, Any] = {"num_speculative_tokens": options.k}
+    if drafter == "model":
+        speculative |= {"method": "draft_model", "model": str(options.draft), "draft_sample_method": "probabilistic"}
+    else:
+        speculative |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    given = json.loads(options.engine)
+    sizes = {"max_model_len": options.steps * (options.k + 1) + 256, "max_num_seqs": max(options.requests)}
+    return LLM(
+        model=str(options.target),
+        skip_tokenizer_init=True,
+        speculative_config=speculative | given.pop("speculative_config", {}),
+        dtype="bfloat16",
+        kv_cache_memory_bytes=options.kv_cache << 30,
+        seed=0,
+        worker_extension_cls="tests.benchmarks.serving.Measuring",
+        **sizes | given,
+    )
+
+
+def serve(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps: int) -> None:
+    """Serve requests for so many steps, then abort them."""
+    from vllm import SamplingParams
+
+    most = engine.model_config.max_model_len - PROMPT
+    seeds = [None if sampling["temperature"] == 0 else 1000 + i for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, seed=seed, **sampling) for seed in seeds
+    ]
+    ids = engine.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    for _ in range(steps):
+        engine.llm_engine.step()
+    engine.llm_engine.abort_request(ids, internal=True)
+
+
+def measured(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps: int, *how: Any) -> dict[str, Any]:
+    """Return the figures of so many steps."""
+    engine.collective_rpc("begin_measuring", args=how)
+    serve(engine, prompts, sampling, steps)
+    result: dict[str, Any] = engine.collective_rpc("end_measuring")[0]
+    return result
+
+
+def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, Any]]:
+    """Measure all cells of one drafter, in one engine."""
+    engine = engine_of(options, drafter)
+    cells = []
+    for requests, name in itertools.product(options.requests, options.sampling):
+        draw = random.Random(requests)
+        prompts = [[draw.randrange(2, 1000) for _ in range(PROMPT)] for _ in range(requests)]
+        given, tokens = (engine, prompts, SAMPLING[name]), requests * (options.k + 1)
+        measured(*given, 24, tokens, ("ours", "vllm"), 4, False)  # what is compiled at its first call is, of both
+        result = measured(*given, options.steps, tokens, ORDER, STRETCH, False)
+        cell = {"drafter": drafter, "requests": requests, "sampling": name}
+        cell |= compared(result["steps"]) | {"left": result["left"]}
+        if options.profile:
+            of_each = {mode: measured(*given, 24, tokens, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
+            cell["kernels"] = {mode: result["kernels"] for mode, result in of_each.items()}
+        print(line(cell), flush=True)
+        cells.append(cell)
+    return cells
+
+
+def compared(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of each verification's steps, and the ratio of tokens a second, ours to vLLM's, with its interval.
+
+    >>> def step(stretch, mode, us):
+    ...     return {"stretch": stretch, "mode": mode, "step_us": us, "emitted": 6, "requests": 2}
+    >>> result = compared([step(0, "ours", 100.0), step(1, "vllm", 110.0), step(2, "vllm", 121.0), step(3, "ours", 110.0)])
+    >>> [round(result[key], 3) for key in ("ratio", "ratio_low", "ratio_high")]
+    [1.1, 1.1, 1.1]
+    >>> result["ours"]["tokens_a_second"]
+    57142
+    """
+    means: dict[int, tuple[str, float]] = {}
+    for stretch in sorted({step["stretch"] for step in steps}):
+        of_stretch = [step for step in steps if step["stretch"] == stretch]
+        means[stretch] = of_stretch[0]["mode"], statistics.fmean(step["step_us"] for step in of_stretch)
+    logs = []
+    for first in range(0, max(means, default=0), 2):
+        if first in means and first + 1 in means:
+            by_mode = dict([means[first], means[first + 1]])
+            logs.append(math.log(by_mode["vllm"] / by_mode["ours"]))
+    result: dict[str, Any] = {"pairs": len(logs)}
+    length = sum(step["emitted"] for step in steps) / sum(step["requests"] for step in steps)
+    for mode in ("vllm", "ours"):
+        own = [step for step in steps if step["mode"] == mode]
+        numbers = {key: statistics.median(step[key] for step in own) for key in own[0] if key.endswith("_us")}
+        numbers["step_us"] = statistics.fmean(mean for of_mode, mean in means.values() if of_mode == mode)
+        if "verify_host_us" in numbers:
+            numbers["verify_host_p90_us"] = statistics.quantiles([step["verify_host_us"] for step in own], n=10)[-1]
+        numbers = {key: round(value, 1) for key, value in numbers.items()}
+        numbers["length"] = round(sum(step["emitted"] for step in own) / sum(step["requests"] for step in own), 3)
+        numbers["tokens_a_second"] = int(own[0]["requests"] * length / numbers["step_us"] * 1e6)
+        result[mode] = numbers
+    centre, half = statistics.fmean(logs), 0.0
+    if len(set(logs)) > 1:
+        from scipy import stats
+
+        half = float(stats.t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / len(logs) ** 0.5
+    ratios = {"ratio": centre, "ratio_low": centre - half, "ratio_high": centre + half}
+    return result | {key: round(math.exp(value), 4) for key, value in ratios.items()}
+
+
+def line(cell: dict[str, Any]) -> str:
+    """Return a cell as a row of a Markdown table."""
+    ours, theirs = cell["ours"], cell["vllm"]
+
+    def both(key: str) -> str:
+        return f"{theirs[key]:,.0f} / {ours[key]:,.0f}"
+
+    parts = [
+        cell["drafter"],
+        f"{cell['requests']}",
+        cell["sampling"],
+        f"{theirs['step_us'] / 1e3:.2f} / {ours['step_us'] / 1e3:.2f}",
+        both("verify_device_us"),
+        f"{both('verify_host_us')} ({both('verify_host_p90_us')})",
+        both("tokens_a_second"),
+        f"{cell['ratio']:.3f} ({cell['ratio_low']:.3f} to {cell['ratio_high']:.3f})",
+    ]
+    return "| " + " | ".join(parts) + " |"
+
+
+HEADING = """vLLM / ours, step in ms, `_verify` in us (host: median, 90th percentile)
+| drafts | requests | sampling | step | device | host | tokens a second | ratio (95 %) |
+|---|---|---|---|---|---|---|---|"""
+
+
+def about(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    import torch
+    import triton
+    import vllm
+
+    import specdecode
+
+    config = json.loads((Path(options.target) / "config.json").read_text())
+    sizes = {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    commit = Path("COMMIT").read_text().strip() if Path("COMMIT").exists() else None
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver(),
+        "versions": {each.__name__: each.__version__ for each in (torch, triton, vllm, specdecode)},
+        "commit": commit or os.popen("git rev-parse --short=12 HEAD").read().strip(),
+        "model": sizes,
+        "num_draft_tokens": options.k,
+        "method": os.environ["SPECDECODE_VLLM"],
+        "engine": json.loads(options.engine),
+    }
+
+
+def driver() -> str:
+    """Return the version of the GPU's driver."""
+    return os.popen("nvidia-smi --query-gpu=driver_version --format=csv,noheader").read().split("\n")[0]
+
+
+def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a call returns in a new process, whose GPU memory is free afterwards."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft", type=Path)
+    parser.add_argument(
+        "--random", type=int, nargs=3, default=(151_936, 2048, 12), metavar=("VOCAB", "HIDDEN", "LAYERS")
+    )
+    parser.add_argument("--k", type=int, default=3, help="drafts of a request")
+    parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256))
+    parser.add_argument("--sampling", nargs="+", default=list(SAMPLING), choices=list(SAMPLING))
+    parser.add_argument("--drafters", nargs="+", default=DRAFTERS, choices=DRAFTERS)
+    parser.add_argument("--steps", type=int, default=240, help="of each cell")
+    parser.add_argument("--kv-cache", type=int, default=24, help="GiB")
+    parser.add_argument("--engine", default="{}", help="further arguments of vLLM's engine, as JSON")
+    parser.add_argument("--profile", action="store_true", help="also say which kernels take how long")
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("SPECDECODE_VLLM", "probabilistic")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    with contextlib.ExitStack() as stack:
+        if options.target is None:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            options.target, options.draft = in_process(random_models, folder, *options.random)
+        print(HEADING, flush=True)
+        cells = [cell for drafter in options.drafters for cell in in_process(measured_cells, options, drafter)]
+        if options.record is not None:
+            options.record.write_text(json.dumps(in_process(about, options) | {"cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
