@@ -2,10 +2,10 @@
 
 `SPECDECODE_VLLM=probabilistic python -m tests.tools.check_vllm --target DIR --draft DIR --name k7 --k 7` prints one line:
 
-- *greedy*: of so many requests, how many texts are equal; beside it how many are when vLLM's own is run twice. A model whose
-  numbers depend on the batch need not repeat itself.
-- *mixed*: the same of the greedy requests in a batch with sampled, truncated and seeded ones, prompts of many lengths, requests
-  with log-probabilities, `min_p`, `logit_bias` and penalties, some of which end early.
+- *greedy*: of so many requests, how many texts are equal; beside it how many are when vLLM's own is run twice. A model
+  whose numbers depend on the batch need not repeat itself.
+- *mixed*: the same of the greedy requests in a batch with sampled, truncated and seeded ones, prompts of many lengths,
+  requests with log-probabilities, `min_p`, `logit_bias` and penalties, some of which end early.
 - *tokens*: p-values of chi-square tests that the second and third token of many requests with one prompt have the same
   distribution under both. They are the first that are verified. Rare tokens are put together.
 
@@ -66,7 +66,7 @@ def mixed_params() -> list[Any]:
 
 
 def p_value(first: list[int], second: list[int]) -> float:
-    """Return the p-value of a chi-square test that two samples have one distribution, of categories seen 10 times or more."""
+    """Return the p-value of a chi-square test that two samples have one distribution; rare tokens are one category."""
     from scipy import stats
 
     counts = [collections.Counter(sample) for sample in (first, second)]
