@@ -22,7 +22,7 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 class Rows(NamedTuple):
     """Logits rows: a request's row at an offset starts at `place * stride_request + offset * stride_offset`.
 
-    The place is the request's, among target rows its first row and among draft rows its slot; see `packed`.
+    The place is the request's, among target rows its first row and among draft rows its slot; see `request`.
     """
 
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
@@ -117,7 +117,7 @@ class Outputs(NamedTuple):
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
-    state_ptr: Pointer  # int32, see `state`; None without drafts
+    state_ptr: Pointer  # int32, see `stops`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation.narrow`, or None

@@ -19,11 +19,12 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, logprob
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
-from specdecode.kernels.packed import locate_program
-from specdecode.kernels.philox import ACCEPT, load_key, uniform
+from specdecode.kernels.philox import ACCEPT, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
+from specdecode.kernels.request import count_drafts, load_draft_ids, load_key, load_temperature, locate_program
 from specdecode.kernels.residual import (
     NONE,
+    NUM_LISTED,
     ROW,
     list_residual,
     listed_place,
@@ -33,18 +34,9 @@ from specdecode.kernels.residual import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import (
-    INFINITY,
-    LOG2_E,
-    both_rows_at,
-    draft_row_at,
-    load_logit,
-    load_temperature,
-    row_index,
-    target_row_at,
-)
-from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, load_empty, load_stop
+from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at, load_logit, row_index, target_row_at
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
+from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import Place, Residual
 from specdecode.kernels.vocabulary import NO_PLACE
 

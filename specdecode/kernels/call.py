@@ -36,10 +36,11 @@ from specdecode.kernels.plan import (
     allocate,
     decision_while_reading,
 )
-from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.request import LARGEST_TEMPERATURE
+from specdecode.kernels.rows import SMALLEST
 from specdecode.kernels.sharding import plan as shard_plan
 from specdecode.kernels.sharding import rows as shard_rows
-from specdecode.kernels.state import MOST_ROWS
+from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule

@@ -26,7 +26,7 @@ from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.residual import LIST_FIELDS
-from specdecode.kernels.state import FIELDS
+from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import CANDIDATES, LISTS
 from specdecode.kernels.vocabulary import SPAN, places_kernel

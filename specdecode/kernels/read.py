@@ -15,28 +15,16 @@ import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
-from specdecode.kernels.packed import locate
-from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
+from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     WARP_BITS,
     load_blocks,
-    load_temperature,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.selection import noise_at
-from specdecode.kernels.state import (
-    clear_state,
-    is_last,
-    load_draft_ids,
-    peek_stop,
-    post_empty,
-    post_stop,
-    row_finished_ptr,
-)
 from specdecode.kernels.statistics import (
     draft_statistics,
     raw_statistics,
@@ -45,6 +33,7 @@ from specdecode.kernels.statistics import (
     store_statistics_and_raw,
     target_statistics,
 )
+from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
 from specdecode.kernels.values import Place
 
 

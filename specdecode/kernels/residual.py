@@ -37,12 +37,12 @@ from specdecode.kernels.search import (
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
 from specdecode.kernels.sharding.channel import hint, hinted
-from specdecode.kernels.state import NUM_LISTED
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Request
 
-LIST_FIELDS = tl.constexpr(4)
-"""Of a listed residual: index, row and slot of its request, and its offset. So to sum it the request need not be located."""
+NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
+"""Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
+offset: so to sum it the request need not be located."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -30,20 +30,6 @@ LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
-LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
-"""Beyond it 1 / T would be a denormal number, which is 0 to a GPU; only logits of 1e34 and more could show a difference."""
-
-
-@triton.jit
-def load_temperature(requests, request):
-    """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
-    temperature = requests.temperature
-    if requests.temperature_ptr is not None:
-        given = tl.load(requests.temperature_ptr + request.slot)
-        # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
-        clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
-        temperature = tl.where(given > 0, clamped, 0.0)
-    return temperature
 
 
 @triton.jit

@@ -4,14 +4,13 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
 from specdecode.kernels.read import decide
-from specdecode.kernels.residual import draft_index, listed_place, residual_sums_at
-from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
+from specdecode.kernels.request import load_draft_ids, load_temperature, locate_program
+from specdecode.kernels.residual import NUM_LISTED, draft_index, listed_place, residual_sums_at
+from specdecode.kernels.rows import INFINITY, KNOWN, row_index
 from specdecode.kernels.sharding.channel import awaited, hear, high_of, listen, load_step, low_of
 from specdecode.kernels.sharding.cut import GIVEN, PROGRESS
 from specdecode.kernels.sharding.tell import is_summarised
-from specdecode.kernels.state import NUM_LISTED, load_draft_ids
 from specdecode.kernels.statistics import at, statistics_at
 
 

@@ -23,16 +23,8 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
-from specdecode.kernels.rows import (
-    INFINITY,
-    LAST_TOKEN,
-    load_temperature,
-    row_index,
-    whole_draft_row_at,
-    whole_target_row_at,
-    with_known,
-)
+from specdecode.kernels.request import given_token, load_temperature, locate
+from specdecode.kernels.rows import INFINITY, LAST_TOKEN, row_index, whole_draft_row_at, whole_target_row_at, with_known
 from specdecode.kernels.sharding.channel import (
     ABSENT,
     awaited,
@@ -53,7 +45,6 @@ from specdecode.kernels.truncation.kernel import (
     cut_listed,
     first_attempt,
     floor_of,
-    given_token,
     is_to_cut,
     keep_cutoff,
     level_of,

@@ -12,7 +12,7 @@ from specdecode.kernels.plan import LIST_SIZE
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.sharding.cut import PROGRESS
-from specdecode.kernels.state import FIELDS
+from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.narrow import CANDIDATES
 
 Parts = dict[str, tuple[torch.dtype, Any] | None]

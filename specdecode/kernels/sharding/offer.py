@@ -22,21 +22,21 @@ import triton.language as tl
 
 from specdecode.kernels.block import stop_of
 from specdecode.kernels.distribution import relative_sums, target_distribution
-from specdecode.kernels.emit import with_draft
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
-from specdecode.kernels.packed import locate, locate_program
-from specdecode.kernels.philox import load_key
+from specdecode.kernels.output import store_logprob, store_normalizer, store_output, store_sample, store_token
 from specdecode.kernels.probabilistic import recover
-from specdecode.kernels.residual import NONE
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    INFINITY,
-    LAST_TOKEN,
+from specdecode.kernels.request import (
+    count_drafts,
+    load_draft_ids,
+    load_key,
     load_temperature,
-    row_index,
-    target_row_at,
+    locate,
+    locate_program,
+    with_draft,
 )
+from specdecode.kernels.residual import NONE
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, LAST_TOKEN, row_index, target_row_at
 from specdecode.kernels.selection import noise_at
 from specdecode.kernels.sharding.channel import (
     FAILED,
@@ -50,18 +50,8 @@ from specdecode.kernels.sharding.channel import (
     tell,
     words_of,
 )
-from specdecode.kernels.state import (
-    count_drafts,
-    is_surely_accepted,
-    load_draft_ids,
-    load_stop,
-    store_logprob,
-    store_normalizer,
-    store_output,
-    store_sample,
-    store_token,
-)
 from specdecode.kernels.statistics import at
+from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 

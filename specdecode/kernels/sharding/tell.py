@@ -13,23 +13,28 @@ from specdecode.kernels.block import sum_share
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.residual import draft_index
+from specdecode.kernels.request import (
+    count_drafts,
+    given_token,
+    is_trusted,
+    load_draft_ids,
+    load_logsumexp,
+    load_temperature,
+    locate_program,
+)
+from specdecode.kernels.residual import NUM_LISTED, draft_index
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LAST_TOKEN,
     load_logit,
-    load_temperature,
     row_index,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.sharding.channel import NEXT_STEP, open_line, tell, words_of
-from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, row_finished_ptr
 from specdecode.kernels.statistics import load_statistics, statistics_at
-from specdecode.kernels.truncation.kernel import given_token
+from specdecode.kernels.stops import row_finished_ptr
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import triton.language as tl
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
+from specdecode.kernels.request import load_draft_limits, load_limits
 from specdecode.kernels.rows import INFINITY
-from specdecode.kernels.state import post_acceptance
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
+from specdecode.kernels.stops import post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.truncation.kernel import load_draft_limits, load_limits, weights_of_maxima
+from specdecode.kernels.truncation.kernel import weights_of_maxima
 from specdecode.kernels.truncation.narrow import sum_rounded_down
 
 ERROR = tl.constexpr(1e-3)

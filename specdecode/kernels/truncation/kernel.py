@@ -13,20 +13,25 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
+from specdecode.kernels.request import (
+    count_drafts,
+    given_token,
+    load_draft_limits,
+    load_limits,
+    load_temperature,
+    locate,
+)
 from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
     load_logit,
-    load_temperature,
     scaled,
     whole_draft_row_at,
     whole_target_row_at,
 )
-from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
 from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
+from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.truncation.narrow import (
     CANDIDATES,
     DEPTH,
@@ -46,30 +51,6 @@ from specdecode.kernels.values import Row, Summary
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""
-
-
-@triton.jit
-def load_limits(limits, request, sizes):
-    """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
-    top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
-    if limits.top_k_ptr is not None:
-        top_k = tl.load(limits.top_k_ptr + request.slot)
-    if limits.top_p_ptr is not None:
-        top_p = tl.load(limits.top_p_ptr + request.slot).to(tl.float32)
-    if limits.min_p_ptr is not None:
-        min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
-    top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
-    return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
-
-
-@triton.jit
-def load_draft_limits(inputs, request, sizes):
-    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
-    top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
-    if inputs.draft_vocabulary.ids_ptr is not None:
-        top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)
-    return top_k, top_p, min_p
 
 
 @triton.jit
@@ -219,17 +200,6 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
         summary = summary_of(statistics[0], p, temperature, limits, floor)
         logit, token = cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS)
     return logit, token
-
-
-@triton.jit
-def given_token(request, offset, vocab_size, inputs):
-    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
-    drafts = inputs.drafts
-    place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
-    token = tl.load(drafts.cutoff_ptr + place)
-    logsumexp = load_logsumexp(drafts, request, offset, True)
-    leaves_out = (token >= 0) & (token < vocab_size)
-    return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)
 
 
 @triton.jit
