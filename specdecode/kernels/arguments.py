@@ -125,9 +125,9 @@ class Workspace(NamedTuple):
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
-    places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
+    draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.ShardedRow`; None: no shards
+    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.RowShard`; None: no shards
     progress_ptr: Pointer  # [rows, PROGRESS] float32, see `sharding.cut`; None: no shards, or nothing truncates rows
 
 
@@ -214,8 +214,8 @@ class Arranging(NamedTuple):
     DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
 
 
-class Placing(NamedTuple):
-    """How the draft's vocabulary is looked through."""
+class Mapping(NamedTuple):
+    """How the target's tokens are mapped to the draft's ids."""
 
     OVERLAPS: Constant
 

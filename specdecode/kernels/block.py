@@ -38,7 +38,7 @@ from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import Place, Residual
-from specdecode.kernels.vocabulary import NO_PLACE
+from specdecode.kernels.vocabulary import NO_ID
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (
     tl.constexpr(number) for number in range(7)
@@ -71,11 +71,11 @@ def shared_logprob(place, terms, inputs, workspace, sizes):
     elif residual.subtracted >= 0:
         row = target_row_at(place, inputs, workspace, sizes)
         is_token = True
-        if workspace.places_ptr is not None:
-            is_token = residual.subtracted != NO_PLACE
+        if workspace.draft_ids_ptr is not None:
+            is_token = residual.subtracted != NO_ID
         logit = load_logit(row, residual.subtracted, is_token)
         shared = logprob(logit, residual.subtracted, normalizer_of(p), place.temperature)
-        if workspace.places_ptr is not None:
+        if workspace.draft_ids_ptr is not None:
             shared = tl.where(is_token, shared, -INFINITY)
     return shared
 

@@ -29,7 +29,7 @@ from specdecode.kernels.plan import (
     MANY_REQUESTS,
     MOST_PROGRAMS,
     add_emission,
-    add_places,
+    add_mapping,
     add_reading,
     add_settling,
     add_truncation,
@@ -235,8 +235,8 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     plan, workspace = allocate(structure, inputs, outputs, sizes, counts=decide is not None)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     given = inputs, workspace, sizes
-    if workspace.places_ptr is not None:
-        add_places(plan, *given)
+    if workspace.draft_ids_ptr is not None:
+        add_mapping(plan, *given)
     add_reading(plan, inputs, untruncated, sizes, decide, structure.large, truncates, structure.flat)
     if truncates:
         add_truncation(plan, *given, structure.large, posted=decide is not None)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_known
+from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_shard
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
 
@@ -25,7 +25,7 @@ from specdecode.kernels.values import Normalizer
 def untruncated_target_row_at(place, inputs, workspace, sizes):
     """Return the target row at a place, all of it."""
     row = whole_target_row_at(place.request, place.offset, inputs)
-    return with_known(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
+    return with_shard(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
 @triton.jit

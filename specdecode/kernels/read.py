@@ -81,7 +81,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
-            if workspace.places_ptr is not None:
+            if workspace.draft_ids_ptr is not None:
                 has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
             draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
         if tuning.ADMITS_LATE:
@@ -94,7 +94,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         if token is not None:
             if has_blocks:
                 store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            elif workspace.places_ptr is not None:
+            elif workspace.draft_ids_ptr is not None:
                 if reads_draft:  # the row goes on to the target's last block, with nothing
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
@@ -163,7 +163,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     if matters:
         place = Place(request, offset, token, None, temperature)
         summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning)
-        if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
+        if workspace.draft_ids_ptr is not None:  # here, or else the next launch would not wait for the map
             await_launch(tuning.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:

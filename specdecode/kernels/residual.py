@@ -15,8 +15,6 @@ from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     LOG2_E,
-    SHARDED,
-    WHOLE,
     base_2_scale,
     load_blocks,
     load_logits,
@@ -38,7 +36,7 @@ from specdecode.kernels.search import (
 from specdecode.kernels.selection import best_score, block_scores, select_block
 from specdecode.kernels.sharding.channel import hint, hinted
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.values import Request
+from specdecode.kernels.values import Request, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
 """Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
@@ -79,7 +77,7 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    AS_STORED: tl.constexpr = len(draft_row) == WHOLE or len(draft_row) == SHARDED  # and so is the target row
+    AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids)
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
@@ -178,7 +176,9 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
+    if exists(row.cutoff) or exists(
+        row.shard
+    ):  # of blocks of which nothing is kept, or that another rank has, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
@@ -188,7 +188,7 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, tuning.LANES)
     least_score = tl.full([], 0, tl.int32)
-    if len(row) >= SHARDED:
+    if exists(row.shard):
         least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
     hint(score_of(best), rivals)

@@ -1,53 +1,35 @@
-"""What the functions in kernels pass to each other: named values, the kinds of rows among them.
+"""What the functions in kernels pass to each other: named values, rows among them.
 
-A row's kind says how it is read. Functions that differ by it are compiled for each; see `rows.WHOLE`.
+How a row is read depends on which parts it has. Functions that differ by that are compiled for each kind of row.
 """
 
 from typing import Any, NamedTuple
 
+import triton
+
 
 class Row(NamedTuple):
-    """One logits row."""
+    """One logits row. A part that it does not have is (): see `exists`."""
 
     ptr: Any
     stride_token: Any
-    vocab_size: Any
+    vocab_size: Any  # of a shard, where its tokens end
+    cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
+    shard: Any  # `RowShard`: this rank has a part of the tokens, others are read as -inf
+    draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
 
 
-class TruncatedRow(NamedTuple):
-    """One logits row, of which logits beyond the last token kept are read as -inf."""
+class Cutoff(NamedTuple):
+    """The last token that is kept of a truncated row."""
 
-    ptr: Any
-    stride_token: Any
-    vocab_size: Any
-    cutoff_logit: Any
-    cutoff_token: Any
+    logit: Any
+    token: Any
 
 
-class Places(NamedTuple):
-    """The draft's id of each token of the target, see `vocabulary`."""
+class RowShard(NamedTuple):
+    """What this rank knows of a row of which it has the tokens from `start` on; all but that ranks have told each other."""
 
-    ptr: Any
-    vocab_size: Any  # of the target
-
-
-class DraftVocabRow(NamedTuple):
-    """One draft row over a vocabulary of its own, read by the target's tokens."""
-
-    row: Any  # by the draft's ids, truncated or not
-    places: Places
-
-
-class ShardedRow(NamedTuple):
-    """One logits row, of which this rank has the tokens from `start` to `vocab_size`; others are read as -inf.
-
-    What ranks have told each other of single tokens is known besides.
-    """
-
-    ptr: Any  # where token 0 would be
-    stride_token: Any
-    vocab_size: Any
-    start: Any
+    start: Any  # the row's pointer is where token 0 would be
     row_max: Any
     first: Any  # the first token with the row's largest logit, if the row is a point mass
     draft: Any  # the draft judged by the row, -1 for none
@@ -56,21 +38,17 @@ class ShardedRow(NamedTuple):
     other_logit: Any
 
 
-class TruncatedShardedRow(NamedTuple):
-    """A `ShardedRow` of which logits beyond the last token kept are read as -inf."""
+class DraftIds(NamedTuple):
+    """The draft's id of each token of the target, see `vocabulary`."""
 
     ptr: Any
-    stride_token: Any
-    vocab_size: Any
-    start: Any
-    row_max: Any
-    first: Any
-    draft: Any
-    draft_logit: Any
-    other: Any
-    other_logit: Any
-    cutoff_logit: Any
-    cutoff_token: Any
+    vocab_size: Any  # of the target
+
+
+@triton.constexpr_function
+def exists(part):
+    """Return, at compile time, whether there is a part that may be (), such as a row's cutoff."""
+    return len(part) > 0
 
 
 class Request(NamedTuple):

@@ -24,7 +24,15 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.request import given_token, load_temperature, locate
-from specdecode.kernels.rows import INFINITY, LAST_TOKEN, row_index, whole_draft_row_at, whole_target_row_at, with_known
+from specdecode.kernels.rows import (
+    INFINITY,
+    LAST_TOKEN,
+    row_index,
+    whole_draft_row_at,
+    whole_row,
+    whole_target_row_at,
+    with_shard,
+)
 from specdecode.kernels.sharding.channel import (
     ABSENT,
     awaited,
@@ -62,7 +70,7 @@ from specdecode.kernels.truncation.narrow import (
     store_kept_candidates,
     token_in_order,
 )
-from specdecode.kernels.values import Request, Row
+from specdecode.kernels.values import Request
 
 STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, FOUND, PROGRESS = (tl.constexpr(field) for field in range(7))
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
@@ -89,8 +97,8 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         if not cutting.ALIKE:
             stride_token = tl.where(of_draft, draft_row.stride_token, row.stride_token)
-        row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), stride_token, request.vocab_size)
-    return with_known(row, workspace, index, sizes)
+        row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), stride_token, request.vocab_size)
+    return with_shard(row, workspace, index, sizes)
 
 
 @triton.jit
@@ -294,7 +302,7 @@ def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
     if exists:
         if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
             address = cutting.rows_ptr.to(tl.int64)
-            row = Row(row_at_slot(address, slot, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
+            row = whole_row(row_at_slot(address, slot, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, cutting.WARPS)
             tl.debug_barrier()  # the statistics are read by other threads than wrote them
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)

@@ -88,17 +88,17 @@ def decide_sample_here(place, noise, inputs, workspace, sizes):
 
     What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
     """
-    row = target_row_at(place, inputs, workspace, sizes)
-    index = row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
+    shard = target_row_at(place, inputs, workspace, sizes).shard
+    row_max, index = shard.row_max, row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
     blocks = tl.arange(0, sizes.MAX_BLOCKS) - sizes.shard.start // BLOCK_SIZE
     pointers = workspace.statistics_ptr + (index + blocks) * 2
     block_max = tl.load(pointers, mask=are_here(sizes), other=-INFINITY)
     sumexp = tl.load(pointers + 1, mask=are_here(sizes), other=0.0)
-    is_point = (place.temperature == 0) | (tl.abs(row.row_max) == INFINITY)
-    finite = tl.where(is_point, 0.0, row.row_max)
+    is_point = (place.temperature == 0) | (tl.abs(row_max) == INFINITY)
+    finite = tl.where(is_point, 0.0, row_max)
     block_sums = relative_sums(finite, (block_max, tl.where(is_point, 0.0, sumexp)), place.temperature)
-    p = Distribution(row.row_max, 1.0, tl.where(is_point, row.first, -1), block_sums)
-    return undrawn(place, noise, p, Normalizer(row.row_max, 0.0, p.one_hot), inputs)
+    p = Distribution(row_max, 1.0, tl.where(is_point, shard.first, -1), block_sums)
+    return undrawn(place, noise, p, Normalizer(row_max, 0.0, p.one_hot), inputs)
 
 
 @triton.jit

@@ -191,7 +191,7 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         listed_ptr=part("listed"),
         residual_sums_ptr=part("residual_sums"),
         raw_statistics_ptr=part("raw_statistics"),
-        places_ptr=None,
+        draft_ids_ptr=None,
         logprobs_ptr=logprobs,
         known_ptr=part("known"),
         progress_ptr=part("progress"),

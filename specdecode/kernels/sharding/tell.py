@@ -1,7 +1,7 @@
 """What a rank tells the others of sharded rows in Triton.
 
 It tells the statistics of its blocks, 8 bytes for 1,024 logits, and of each row one or two notes of 8 bytes. From these
-follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.ShardedRow`. In block
+follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.RowShard`. In block
 verification it also tells the residual sums of blocks, 4 bytes each. How words travel is in `channel`, what is made of them
 in `arrange`.
 """

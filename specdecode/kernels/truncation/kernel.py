@@ -28,6 +28,7 @@ from specdecode.kernels.rows import (
     load_logit,
     scaled,
     whole_draft_row_at,
+    whole_row,
     whole_target_row_at,
 )
 from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
@@ -47,7 +48,7 @@ from specdecode.kernels.truncation.narrow import (
     token_in_order,
 )
 from specdecode.kernels.truncation.wide import ROUNDING, store_kept, wide_cutoff
-from specdecode.kernels.values import Row, Summary
+from specdecode.kernels.values import Summary
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""
@@ -264,7 +265,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
-                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
+                row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
         if tuning.ALIKE:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
         elif of_draft:
