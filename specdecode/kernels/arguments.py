@@ -20,9 +20,9 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 
 
 class Rows(NamedTuple):
-    """Logits rows: a request's row at an offset starts at `place * stride_request + offset * stride_offset`.
+    """Logits rows: a request's row at an offset starts at `index * stride_request + offset * stride_offset`.
 
-    The place is the request's, among target rows its first row and among draft rows its slot; see `request`.
+    The index is the request's; in a packed call that of its first target row, and among draft rows its slot. See `request`.
     """
 
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
@@ -65,7 +65,7 @@ class Drafts(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """One number for each request, or one for all; in a packed call those of a request are at its slot."""
+    """One value for each request, or one for all; in a packed call those of a request are at its slot."""
 
     temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
     temperature: Float32  # 0 is greedy
@@ -79,7 +79,7 @@ class Requests(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What truncates rows: a number for each request (at its slot), or one for all; all None if nothing does."""
+    """What truncates rows: a value for each request (at its slot), or one for all; all None if nothing does."""
 
     top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
     top_k: Int32  # 0 keeps all tokens
@@ -121,7 +121,7 @@ class Workspace(NamedTuple):
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation.narrow`, or None
-    numbers_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
+    terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
@@ -155,7 +155,7 @@ class Sizes(NamedTuple):
 
 
 class Channel(NamedTuple):
-    """One exchange: words of every rank, see `sharding.channel`. Places in symmetric memory are counted in int64 words."""
+    """One exchange: words of every rank, see `sharding.channel`. Symmetric memory is counted in int64 words."""
 
     sent_ptr: Pointer  # [length] int64, this rank's words; None: they are written to the memory of every rank
     received_ptr: Pointer  # [ranks, length] int64; None in symmetric memory, and before the exchange
@@ -172,7 +172,7 @@ class Exchange(NamedTuple):
     verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
     sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, blocks_told]
     peers_ptr: Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered
-    received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
+    memory_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
     failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank did not answer in time
     half: Int64  # words of a half
     most_tries: Int64  # how many times a word is looked for
@@ -194,15 +194,15 @@ class Cutting(NamedTuple):
     """What ranks tell each other to truncate rows; all through symmetric memory."""
 
     lists: Channel  # [rows, 1 + CANDIDATES] int64 words: how many candidates of a row a rank has, and these
-    parts: Channel  # [num_slots] int64 words for the owner alone: that a rank's part of a row is in its memory
+    parts: Channel  # [num_owned] int64 words for the owner alone: that a rank's part of a row is in its memory
     cuts: Channel  # [rows, 1 + num_blocks] int64 words, told by the owner alone: a row's cutoff and its statistics
     order_ptr: Pointer  # [ranks] int32 the ranks in the order of the vocabulary
-    rows_ptr: Pointer  # [num_slots, row_bytes] as int64 words: this rank's memory for the rows that it owns
+    rows_ptr: Pointer  # [num_owned, row_bytes] as int64 words: this rank's memory for the rows that it owns
     peers_ptr: Pointer  # [ranks] int64 addresses of each rank's
     row_bytes: Int64
     num_rows: Int32  # target and draft rows
     rows_per_request: Int32
-    num_slots: Int32  # rows that this rank may own
+    num_owned: Int32  # rows that this rank may own
     ALIKE: Constant  # tokens of target rows lie as far apart as those of draft rows
     POSTED: Constant  # as for `Truncating`
     WARPS: Constant

@@ -263,7 +263,7 @@ def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
 
 
 def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
-    """Return whether two arguments are known to have the same values without reading a tensor: they are in one place."""
+    """Return whether two arguments are known to have the same values without reading a tensor: they are the same memory."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b)]
         return layouts[0] == layouts[1]

@@ -7,7 +7,7 @@ else; whoever draws a token has it too. So no launch is added: decisions made in
 log-probability in the output, and the launch that emits writes the last token's, and NaN behind it.
 
 Raw ones take sums of exponentials at temperature 1. The launch that reads leaves them beside the others: 8 bytes for each
-block of a target row, its maximum again, because truncation replaces what is in the others' place. Where T is 1 and nothing
+block of a target row, its maximum again, because truncation replaces the others. Where T is 1 and nothing
 truncates rows they are the processed ones. Reading the emitted rows again afterwards would need nothing of that launch, but
 in a large batch most of its time again.
 """

@@ -19,7 +19,7 @@ from specdecode.kernels.arguments import (
     Truncating,
     Workspace,
 )
-from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
+from specdecode.kernels.block import TERMS, decide_kernel, ratio_kernel, sum_kernel
 from specdecode.kernels.bundles import MIN_BLOCKS, Structure
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.formulas import Number, ceil_div
@@ -81,7 +81,7 @@ def allocate(
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
-        "numbers": (torch.float32, num_rows * NUMBERS.value) if settles else None,
+        "terms": (torch.float32, num_rows * TERMS.value) if settles else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if structure.logprobs == "raw" else None,

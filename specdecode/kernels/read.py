@@ -38,7 +38,7 @@ from specdecode.kernels.values import Place
 
 
 @triton.jit
-def place_in_grid(inputs, sizes, tuning):
+def locate_in_grid(inputs, sizes, tuning):
     """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
     if tuning.FLAT:
         chunk = tl.program_id(0) % tuning.chunks
@@ -146,7 +146,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
     if not tuning.ADMITS_LATE:
         admit_next_launch(tuning.OVERLAPS)
-    chunk, request, offset = place_in_grid(inputs, sizes, tuning)
+    chunk, request, offset = locate_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
     token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
     logsumexp = None

@@ -1,9 +1,9 @@
 """What is loaded of a request in Triton: where its rows are, temperature, key, drafts, limits.
 
-A call that is not packed has everything at the request's own index. In a packed call three numbers on the device say where
+A call that is not packed has everything at the request's own index. In a packed call three integers on the device say where
 it is: the request's entry of `row_starts`, the next one, and its entry of `slots`. Every program loads them first.
 
-Nothing has checked these numbers, so a request is accepted only if its rows are within the tensor and no more than it may
+Nothing has checked these integers, so a request is accepted only if its rows are within the tensor and no more than it may
 have, and its slot is one of the slots. Any other request, and one that has no rows, is given no drafts and a row of no
 tokens: what follows finds no finite logit there, as in a row of NaN, and so emits token 0 and marks it invalid. Nothing of
 it is ever read.
@@ -67,8 +67,8 @@ def load_temperature(requests, request):
 def load_key(requests, request):
     """Return a request's (seed, position of its token at offset 0), both int64."""
     index = request.index
-    place = index if requests.SEEDS_BY_REQUEST else request.slot
-    seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + place)
+    slot = index if requests.SEEDS_BY_REQUEST else request.slot
+    seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + slot)
     position = index * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + index)
     if requests.row_positions_ptr is not None:
         has_rows = request.vocab_size > 0
@@ -121,8 +121,8 @@ def with_draft(place, offset, token):
 @triton.jit
 def load_logsumexp(drafts, request, offset, wanted):
     """Return the logsumexp that came with a draft."""
-    place = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
-    return tl.load(drafts.logsumexp_ptr + place, mask=wanted, other=0.0)
+    index = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
+    return tl.load(drafts.logsumexp_ptr + index, mask=wanted, other=0.0)
 
 
 @triton.jit
@@ -135,8 +135,8 @@ def is_trusted(logsumexp):
 def given_token(request, offset, vocab_size, inputs):
     """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
     drafts = inputs.drafts
-    place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
-    token = tl.load(drafts.cutoff_ptr + place)
+    index = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
+    token = tl.load(drafts.cutoff_ptr + index)
     logsumexp = load_logsumexp(drafts, request, offset, True)
     leaves_out = (token >= 0) & (token < vocab_size)
     return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)

@@ -73,9 +73,9 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
-    p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
-    q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
-    BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
+    dtype: tl.constexpr = inputs.target.ptr.dtype.element_ty
+    draft_dtype: tl.constexpr = inputs.draft.ptr.dtype.element_ty
+    BFLOAT16: tl.constexpr = dtype == tl.bfloat16 and draft_dtype == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
     AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids)
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
@@ -88,10 +88,11 @@ def residual_sums(target, draft, residual, temperature):
     scale = base_2_scale(temperature)
     sums = ()
     for part in tl.static_range(len(target)):
-        p, q = unpack(target[part]), unpack(draft[part])
+        logits, draft_logits = unpack(target[part]), unpack(draft[part])
         added = ()
-        for half in tl.static_range(len(p)):
-            weights = tl.exp2((p[half] - residual.row_max) * scale) * shortfall(p[half], q[half], residual, scale)
+        for half in tl.static_range(len(logits)):
+            weights = tl.exp2((logits[half] - residual.row_max) * scale)
+            weights *= shortfall(logits[half], draft_logits[half], residual, scale)
             weights = tl.where(weights > 0, weights, 0.0)
             added = added + (weights if part == 0 else sums[half] + weights,)
         sums = added
@@ -109,11 +110,11 @@ def list_residual(request, offset, workspace):
 
 
 @triton.jit
-def listed_place(number, workspace, sizes):
+def listed_residual(index, workspace, sizes):
     """Return the request and the offset of a listed residual."""
-    fields_ptr = workspace.listed_ptr + number * LIST_FIELDS
-    index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
-    request = Request(index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    fields_ptr = workspace.listed_ptr + index * LIST_FIELDS
+    request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
+    request = Request(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 

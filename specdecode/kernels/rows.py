@@ -47,9 +47,9 @@ def whole_row(ptr, stride_token, vocab_size):
 
 
 @triton.jit
-def row_at(rows, place, offset, vocab_size):
-    """Return the row at an offset of a request, given the place of its rows."""
-    start = place * rows.stride_request + offset * rows.stride_offset
+def row_at(rows, index, offset, vocab_size):
+    """Return the row at an offset of a request, given the index of its rows, see `arguments.Rows`."""
+    start = index * rows.stride_request + offset * rows.stride_offset
     return whole_row(rows.ptr + start, rows.stride_token, vocab_size)
 
 
@@ -197,7 +197,7 @@ def tokens_of(block):
 
 @triton.jit
 def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Return the places of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES]."""
+    """Return the elements of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES]."""
     return blocks[:, None] * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
 

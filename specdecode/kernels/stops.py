@@ -23,14 +23,14 @@ from specdecode.kernels.rows import row_index
 
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
-"""A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
+"""A request's state: its stop, its first empty row. Behind the states of all requests come the counts of programs that have
 finished each row, or that its draft is surely accepted; and, where rows are truncated after some stops were posted, each
 request's stop bits. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Stop bits: one int64 for each request, in place of its stop and its first empty row; behind all else if stops were posted.
+"""Stop bits: one int64 for each request, instead of its stop and its first empty row; behind all else if stops were posted.
 6 bits count rows; then come 28 stop bits, 28 empty bits and EARLY."""
 
 
@@ -100,8 +100,8 @@ def is_surely_accepted(state_ptr, request, offset, sizes):
 def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
     """Return where the requests' stop bits begin: behind all else, at an even index, if stops were posted before."""
     if POSTED:
-        numbers = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
-        state_ptr += numbers + numbers % 2
+        length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
+        state_ptr += length + length % 2
     return state_ptr
 
 

@@ -52,11 +52,11 @@ def exists(part):
 
 
 class Request(NamedTuple):
-    """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
+    """A request: the indices of what belongs to it, which are all the same unless the call is packed."""
 
     index: Any  # int64: of its output, its positions and its workspace
     row: Any  # int64: of its target rows and draft tokens
-    slot: Any  # int64: of its draft rows and of its numbers
+    slot: Any  # int64: of its draft rows and of its values in `Requests` and `Limits`
     num_drafts: Any  # at most: some of its ids may be no tokens
     vocab_size: Any  # of its target rows: 0 if it has none
 
@@ -91,7 +91,7 @@ class Summary(NamedTuple):
     """What is known of a row before its cutoff is."""
 
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
-    ranked: Any  # [MAX_BLOCKS] the same numbers, the largest first
+    sorted_max: Any  # [MAX_BLOCKS] the same, the largest first
     p: Distribution  # before truncation
     temperature: Any
     limits: Any  # top_k, top_p and min_p
@@ -138,7 +138,7 @@ class Terms(NamedTuple):
     log_p: Any  # of x
     log_q: Any
     p: Distribution
-    q: Normalizer
+    draft_normalizer: Normalizer  # of q
     residual: Residual
 
 
@@ -148,11 +148,11 @@ class Rivals(NamedTuple):
     mine: Any  # the word that this rank looks at
     theirs: Any  # that of every rank, its own too
     exists: Any  # whether there is such a word
-    step: Any  # its number
+    step: Any  # which step that is, int32
 
 
 class Line(NamedTuple):
     """What it takes to write words to all ranks."""
 
-    step: Any  # its number, which says which half of symmetric memory is used
+    step: Any  # the index of the step, which says which half of symmetric memory is used
     peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered

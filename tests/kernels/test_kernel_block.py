@@ -48,8 +48,8 @@ def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = tor
 def numbers_of(steps: Steps, field: Any) -> np.ndarray:
     """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
     sizes = steps.bundle("sizes")
-    shape = sizes.batch, sizes.num_draft_tokens + 1, block.NUMBERS.value
-    return steps.parts["numbers"].view(shape)[..., field.value].cpu().double().numpy()
+    shape = sizes.batch, sizes.num_draft_tokens + 1, block.TERMS.value
+    return steps.parts["terms"].view(shape)[..., field.value].cpu().double().numpy()
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:

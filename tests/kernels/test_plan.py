@@ -25,7 +25,7 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
     assert {name: len(part) for name, part in steps.parts.items()} == {
         "state": requests * (stops.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
-        "numbers": requests * (drafts + 1) * block.NUMBERS.value,
+        "terms": requests * (drafts + 1) * block.TERMS.value,
         "listed": requests * drafts * residual.LIST_FIELDS.value,
         "residual_sums": requests * drafts * blocks,
     }

@@ -187,7 +187,7 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         statistics_ptr=part("statistics"),
         cutoffs_ptr=part("cutoffs"),
         kept_ptr=part("kept"),
-        numbers_ptr=part("numbers"),
+        terms_ptr=part("terms"),
         listed_ptr=part("listed"),
         residual_sums_ptr=part("residual_sums"),
         raw_statistics_ptr=part("raw_statistics"),
@@ -217,7 +217,7 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
         verdicts_ptr=plan.last.part("verdicts"),
         sources_ptr=Argument("holders" if step.maxima else "sources", torch.int32),
         peers_ptr=of_memory("peers", torch.int64),
-        received_ptr=of_memory("memory", torch.int64),
+        memory_ptr=of_memory("memory", torch.int64),
         failed_ptr=of_memory("failed", torch.int32),
         half=Number("half") if plan.is_symmetric else 0,
         most_tries=Number("most_tries") if plan.is_symmetric else 0,
@@ -264,7 +264,7 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     """Add the launches that truncate rows, and their exchanges."""
     rows, ranks = step.all_rows, step.way.ranks
     num_warps = 4 if step.structure.large else 8
-    inputs, plan.row_words = step.inputs, step.num_slots * step.row_bytes // 8
+    inputs, plan.row_words = step.inputs, step.num_owned * step.row_bytes // 8
     cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
     cutting = Cutting(
         lists=plan.channel("lists", told.lists, ranks),
@@ -276,7 +276,7 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
         row_bytes=step.row_bytes,
         num_rows=rows,
         rows_per_request=step.rows_per_request,
-        num_slots=step.num_slots,
+        num_owned=step.num_owned,
         ALIKE=inputs.draft.ptr is None or inputs.target.stride_token == inputs.draft.stride_token,
         POSTED=step.decides,
         WARPS=num_warps,
@@ -288,9 +288,9 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     add_waiting(plan.last, cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
     plan.last.add(cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.parts)
-    programs = ceil_div(step.num_slots, exchanged.LANES)
+    programs = ceil_div(step.num_owned, exchanged.LANES)
     add_waiting(plan.last, cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(cut.cut_gathered_kernel, step.num_owned, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.cuts)
     add_waiting(plan.last, cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 

@@ -150,7 +150,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         of_draft = load_statistics(draft_ptr, has_draft & summarised, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
-            tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
+            tl.store(exchange.memory_ptr + NEXT_STEP, line.step + 1)
     first = tell_summary(row, index, statistics, temperature, is_read, line, workspace, exchange, sizes)
     tell_note(index, draft_logit, first, line, exchange)
     if workspace.raw_statistics_ptr is not None:

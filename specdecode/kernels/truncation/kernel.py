@@ -4,7 +4,7 @@ Kept are the first tokens in the order (logit descending, id ascending), up to t
 program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
 in the whole row (`wide`).
 
-The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
+The program leaves the cutoff, and instead of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
 """
 
@@ -76,7 +76,7 @@ def summary_of(block_max, p, temperature, limits, floor):
 
 @triton.jit
 def first_attempt(summary, sizes):
-    """Return the number of the first attempt to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
+    """Return which attempt is the first to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
 
     And 0 where there are few blocks.
     """
@@ -90,7 +90,7 @@ def first_attempt(summary, sizes):
 @triton.jit
 def blocks_with_mass(mass, summary):
     """Return how many blocks' largest tokens weigh so much, if any do; a sum of integers is the same in any order."""
-    weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+    weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
     ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
     masses = tl.cumsum((weights * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
     return tl.minimum(tl.sum((masses < mass).to(tl.int32), 0) + 1, weights.shape[0])
@@ -108,7 +108,7 @@ def level_of(attempt, summary, sizes):
     if (top_p < 1) & (top_k == sizes.vocab_size):
         blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
     lowest = tl.where(attempt == 0, summary.p.row_max - summary.temperature * (DEPTH / 2), summary.floor)
-    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.ranked, blocks - 1))
+    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.sorted_max, blocks - 1))
     return level_at(tl.maximum(logit, summary.floor), summary.block_max)
 
 
@@ -131,7 +131,7 @@ def cut_listed(list_ptr, found, level, summary, sizes):
     top_k, _top_p, min_p = summary.limits
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
-        weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+        weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
         below = tl.arange(0, sizes.MAX_BLOCKS) - level.blocks
         unseen = sum_rounded_down(tl.where((below >= 0) & (below < top_k - found), weights, 0.0))
     if found <= FEW:
@@ -174,7 +174,7 @@ def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
 
 
 @triton.jit
-def place_of(index, inputs, sizes):
+def locate_row(index, inputs, sizes):
     """Return which row a program has, by request and offset, and whether it is a draft row: those follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
@@ -216,8 +216,8 @@ def limits_at(request, offset, of_draft, inputs, sizes):
 
 @triton.jit
 def row_to_cut(index, inputs, sizes):
-    """Return where the row with an index is, as `place_of`; its temperature; and what `limits_at` says of it."""
-    request, offset, of_draft = place_of(index, inputs, sizes)
+    """Return where the row with an index is, as `locate_row`; its temperature; and what `limits_at` says of it."""
+    request, offset, of_draft = locate_row(index, inputs, sizes)
     temperature = load_temperature(inputs.requests, request)
     limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
     return request, offset, of_draft, temperature, limits, is_read
