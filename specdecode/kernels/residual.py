@@ -10,7 +10,6 @@ max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import relative_sums
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -23,7 +22,6 @@ from specdecode.kernels.rows import (
     unpack,
 )
 from specdecode.kernels.search import (
-    SLACK,
     block_of,
     blocks_of,
     keys_of,
@@ -34,8 +32,7 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
-from specdecode.kernels.sharding.channel import hint, hinted
-from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.statistics import sum_blocks, sum_in_order
 from specdecode.kernels.values import Request, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
@@ -147,30 +144,12 @@ def best_of(target, draft, blocks, place, residual, block_domain):
 
 
 @triton.jit
-def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
-    """Return a score that a block of some rank reaches, as the bits of a float32, if statistics show it; else 0.
-
-    A block's residual is at least its part of p less its part of q.
-    """
-    score = tl.full([], 0, tl.int32)
-    if inputs.drafts.logsumexp_ptr is None:
-        statistics = load_target_statistics(place, workspace, sizes)
-        summary = load_draft_statistics(place, True, workspace, sizes)
-        p_sums = relative_sums(residual.row_max, statistics, place.temperature)
-        q_sums = relative_sums(residual.draft_max, summary, place.temperature) * tl.exp(-residual.log_sum_ratio)
-        least = p_sums * (1 - SLACK) - q_sums * (1 + SLACK)
-        scores = block_scores(tl.where(least > 0, least, 0.0), exponentials) * (1 - SLACK)
-        score = tl.max(scores, 0).to(tl.int32, bitcast=True)
-    return score
-
-
-@triton.jit
 def select_residual_block(place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning):
     """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
-    blocks that are surely beaten by another rank's, any will do: `rivals` say how far these have come, () on one GPU.
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Nor above one that
+    a block elsewhere surely reaches, if the tuning finds any: `rivals` are what it takes for that.
     """
     p, residual = source
     row, _ = rows
@@ -189,14 +168,15 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, tuning.LANES)
     least_score = tl.full([], 0, tl.int32)
-    if exists(row.shard):
-        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
+    if tuning.LEAST_SCORE is not None:
+        least_score = tuning.LEAST_SCORE(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
-    hint(score_of(best), rivals)
+    if tuning.HINT is not None:
+        tuning.HINT(score_of(best), rivals)
     while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
-        if len(rivals) > 0:
-            remaining = tl.where(most_of(remaining, sizes) > hinted(rivals, remaining), remaining, -1)
+        if tuning.HINTED is not None:
+            remaining = tl.where(most_of(remaining, sizes) > tuning.HINTED(rivals, remaining), remaining, -1)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)

@@ -140,19 +140,3 @@ class Terms(NamedTuple):
     p: Distribution
     draft_normalizer: Normalizer  # of q
     residual: Residual
-
-
-class Rivals(NamedTuple):
-    """Where ranks hint to each other which score one of their blocks reaches, see `sharding.channel`."""
-
-    mine: Any  # the word that this rank looks at
-    theirs: Any  # that of every rank, its own too
-    exists: Any  # whether there is such a word
-    step: Any  # which step that is, int32
-
-
-class Line(NamedTuple):
-    """What it takes to write words to all ranks."""
-
-    step: Any  # the index of the step, which says which half of symmetric memory is used
-    peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered

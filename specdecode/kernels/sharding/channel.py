@@ -8,28 +8,31 @@ heard a word sets it back to -1. Meanwhile other ranks may be one step ahead, so
 While kernels wait, those of another group may have to run first. So kernels that wait have few and small programs, which
 leave room on every multiprocessor. They wait for a bounded time. Then they say so in `FAILED`, and go on; the next call
 raises an error.
-
-*Hints* are words that nothing depends on. A rank that searches its blocks for the best score lets all others know a score
-that it has found; whoever sees that in time does not look at blocks which cannot reach it. A hint is only ever raised, by an
-atomic maximum, and the index of its step is in front of the score: so it need not be set back, and one of another step is
-known by that.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from specdecode import transports
-from specdecode.kernels.values import Line, Rivals
 
 STEP, NEXT_STEP, FAILED = (tl.constexpr(word) for word in range(3))
 """The first words of a rank's symmetric memory: the index of the step; that of the next one, while a step runs; and whether
 a rank did not answer in time. No kernel reads one of the first two and writes it."""
 
 HINTS, HEADER = tl.constexpr(transports.HINTS), tl.constexpr(transports.HEADER)
-"""Where hints are, one for each offer; and how many words come before the two halves."""
+"""Where hints are, one for each offer, see `rivals`; and how many words come before the two halves."""
 
 ABSENT = tl.constexpr(-1)
 """A word that has not come."""
+
+
+class Line(NamedTuple):
+    """What it takes to write words to all ranks."""
+
+    step: Any  # the index of the step, which says which half of symmetric memory is used
+    peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered
 
 
 @triton.jit
@@ -135,37 +138,3 @@ def hear(words, pointers, channel, wanted, exchange):
         words = awaited(words, pointers, wanted, exchange)
         tl.store(pointers, tl.full(words.shape, ABSENT, words.dtype), mask=wanted)
         return words
-
-
-@triton.jit
-def rivals_of(index, line, exchange):
-    """Return where hints on an offer are, given its index; () where words are gathered."""
-    rivals = ()
-    if exchange.peers_ptr is not None:
-        theirs = ()
-        for rank in tl.static_range(exchange.RANKS):
-            theirs = theirs + (line.peers[rank] + HINTS + index,)
-        step = line.step.to(tl.int32)
-        rivals = Rivals(exchange.memory_ptr + HINTS + index, theirs, index < HEADER - HINTS, step)
-    return rivals
-
-
-@triton.jit
-def hint(score, rivals):
-    """Let all ranks know a score that a block of this rank reaches, given as the bits of a float32; 0 is none."""
-    if len(rivals) > 0:
-        word = words_of(score, rivals.step)
-        for rank in tl.static_range(len(rivals.theirs)):
-            tl.atomic_max(rivals.theirs[rank], word, rivals.exists & (score > 0), sem="relaxed", scope="sys")
-
-
-@triton.jit
-def hinted(rivals, like):
-    """Return a score that a block of some rank reaches, 0 as long as none is known.
-
-    For each of the elements of `like`, of which each thread must have its own: two that load a word may see different ones.
-    """
-    # Triton's interpreter spreads the result of a scalar comparison as integers, which are no mask in Triton 3.9.
-    exists = tl.where(rivals.exists, tl.full(like.shape, True, tl.int1), False)
-    words = tl.load(rivals.mine + tl.zeros_like(like), mask=exists, other=0, volatile=True)
-    return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

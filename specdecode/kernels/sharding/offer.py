@@ -38,18 +38,8 @@ from specdecode.kernels.request import (
 from specdecode.kernels.residual import NONE
 from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, LAST_TOKEN, row_index, target_row_at
 from specdecode.kernels.selection import noise_at
-from specdecode.kernels.sharding.channel import (
-    FAILED,
-    NEXT_STEP,
-    STEP,
-    hear,
-    listen,
-    low_of,
-    open_line,
-    rivals_of,
-    tell,
-    words_of,
-)
+from specdecode.kernels.sharding.channel import FAILED, NEXT_STEP, STEP, hear, listen, low_of, open_line, tell, words_of
+from specdecode.kernels.sharding.rivals import rivals_of
 from specdecode.kernels.statistics import at
 from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.synthetic import is_scheduled

@@ -14,13 +14,14 @@ import triton
 from torch import Tensor
 
 from specdecode import sharding
-from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
+from specdecode.kernels.arguments import Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
 from specdecode.kernels.methods import Method
 from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
-from specdecode.kernels.sharding import arrange, cut, offer, tell
+from specdecode.kernels.sharding import arrange, cut, offer, rivals, tell
+from specdecode.kernels.sharding.arguments import Arranging, Channel, Cutting, Exchange
 from specdecode.kernels.sharding.memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
@@ -329,7 +330,8 @@ def add_offers(
     is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
-    tuning = Searching(*search, decide, None, *flags)
+    hints = (rivals.hint, rivals.hinted) if plan.is_symmetric else (None, None)
+    tuning = Searching(*search, decide, None, *flags, rivals.least_score, *hints)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
     add_drawing(plan.last, offer.offer_kernel, bundles, method.num_warps)
 

@@ -324,9 +324,8 @@ def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.
         store_statistics(statistics_ptr, parts, tile * BLOCKS, temperature, sizes, BLOCKS, True)
         num_ties = filled(num_ties, tl.sum(is_tie, 1), tile)
     num_ties = by_block(num_ties)
-    kept = tl.minimum(
-        tl.maximum(tl.minimum(ties, tl.sum(num_ties, 0)) - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties
-    )
+    most = tl.minimum(ties, tl.sum(num_ties, 0))
+    kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
     last = tl.max(tl.where(kept > 0, tl.arange(0, kept.shape[0]), -1), 0)
     tl.debug_barrier()  # the statistics are read by other threads than wrote them
     add_ties(statistics_ptr, logit, kept, temperature, sizes)
