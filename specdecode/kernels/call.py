@@ -226,7 +226,7 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
             numbers[name] = limit
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def plan_step(fields: tuple[Any, ...]) -> Plan:
     """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit."""
     structure = Structure(*fields)

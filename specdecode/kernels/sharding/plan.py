@@ -154,7 +154,7 @@ def run(
     plan_sharded(fields, way).run(tensors | ranks, numbers, transport)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def plan_sharded(fields: tuple[Any, ...], way: Way) -> ShardedPlan:
     """Plan all steps of a structure of whose rows this rank has a shard, given the structure's fields."""
     structure = Structure(*fields)
