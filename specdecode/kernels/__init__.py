@@ -16,7 +16,7 @@ compares residual masses.
 | `read`, `emit` | the two kernels of every step |
 | `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |
 | `vocabulary` | draft rows over a vocabulary of their own |
-| `rows` | where rows are, and how they are read |
+| `rows` | where rows lie, and how they are read |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `truncation.early` | what is decided before that is known |
@@ -32,12 +32,14 @@ compares residual masses.
 | what happens | where |
 |---|---|
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
-| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
+| a row need not be read | `read.decide` posts the stop (`stops`), `read.may_matter` looks at it; a draft row: `read.summarise` |
 | the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
 | how many programs a launch has | the `add_*` functions of `plan` and `sharding.plan` |
 | the rows and the slot of a request of a packed call | `request.locate` |
+| what `strict` and `probabilistic` do differently | the table in `methods`; then each method's `decide` |
+| what a rank tells the others | `sharding.tell.tell_kernel`; its token, `sharding.offer` |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.
