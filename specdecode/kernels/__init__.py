@@ -32,7 +32,7 @@ compares residual masses.
 | what happens | where |
 |---|---|
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
-| a row need not be read | `read.decide` posts the stop (`stops`), `read.may_matter` looks at it; a draft row: `read.summarise` |
+| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |

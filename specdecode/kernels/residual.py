@@ -156,9 +156,8 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if exists(row.cutoff) or exists(
-        row.shard
-    ):  # of blocks of which nothing is kept, or that another rank has, nothing is left
+    # Of blocks of which nothing is kept, or that another rank has, nothing is left.
+    if exists(row.cutoff) or exists(row.shard):
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
