@@ -1,4 +1,4 @@
-"""Which module of the package imports which: there are no circles, not even ones that a late import hides."""
+"""Which module of the package imports which: no circles, not even ones that a late import hides; no shards in the core."""
 
 import ast
 from collections.abc import Iterator
@@ -62,3 +62,39 @@ def test_circles_are_seen_however_they_are_hidden(line):
     rooms = {"house": "", "house.garden": "import os", "house.kitchen": "from house.garden import herbs"}
     assert circle(rooms) == []
     assert set(circle(rooms | {"house.garden": line})) == {"house.kitchen", "house.garden"}
+
+
+SHARDING = "specdecode.kernels.sharding"
+
+
+def importers(of: str, sources: dict[str, str]) -> set[str]:
+    """Modules outside a folder that import it, or anything in it."""
+
+    def is_inside(name: str) -> bool:
+        return f"{name}.".startswith(f"{of}.")
+
+    return {
+        name
+        for name, source in sources.items()
+        if not is_inside(name) and any(map(is_inside, sum(imported(source), ())))
+    }
+
+
+def test_only_call_knows_the_kernels_of_shards():
+    assert importers(SHARDING, modules(FOLDER)) == {"specdecode.kernels.call"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"import {SHARDING}",
+        "from specdecode.kernels import sharding",
+        f"from {SHARDING} import rivals",
+        f"def f():\n    from {SHARDING}.rivals import hint",
+        f"importlib.import_module('{SHARDING}.rivals')",
+    ],
+)
+def test_whoever_else_imports_them_is_seen(line):
+    others = {SHARDING: "", f"{SHARDING}.rivals": f"import {SHARDING}.channel", "specdecode.sharding": "import torch"}
+    assert importers(SHARDING, others | {"specdecode.kernels.read": "from specdecode import sharding"}) == set()
+    assert importers(SHARDING, others | {"specdecode.kernels.read": line}) == {"specdecode.kernels.read"}

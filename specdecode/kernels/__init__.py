@@ -14,16 +14,16 @@ compares residual masses.
 | `plan`, `launch` | the launches of a step, with the tuned numbers; signature, compilation, launch |
 | `formulas` | what a plan does not know of a call: sizes, strides, addresses |
 | `read`, `emit` | the two kernels of every step |
-| `packed` | where the rows and the state of a request are |
+| `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |
 | `vocabulary` | draft rows over a vocabulary of their own |
-| `rows` | where rows are, and how they are read |
+| `rows` | where rows lie, and how they are read |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `truncation.early` | what is decided before that is known |
 | `truncation.narrow`, `truncation.wide` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
-| `state` | at which row a request stops, and its output |
+| `stops`, `output` | at which row a request stops; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
 | `sharding` | steps over shards of the vocabulary: the folder's own table says more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
@@ -37,7 +37,9 @@ compares residual masses.
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
 | how many programs a launch has | the `add_*` functions of `plan` and `sharding.plan` |
-| the rows and the slot of a request of a packed call | `packed.locate` |
+| the rows and the slot of a request of a packed call | `request.locate` |
+| what `strict` and `probabilistic` do differently | the table in `methods`; then each method's `decide` |
+| what a rank tells the others | `sharding.tell.tell_kernel`; its token, `sharding.offer` |
 
 Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
 another way.

@@ -20,9 +20,9 @@ AlignedInt64 = Annotated[Any, "i64", "aligned"]
 
 
 class Rows(NamedTuple):
-    """Logits rows: a request's row at an offset starts at `place * stride_request + offset * stride_offset`.
+    """Logits rows: a request's row at an offset starts at `index * stride_request + offset * stride_offset`.
 
-    The place is the request's, among target rows its first row and among draft rows its slot; see `packed`.
+    The index is the request's; in a packed call that of its first target row, and among draft rows its slot. See `request`.
     """
 
     ptr: AlignedPointer  # [batch, rows, vocab_size] any float, in a packed call [num_rows, vocab_size]; None: there are none
@@ -65,7 +65,7 @@ class Drafts(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """One number for each request, or one for all; in a packed call those of a request are at its slot."""
+    """One value for each request, or one for all; in a packed call those of a request are at its slot."""
 
     temperature_ptr: Pointer  # [batch] any float, or None: `temperature` for all
     temperature: Float32  # 0 is greedy
@@ -79,7 +79,7 @@ class Requests(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What truncates rows: a number for each request (at its slot), or one for all; all None if nothing does."""
+    """What truncates rows: a value for each request (at its slot), or one for all; all None if nothing does."""
 
     top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
     top_k: Int32  # 0 keeps all tokens
@@ -117,17 +117,17 @@ class Outputs(NamedTuple):
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
-    state_ptr: Pointer  # int32, see `state`; None without drafts
+    state_ptr: Pointer  # int32, see `stops`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation.narrow`, or None
-    numbers_ptr: Pointer  # [batch, num_draft_tokens + 1, NUMBERS] float32, see `block`, or None
+    terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
-    places_ptr: Pointer  # [vocab_size] int32, see `vocabulary`; None: the draft has the target's vocabulary
+    draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.ShardedRow`; None: no shards
+    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.RowShard`; None: no shards
     progress_ptr: Pointer  # [rows, PROGRESS] float32, see `sharding.cut`; None: no shards, or nothing truncates rows
 
 
@@ -154,68 +154,8 @@ class Sizes(NamedTuple):
     shard: Shard
 
 
-class Channel(NamedTuple):
-    """One exchange: words of every rank, see `sharding.channel`. Places in symmetric memory are counted in int64 words."""
-
-    sent_ptr: Pointer  # [length] int64, this rank's words; None: they are written to the memory of every rank
-    received_ptr: Pointer  # [ranks, length] int64; None in symmetric memory, and before the exchange
-    start: Int64  # where [ranks, length] starts in symmetric memory, after the header
-    length: Int64
-
-
-class Exchange(NamedTuple):
-    """What ranks tell each other of a step, in up to three exchanges."""
-
-    first: Channel  # statistics, raw statistics, notes: int64 words
-    sums: Channel  # [batch * num_draft_tokens, blocks_told] int32 words, the bits of residual sums; see `block`
-    offers: Channel  # [rows or requests, OFFERS] int64 words
-    verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
-    sources_ptr: Pointer  # [num_blocks] int32 which block each is of those that all ranks send, [ranks, blocks_told]
-    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's symmetric memory; None: words are gathered
-    received_ptr: Pointer  # int64 this rank's symmetric memory: a header and two halves
-    failed_ptr: Pointer  # [1] int32, of the host: set to 1 where a rank did not answer in time
-    half: Int64  # words of a half
-    most_tries: Int64  # how many times a word is looked for
-    rank: Int32
-    raw_start: Int64  # of `first`, in words, as the next one
-    notes_start: Int64
-    blocks_told: Int32  # by a rank of a row, in `first` and `sums`
-    RANKS: Constant
-    LANES: Constant  # ranks or more, and threads or more, so that each word is loaded by one thread alone
-    MAXIMA: Constant  # statistics are the maximum of a shard alone, as of one block
-    NOTES: Constant  # words of notes on a row: 2 where there are draft rows
-    OFFERS: Constant  # words of an offer: 2 with a log-probability
-    PER_ROW: Constant  # there is an offer for each row, not for each request
-    MATCHES: Constant  # drafts are accepted that are the token drawn at their row
-    OVERLAPS: Constant  # the next launch may be set up while this one runs
-
-
-class Cutting(NamedTuple):
-    """What ranks tell each other to truncate rows; all through symmetric memory."""
-
-    lists: Channel  # [rows, 1 + CANDIDATES] int64 words: how many candidates of a row a rank has, and these
-    parts: Channel  # [num_slots] int64 words for the owner alone: that a rank's part of a row is in its memory
-    cuts: Channel  # [rows, 1 + num_blocks] int64 words, told by the owner alone: a row's cutoff and its statistics
-    order_ptr: Pointer  # [ranks] int32 the ranks in the order of the vocabulary
-    rows_ptr: Pointer  # [num_slots, row_bytes] as int64 words: this rank's memory for the rows that it owns
-    peers_ptr: Pointer  # [ranks] int64 addresses of each rank's
-    row_bytes: Int64
-    num_rows: Int32  # target and draft rows
-    rows_per_request: Int32
-    num_slots: Int32  # rows that this rank may own
-    ALIKE: Constant  # tokens of target rows lie as far apart as those of draft rows
-    POSTED: Constant  # as for `Truncating`
-    WARPS: Constant
-
-
-class Arranging(NamedTuple):
-    """What is done with the statistics of all ranks."""
-
-    DECIDE: Constant  # the accept rule by which it is decided where requests stop; None: later
-
-
-class Placing(NamedTuple):
-    """How the draft's vocabulary is looked through."""
+class Mapping(NamedTuple):
+    """How the target's tokens are mapped to the draft's ids."""
 
     OVERLAPS: Constant
 
@@ -265,3 +205,6 @@ class Searching(NamedTuple):
     SETTLES: Constant  # or, in block verification, that is settled first
     SUMS: Constant  # ... and block sums of the residual that the token is drawn from are in the workspace, as for `Settling`
     OVERLAPS: Constant
+    LEAST_SCORE: Constant = None  # finds a score that a block of some rank surely reaches; None: all blocks are here
+    HINT: Constant = None  # tells other ranks a score that a block of this one reaches, or None
+    HINTED: Constant = None  # finds what these have told, or None

@@ -19,39 +19,29 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, logprob
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
-from specdecode.kernels.packed import locate_program
-from specdecode.kernels.philox import ACCEPT, load_key, uniform
+from specdecode.kernels.philox import ACCEPT, uniform
 from specdecode.kernels.probabilistic import acceptance_terms, is_possible
+from specdecode.kernels.request import count_drafts, load_draft_ids, load_key, load_temperature, locate_program
 from specdecode.kernels.residual import (
     NONE,
+    NUM_LISTED,
     ROW,
     list_residual,
-    listed_place,
+    listed_residual,
     load_both,
     load_residual_sums,
     one_minus_exp2,
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import (
-    INFINITY,
-    LOG2_E,
-    both_rows_at,
-    draft_row_at,
-    load_logit,
-    load_temperature,
-    row_index,
-    target_row_at,
-)
-from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, load_empty, load_stop
+from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at, load_logit, row_index, target_row_at
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
+from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import Place, Residual
-from specdecode.kernels.vocabulary import NO_PLACE
+from specdecode.kernels.vocabulary import NO_ID
 
-LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (
-    tl.constexpr(number) for number in range(7)
-)
-LOG_C, LEAST, DECISION, NUMBERS = (tl.constexpr(number) for number in range(7, 11))
+LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (tl.constexpr(field) for field in range(7))
+LOG_C, LEAST, DECISION, TERMS = (tl.constexpr(field) for field in range(7, 11))
 """What the workspace keeps at each offset i of a request: of its draft log p(x) / q(x); of its row the four fields of the
 `Residual`, log(sum of p) and `shared_logprob`; and of accepting the i drafts before it log c_i, the residual mass that takes
 at least, and the decision, as far as it takes no sum of blocks."""
@@ -60,46 +50,46 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 
 
 @triton.jit
-def numbers_at(workspace, request, offset, sizes):
-    """Return where the numbers of an offset are kept."""
-    return workspace.numbers_ptr + row_index(request, offset, False, sizes) * NUMBERS
+def terms_at(workspace, request, offset, sizes):
+    """Return where the terms of an offset are kept."""
+    return workspace.terms_ptr + row_index(request, offset, False, sizes) * TERMS
 
 
 @triton.jit
 def shared_logprob(place, terms, inputs, workspace, sizes):
     """Return log sum min(p, q) where p or q is a point mass: the log-probability of its token under the other."""
     shared = 0.0
-    _, _, p, q, residual = terms
+    _, _, p, draft_normalizer, residual = terms
     if p.one_hot >= 0:
         logit = 0.0
         if inputs.draft.ptr is not None:
             draft_row = draft_row_at(place, inputs, workspace, sizes)
-            logit = load_logit(draft_row, p.one_hot, q.one_hot < 0)
-        shared = logprob(logit, p.one_hot, q, place.temperature)
+            logit = load_logit(draft_row, p.one_hot, draft_normalizer.one_hot < 0)
+        shared = logprob(logit, p.one_hot, draft_normalizer, place.temperature)
     elif residual.subtracted >= 0:
         row = target_row_at(place, inputs, workspace, sizes)
         is_token = True
-        if workspace.places_ptr is not None:
-            is_token = residual.subtracted != NO_PLACE
+        if workspace.draft_ids_ptr is not None:
+            is_token = residual.subtracted != NO_ID
         logit = load_logit(row, residual.subtracted, is_token)
         shared = logprob(logit, residual.subtracted, normalizer_of(p), place.temperature)
-        if workspace.places_ptr is not None:
+        if workspace.draft_ids_ptr is not None:
             shared = tl.where(is_token, shared, -INFINITY)
     return shared
 
 
 @triton.jit
-def store_terms(numbers_ptr, terms, shared):
+def store_terms(terms_ptr, terms, shared):
     """Keep what decides about a draft, and what the residual of its row takes."""
     row_max, draft_max, log_sum_ratio, subtracted = terms.residual
     log_ratio = tl.where(is_possible(terms), terms.log_p - terms.log_q, -INFINITY)
-    tl.store(numbers_ptr + LOG_RATIO, log_ratio)
-    tl.store(numbers_ptr + ROW_MAX, row_max)
-    tl.store(numbers_ptr + DRAFT_MAX, draft_max)
-    tl.store(numbers_ptr + LOG_SUM_RATIO, log_sum_ratio)
-    tl.store(numbers_ptr + SUBTRACTED, subtracted.to(tl.float32, bitcast=True))
-    tl.store(numbers_ptr + LOG_SUM, tl.log(terms.p.sumexp))
-    tl.store(numbers_ptr + SHARED, shared)
+    tl.store(terms_ptr + LOG_RATIO, log_ratio)
+    tl.store(terms_ptr + ROW_MAX, row_max)
+    tl.store(terms_ptr + DRAFT_MAX, draft_max)
+    tl.store(terms_ptr + LOG_SUM_RATIO, log_sum_ratio)
+    tl.store(terms_ptr + SUBTRACTED, subtracted.to(tl.float32, bitcast=True))
+    tl.store(terms_ptr + LOG_SUM, tl.log(terms.p.sumexp))
+    tl.store(terms_ptr + SHARED, shared)
 
 
 @triton.jit
@@ -127,14 +117,14 @@ def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
     And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
     """
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    numbers_ptr = numbers_at(workspace, request, counts, sizes)
+    terms_ptr = terms_at(workspace, request, counts, sizes)
     has_draft = counts < num_drafts
     is_count = counts <= num_drafts
-    before = tl.where((counts > 0) & is_count, numbers_ptr - NUMBERS, numbers_ptr)
+    before = tl.where((counts > 0) & is_count, terms_ptr - TERMS, terms_ptr)
     log_ratios = tl.load(before + LOG_RATIO, mask=(counts > 0) & is_count, other=0.0)
-    subtracted = tl.load(numbers_ptr + SUBTRACTED, mask=has_draft, other=0.0).to(tl.int32, bitcast=True)
-    shared = tl.load(numbers_ptr + SHARED, mask=has_draft, other=0.0)
-    log_sum = tl.load(numbers_ptr + LOG_SUM, mask=has_draft, other=0.0)
+    subtracted = tl.load(terms_ptr + SUBTRACTED, mask=has_draft, other=0.0).to(tl.int32, bitcast=True)
+    shared = tl.load(terms_ptr + SHARED, mask=has_draft, other=0.0)
+    log_sum = tl.load(terms_ptr + LOG_SUM, mask=has_draft, other=0.0)
     log_c = running_ratio(log_ratios, num_drafts, sizes)
     least = least_mass(log_uniform, log_c)
     # Where p is a point mass nothing is subtracted from it, and its token is less likely under q / c than under q.
@@ -167,7 +157,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
         raw = load_raw_statistics(place, workspace, sizes)  # in flight while the terms are computed
         terms = acceptance_terms(place, inputs, workspace, sizes)
         store_terms(
-            numbers_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
+            terms_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
         )
         if workspace.logprobs_ptr is not None:
             store_draft_logprob(place, normalizer_of(terms.p), raw, inputs, workspace, sizes)
@@ -186,10 +176,10 @@ def decide_kernel(inputs, workspace, sizes, tuning):
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
-        numbers_ptr = numbers_at(workspace, request, offset, sizes)
-        tl.store(numbers_ptr + LOG_C, at(log_c, offset))
-        tl.store(numbers_ptr + LEAST, at(least, offset))
-        tl.store(numbers_ptr + DECISION, at(decisions, offset))
+        terms_ptr = terms_at(workspace, request, offset, sizes)
+        tl.store(terms_ptr + LOG_C, at(log_c, offset))
+        tl.store(terms_ptr + LEAST, at(least, offset))
+        tl.store(terms_ptr + DECISION, at(decisions, offset))
         if inputs.draft.ptr is not None:
             wanted = at(is_open, offset) == 1
             if tuning.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
@@ -199,19 +189,19 @@ def decide_kernel(inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def load_residual(numbers_ptr, log_c):
+def load_residual(terms_ptr, log_c):
     """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
-    row_max, draft_max = tl.load(numbers_ptr + ROW_MAX), tl.load(numbers_ptr + DRAFT_MAX)
-    log_sum_ratio = tl.load(numbers_ptr + LOG_SUM_RATIO) + log_c
-    return Residual(row_max, draft_max, log_sum_ratio, tl.load(numbers_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
+    row_max, draft_max = tl.load(terms_ptr + ROW_MAX), tl.load(terms_ptr + DRAFT_MAX)
+    log_sum_ratio = tl.load(terms_ptr + LOG_SUM_RATIO) + log_c
+    return Residual(row_max, draft_max, log_sum_ratio, tl.load(terms_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def sum_share(share, chunks, first, inputs, workspace, sizes, tuning):
     """Return the request and the offset of a share of a listed residual, its blocks from `first` on, and their sums."""
-    request, offset = listed_place(share // chunks, workspace, sizes)
-    numbers_ptr = numbers_at(workspace, request, offset, sizes)
-    residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+    request, offset = listed_residual(share // chunks, workspace, sizes)
+    terms_ptr = terms_at(workspace, request, offset, sizes)
+    residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
     place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
     blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
     target, draft = load_both(inputs, both_rows_at(place, inputs, workspace, sizes), first + blocks, tuning.LANES)
@@ -234,14 +224,14 @@ def sum_kernel(inputs, workspace, sizes, tuning):
 def settle(request, num_drafts, inputs, workspace, sizes):
     """Return how many drafts of a request are accepted, and whether a row up to there has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
-    numbers_ptr = numbers_at(workspace, request, counts, sizes)
-    decision = tl.load(numbers_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
-    row_max = tl.load(numbers_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
+    terms_ptr = terms_at(workspace, request, counts, sizes)
+    decision = tl.load(terms_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
+    row_max = tl.load(terms_ptr + ROW_MAX, mask=counts < num_drafts, other=0.0)
     accepted, is_open = undecided(decision, counts)
     if inputs.draft.ptr is not None:
         for offset in range(accepted + 1, num_drafts):
             if at(is_open, offset) == 1:
-                least = tl.load(numbers_at(workspace, request, offset, sizes) + LEAST)
+                least = tl.load(terms_at(workspace, request, offset, sizes) + LEAST)
                 mass = sum_in_order(load_residual_sums(workspace, request, offset, sizes))
                 accepted = tl.where(mass >= least, offset, accepted)
     return accepted, tl.max(tl.where((counts <= accepted) & (row_max == -INFINITY), 1, 0), 0) == 1
@@ -264,7 +254,7 @@ def decide(place, noise, inputs, workspace, sizes):
     statistics = load_target_statistics(place, workspace, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
     if place.token >= 0:
-        numbers_ptr = numbers_at(workspace, place.request, place.offset, sizes)
-        residual = load_residual(numbers_ptr, tl.load(numbers_ptr + LOG_C))
+        terms_ptr = terms_at(workspace, place.request, place.offset, sizes)
+        residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
     p = combine(statistics, row, place.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

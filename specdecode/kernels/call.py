@@ -29,17 +29,18 @@ from specdecode.kernels.plan import (
     MANY_REQUESTS,
     MOST_PROGRAMS,
     add_emission,
-    add_places,
+    add_mapping,
     add_reading,
     add_settling,
     add_truncation,
     allocate,
     decision_while_reading,
 )
-from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.request import LARGEST_TEMPERATURE
+from specdecode.kernels.rows import SMALLEST
 from specdecode.kernels.sharding import plan as shard_plan
 from specdecode.kernels.sharding import rows as shard_rows
-from specdecode.kernels.state import MOST_ROWS
+from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
@@ -225,7 +226,7 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
             numbers[name] = limit
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def plan_step(fields: tuple[Any, ...]) -> Plan:
     """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit."""
     structure = Structure(*fields)
@@ -234,8 +235,8 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     plan, workspace = allocate(structure, inputs, outputs, sizes, counts=decide is not None)
     untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     given = inputs, workspace, sizes
-    if workspace.places_ptr is not None:
-        add_places(plan, *given)
+    if workspace.draft_ids_ptr is not None:
+        add_mapping(plan, *given)
     add_reading(plan, inputs, untruncated, sizes, decide, structure.large, truncates, structure.flat)
     if truncates:
         add_truncation(plan, *given, structure.large, posted=decide is not None)
@@ -262,7 +263,7 @@ def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
 
 
 def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
-    """Return whether two arguments are known to have the same values without reading a tensor: they are in one place."""
+    """Return whether two arguments are known to have the same values without reading a tensor: they are the same memory."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         layouts = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b)]
         return layouts[0] == layouts[1]

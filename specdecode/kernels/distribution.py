@@ -16,7 +16,6 @@ from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
-    SHARDED,
     WARP_BITS,
     base_2_scale,
     load_logits,
@@ -25,7 +24,7 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.values import Distribution
+from specdecode.kernels.values import Distribution, exists
 
 
 @triton.jit
@@ -106,7 +105,7 @@ def is_finite(p):
 @triton.jit
 def combine_again(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
-    if len(row) < SHARDED:  # each rank has done so with its own
+    if not exists(row.shard):  # each rank has done so with its own
         statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     row_max = tl.max(statistics[0], 0)
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):

@@ -1,7 +1,7 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
 In a small batch a program has one row: it decides about its draft, draws the token that is emitted if the request stops
-there, and adds its stop bit; `state` says which of a request's programs writes its output. So it is in any batch whose rows
+there, and adds its stop bit; `stops` says which of a request's programs writes its output. So it is in any batch whose rows
 are truncated. In a large batch, where it was decided while reading where requests stop, and in block verification, a program
 has one request.
 
@@ -15,36 +15,29 @@ import triton.language as tl
 from specdecode.kernels.block import stop_of
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
-from specdecode.kernels.packed import locate_program
-from specdecode.kernels.philox import load_key
-from specdecode.kernels.rows import INFINITY, load_temperature
+from specdecode.kernels.output import hand_in, store_logprob, store_normalizer, store_output, store_sample, store_token
+from specdecode.kernels.request import (
+    count_drafts,
+    draft_at,
+    load_draft_ids,
+    load_key,
+    load_temperature,
+    locate_program,
+    with_draft,
+)
+from specdecode.kernels.rows import INFINITY
 from specdecode.kernels.selection import noise_at, sample
-from specdecode.kernels.state import (
+from specdecode.kernels.stops import (
     EMPTY_BITS,
     STOP_BITS,
     add_stop_bits,
-    count_drafts,
-    draft_at,
     first_row,
-    hand_in,
     is_surely_accepted,
     is_to_finish,
-    load_draft_ids,
     load_stop,
     state_of_bits,
-    store_logprob,
-    store_normalizer,
-    store_output,
-    store_sample,
-    store_token,
 )
 from specdecode.kernels.values import Place
-
-
-@triton.jit
-def with_draft(place, offset, token):
-    """Return the place of a request at an offset, with the draft there."""
-    return Place(place.request, offset, token, place.key, place.temperature)
 
 
 @triton.jit

@@ -7,14 +7,15 @@ to the first block that has the maximum, and to its first token that has it.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import BLOCK_SIZE, SHARDED, load_logits, tokens_of
+from specdecode.kernels.rows import BLOCK_SIZE, load_logits, tokens_of
+from specdecode.kernels.values import exists
 
 
 @triton.jit
 def argmax(row, block_max, row_max):
     """Return the first token of a row whose logit is the row's maximum."""
-    if len(row) >= SHARDED:
-        return row.first
+    if exists(row.shard):
+        return row.shard.first
     else:
         block = tl.argmax((block_max == row_max).to(tl.int32), 0)
         logits = load_logits(row, tokens_of(block), True)

@@ -55,7 +55,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
-NUMBERS = {"stride": "i64", "count": "i32"}
+INTEGERS = {"stride": "i64", "count": "i32"}
 
 
 @functools.cache
@@ -96,7 +96,7 @@ class Signature:
                 self.constants[here] = value
                 types.append("constexpr")
             else:
-                types.append(TYPES[value.dtype] if kind == "pointer" else NUMBERS.get(kind, kind))
+                types.append(TYPES[value.dtype] if kind == "pointer" else INTEGERS.get(kind, kind))
                 if may_be_aligned and bundle.ALIGNED:
                     self.attributes[here] = [["tt.divisibility", 16]]
         return type(bundle)(*types)
@@ -178,13 +178,13 @@ class Plan:
     Args:
         device: where all of it happens.
         workspace: dtype (of 32 or 64 bits) and length of each part, None for one that is not needed.
-        zeros: how many numbers of the workspace, from the first on, start as zeros.
+        zeros: how many elements of 32 bits of the workspace, from the first on, start as zeros.
     """
 
     def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, Any] | None], zeros: Any) -> None:
         self.device, self.zeros = device, zeros
         self.parts = {name: part for name, part in workspace.items() if part is not None}
-        # In cache lines of 32 numbers.
+        # In cache lines of 32 elements.
         lengths = [rounded_up(length * (dtype.itemsize // 4), 32) for dtype, length in self.parts.values()]
         *starts, self.length = itertools.accumulate(lengths, initial=0)
         self.starts = dict(zip(self.parts, starts))
@@ -236,7 +236,7 @@ class Plan:
             self.launch(launches)
 
     def allocate(self, length: int, zeros: int) -> Tensor:
-        """Return memory for a workspace of so many numbers, of which the first few are zeros."""
+        """Return memory for a workspace of so many elements of 32 bits, of which the first few are zeros."""
         workspace = torch.empty(length, dtype=torch.int32, device=self.device)
         if zeros:
             workspace[:zeros].zero_()
@@ -249,7 +249,7 @@ class Plan:
             variant[grid](*arguments, stream=stream)
 
     def extent(self, name: str) -> tuple[Any, Any]:
-        """Return where a part of the workspace starts, and how many numbers of 32 bits it has."""
+        """Return where a part of the workspace starts, and how many elements of 32 bits it has."""
         dtype, length = self.parts[name]
         return self.starts[name], length * (dtype.itemsize // 4)
 

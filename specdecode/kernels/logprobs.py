@@ -7,7 +7,7 @@ else; whoever draws a token has it too. So no launch is added: decisions made in
 log-probability in the output, and the launch that emits writes the last token's, and NaN behind it.
 
 Raw ones take sums of exponentials at temperature 1. The launch that reads leaves them beside the others: 8 bytes for each
-block of a target row, its maximum again, because truncation replaces what is in the others' place. Where T is 1 and nothing
+block of a target row, its maximum again, because truncation replaces the others. Where T is 1 and nothing
 truncates rows they are the processed ones. Reading the emitted rows again afterwards would need nothing of that launch, but
 in a large batch most of its time again.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_known
+from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_shard
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
 
@@ -25,7 +25,7 @@ from specdecode.kernels.values import Normalizer
 def untruncated_target_row_at(place, inputs, workspace, sizes):
     """Return the target row at a place, all of it."""
     row = whole_target_row_at(place.request, place.offset, inputs)
-    return with_known(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
+    return with_shard(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ class Method:
 
     Attributes:
         name: of the method; a step without drafts is one of `strict`.
-        reads_drafts: it reads draft logits. Else its decision about a draft draws the token that takes the draft's place.
+        reads_drafts: it reads draft logits. Else its decision about a draft draws the token that is emitted in its stead.
         settles: launches of its own decide about all drafts of a request, between reading and emitting.
         decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
         decide_before_truncation: likewise, of rows that are truncated afterwards.

@@ -14,19 +14,6 @@ MOST_IN_LOOP = tl.constexpr(512)
 
 
 @triton.jit
-def load_key(requests, request):
-    """Return a request's (seed, position of its token at offset 0), both int64."""
-    index = request.index
-    place = index if requests.SEEDS_BY_REQUEST else request.slot
-    seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + place)
-    position = index * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + index)
-    if requests.row_positions_ptr is not None:
-        has_rows = request.vocab_size > 0
-        position = tl.load(requests.row_positions_ptr + request.row, mask=has_rows, other=0) + 1
-    return seed, position
-
-
-@triton.jit
 def low(number):
     """Return the low 32 bits of a 64-bit number."""
     return (number & 0xFFFFFFFF).to(tl.uint32)

@@ -10,8 +10,8 @@ import torch
 
 from specdecode.kernels.arguments import (
     Inputs,
+    Mapping,
     Outputs,
-    Placing,
     Reading,
     Searching,
     Settling,
@@ -19,17 +19,17 @@ from specdecode.kernels.arguments import (
     Truncating,
     Workspace,
 )
-from specdecode.kernels.block import NUMBERS, decide_kernel, ratio_kernel, sum_kernel
+from specdecode.kernels.block import TERMS, decide_kernel, ratio_kernel, sum_kernel
 from specdecode.kernels.bundles import MIN_BLOCKS, Structure
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.residual import LIST_FIELDS
-from specdecode.kernels.state import FIELDS
+from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import CANDIDATES, LISTS
-from specdecode.kernels.vocabulary import SPAN, places_kernel
+from specdecode.kernels.vocabulary import SPAN, map_kernel
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
 
@@ -81,11 +81,11 @@ def allocate(
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
-        "numbers": (torch.float32, num_rows * NUMBERS.value) if settles else None,
+        "terms": (torch.float32, num_rows * TERMS.value) if settles else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if structure.logprobs == "raw" else None,
-        "places": None if inputs.draft_vocabulary.ids_ptr is None else (torch.int32, sizes.vocab_size),
+        "draft_ids": None if inputs.draft_vocabulary.ids_ptr is None else (torch.int32, sizes.vocab_size),
     }
     plan = Plan(structure.device, parts, zeros=state if counts else 0)
     of_parts = [plan.part(name) for name in parts]
@@ -100,10 +100,10 @@ def decision_while_reading(structure: Structure) -> Any:
     return method.decide_before_truncation if structure.truncates else method.decide_while_reading
 
 
-def add_places(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
-    """Add the launch that finds the places of the target's tokens among the draft's."""
-    bundles = inputs, workspace, sizes, Placing(can_overlap(plan.device))
-    plan.add(places_kernel, ceil_div(sizes.vocab_size, SPAN.value), bundles, num_warps=8, follows=False)
+def add_mapping(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) -> None:
+    """Add the launch that maps the target's tokens to the draft's ids."""
+    bundles = inputs, workspace, sizes, Mapping(can_overlap(plan.device))
+    plan.add(map_kernel, ceil_div(sizes.vocab_size, SPAN.value), bundles, num_warps=8, follows=False)
 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
@@ -164,7 +164,7 @@ def add_reading(
         chunks * sizes.batch * num_rows if flat else (chunks, sizes.batch, num_rows),
         (inputs, workspace, sizes, tuning),
         num_warps=READ_BLOCKS,
-        follows=workspace.places_ptr is not None,
+        follows=workspace.draft_ids_ptr is not None,
         max_registers=registers if is_usual and has_drafts else None,
     )
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from specdecode.kernels.distribution import combine, combine_both, logprob
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import exponential
+from specdecode.kernels.request import is_trusted, load_logsumexp
 from specdecode.kernels.residual import (
     NONE,
     ROW,
@@ -36,22 +37,6 @@ from specdecode.kernels.statistics import load_draft_statistics, load_target_sta
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
-
-LARGEST_LOGSUMEXP = tl.constexpr(256.0)
-"""Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
-
-
-@triton.jit
-def is_trusted(logsumexp):
-    """Return whether a given logsumexp is precise enough (not if it is NaN)."""
-    return tl.abs(logsumexp) <= LARGEST_LOGSUMEXP
-
-
-@triton.jit
-def load_logsumexp(drafts, request, offset, wanted):
-    """Return the logsumexp that came with a draft."""
-    place = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
-    return tl.load(drafts.logsumexp_ptr + place, mask=wanted, other=0.0)
 
 
 @triton.jit

@@ -15,28 +15,16 @@ import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
-from specdecode.kernels.packed import locate
-from specdecode.kernels.philox import load_key
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
+from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     WARP_BITS,
     load_blocks,
-    load_temperature,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.selection import noise_at
-from specdecode.kernels.state import (
-    clear_state,
-    is_last,
-    load_draft_ids,
-    peek_stop,
-    post_empty,
-    post_stop,
-    row_finished_ptr,
-)
 from specdecode.kernels.statistics import (
     draft_statistics,
     raw_statistics,
@@ -45,11 +33,12 @@ from specdecode.kernels.statistics import (
     store_statistics_and_raw,
     target_statistics,
 )
+from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
 from specdecode.kernels.values import Place
 
 
 @triton.jit
-def place_in_grid(inputs, sizes, tuning):
+def locate_in_grid(inputs, sizes, tuning):
     """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
     if tuning.FLAT:
         chunk = tl.program_id(0) % tuning.chunks
@@ -92,7 +81,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
-            if workspace.places_ptr is not None:
+            if workspace.draft_ids_ptr is not None:
                 has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
             draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
         if tuning.ADMITS_LATE:
@@ -105,7 +94,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         if token is not None:
             if has_blocks:
                 store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            elif workspace.places_ptr is not None:
+            elif workspace.draft_ids_ptr is not None:
                 if reads_draft:  # the row goes on to the target's last block, with nothing
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
                     store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
@@ -157,7 +146,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
     if not tuning.ADMITS_LATE:
         admit_next_launch(tuning.OVERLAPS)
-    chunk, request, offset = place_in_grid(inputs, sizes, tuning)
+    chunk, request, offset = locate_in_grid(inputs, sizes, tuning)
     # Loaded before it is known whether the row matters.
     token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
     logsumexp = None
@@ -174,7 +163,7 @@ def read_kernel(inputs, workspace, sizes, tuning):
     if matters:
         place = Place(request, offset, token, None, temperature)
         summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning)
-        if workspace.places_ptr is not None:  # here, or else the next launch would not wait for the places
+        if workspace.draft_ids_ptr is not None:  # here, or else the next launch would not wait for the map
             await_launch(tuning.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:

@@ -10,13 +10,10 @@ max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import relative_sums
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     LOG2_E,
-    SHARDED,
-    WHOLE,
     base_2_scale,
     load_blocks,
     load_logits,
@@ -25,7 +22,6 @@ from specdecode.kernels.rows import (
     unpack,
 )
 from specdecode.kernels.search import (
-    SLACK,
     block_of,
     blocks_of,
     keys_of,
@@ -36,13 +32,12 @@ from specdecode.kernels.search import (
     take_top,
 )
 from specdecode.kernels.selection import best_score, block_scores, select_block
-from specdecode.kernels.sharding.channel import hint, hinted
-from specdecode.kernels.state import NUM_LISTED
-from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.values import Request
+from specdecode.kernels.statistics import sum_blocks, sum_in_order
+from specdecode.kernels.values import Request, exists
 
-LIST_FIELDS = tl.constexpr(4)
-"""Of a listed residual: index, row and slot of its request, and its offset. So to sum it the request need not be located."""
+NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
+"""Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
+offset: so to sum it the request need not be located."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -75,11 +70,11 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
     row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
-    p_type: tl.constexpr = inputs.target.ptr.dtype.element_ty
-    q_type: tl.constexpr = inputs.draft.ptr.dtype.element_ty
-    BFLOAT16: tl.constexpr = p_type == tl.bfloat16 and q_type == tl.bfloat16
+    dtype: tl.constexpr = inputs.target.ptr.dtype.element_ty
+    draft_dtype: tl.constexpr = inputs.draft.ptr.dtype.element_ty
+    BFLOAT16: tl.constexpr = dtype == tl.bfloat16 and draft_dtype == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    AS_STORED: tl.constexpr = len(draft_row) == WHOLE or len(draft_row) == SHARDED  # and so is the target row
+    AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids)
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 
@@ -90,10 +85,11 @@ def residual_sums(target, draft, residual, temperature):
     scale = base_2_scale(temperature)
     sums = ()
     for part in tl.static_range(len(target)):
-        p, q = unpack(target[part]), unpack(draft[part])
+        logits, draft_logits = unpack(target[part]), unpack(draft[part])
         added = ()
-        for half in tl.static_range(len(p)):
-            weights = tl.exp2((p[half] - residual.row_max) * scale) * shortfall(p[half], q[half], residual, scale)
+        for half in tl.static_range(len(logits)):
+            weights = tl.exp2((logits[half] - residual.row_max) * scale)
+            weights *= shortfall(logits[half], draft_logits[half], residual, scale)
             weights = tl.where(weights > 0, weights, 0.0)
             added = added + (weights if part == 0 else sums[half] + weights,)
         sums = added
@@ -111,11 +107,11 @@ def list_residual(request, offset, workspace):
 
 
 @triton.jit
-def listed_place(number, workspace, sizes):
+def listed_residual(index, workspace, sizes):
     """Return the request and the offset of a listed residual."""
-    fields_ptr = workspace.listed_ptr + number * LIST_FIELDS
-    index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
-    request = Request(index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    fields_ptr = workspace.listed_ptr + index * LIST_FIELDS
+    request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
+    request = Request(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 
@@ -148,37 +144,20 @@ def best_of(target, draft, blocks, place, residual, block_domain):
 
 
 @triton.jit
-def rivals_score(place, exponentials, residual, inputs, workspace, sizes):
-    """Return a score that a block of some rank reaches, as the bits of a float32, if statistics show it; else 0.
-
-    A block's residual is at least its part of p less its part of q.
-    """
-    score = tl.full([], 0, tl.int32)
-    if inputs.drafts.logsumexp_ptr is None:
-        statistics = load_target_statistics(place, workspace, sizes)
-        summary = load_draft_statistics(place, True, workspace, sizes)
-        p_sums = relative_sums(residual.row_max, statistics, place.temperature)
-        q_sums = relative_sums(residual.draft_max, summary, place.temperature) * tl.exp(-residual.log_sum_ratio)
-        least = p_sums * (1 - SLACK) - q_sums * (1 + SLACK)
-        scores = block_scores(tl.where(least > 0, least, 0.0), exponentials) * (1 - SLACK)
-        score = tl.max(scores, 0).to(tl.int32, bitcast=True)
-    return score
-
-
-@triton.jit
 def select_residual_block(place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning):
     """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Of a shard's
-    blocks that are surely beaten by another rank's, any will do: `rivals` say how far these have come, () on one GPU.
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Nor above one that
+    a block elsewhere surely reaches, if the tuning finds any: `rivals` are what it takes for that.
     """
     p, residual = source
     row, _ = rows
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    if len(row) > WHOLE:  # of blocks of which nothing is kept, or that another rank has, nothing is left
+    # Of blocks of which nothing is kept, or that another rank has, nothing is left.
+    if exists(row.cutoff) or exists(row.shard):
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
@@ -188,14 +167,15 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, tuning.LANES)
     least_score = tl.full([], 0, tl.int32)
-    if len(row) >= SHARDED:
-        least_score = rivals_score(place, exponentials, residual, inputs, workspace, sizes)
+    if tuning.LEAST_SCORE is not None:
+        least_score = tuning.LEAST_SCORE(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, block_domain)
-    hint(score_of(best), rivals)
+    if tuning.HINT is not None:
+        tuning.HINT(score_of(best), rivals)
     while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
-        if len(rivals) > 0:
-            remaining = tl.where(most_of(remaining, sizes) > hinted(rivals, remaining), remaining, -1)
+        if tuning.HINTED is not None:
+            remaining = tl.where(most_of(remaining, sizes) > tuning.HINTED(rivals, remaining), remaining, -1)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)

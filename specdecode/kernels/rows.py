@@ -10,40 +10,21 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.values import DraftVocabRow, Row, ShardedRow, TruncatedRow, TruncatedShardedRow
-from specdecode.kernels.vocabulary import by_target, load_places
+from specdecode.kernels.values import Cutoff, Row, RowShard, exists
+from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
-WHOLE, TRUNCATED = tl.constexpr(len(Row._fields)), tl.constexpr(len(TruncatedRow._fields))
-SHARDED, BY_PLACE = tl.constexpr(len(ShardedRow._fields)), tl.constexpr(len(DraftVocabRow._fields))
-TRUNCATED_SHARDED = tl.constexpr(len(TruncatedShardedRow._fields))
-"""The number of fields of each kind of row, all that the compiler knows a kind by; `BY_PLACE` is a `DraftVocabRow`. Of those
-of a part of the vocabulary it is `SHARDED` or more."""
-KNOWN = tl.constexpr(len(ShardedRow._fields) - 4)
-"""Numbers that are kept of what is known of a sharded row: its fields from `row_max` on."""
+KNOWN = tl.constexpr(len(RowShard._fields) - 1)
+"""Numbers that are kept of what ranks have told of a row: the fields of a `RowShard` but its start."""
 WARP_BITS = tl.constexpr(4096)
 """What a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
-LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
-"""Beyond it 1 / T would be a denormal number, which is 0 to a GPU; only logits of 1e34 and more could show a difference."""
-
-
-@triton.jit
-def load_temperature(requests, request):
-    """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
-    temperature = requests.temperature
-    if requests.temperature_ptr is not None:
-        given = tl.load(requests.temperature_ptr + request.slot)
-        # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
-        clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
-        temperature = tl.where(given > 0, clamped, 0.0)
-    return temperature
 
 
 @triton.jit
@@ -60,10 +41,16 @@ def scaled(logits, row_max, temperature):
 
 
 @triton.jit
-def row_at(rows, place, offset, vocab_size):
-    """Return the row at an offset of a request, given the place of its rows."""
-    start = place * rows.stride_request + offset * rows.stride_offset
-    return Row(rows.ptr + start, rows.stride_token, vocab_size)
+def whole_row(ptr, stride_token, vocab_size):
+    """Return a row of which all is read."""
+    return Row(ptr, stride_token, vocab_size, (), (), ())
+
+
+@triton.jit
+def row_at(rows, index, offset, vocab_size):
+    """Return the row at an offset of a request, given the index of its rows, see `arguments.Rows`."""
+    start = index * rows.stride_request + offset * rows.stride_offset
+    return whole_row(rows.ptr + start, rows.stride_token, vocab_size)
 
 
 @triton.jit
@@ -94,21 +81,18 @@ def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
 
 @triton.jit
 def with_cutoff(row, workspace, index, sizes):
-    """Return a row, given its index, of which logits beyond its cutoff are read as -inf; and of a shard, as `with_known`."""
-    known = with_known(row, workspace, index, sizes)
+    """Return a row, given its index, with its cutoff, if rows are truncated; and `with_shard`."""
+    row = with_shard(row, workspace, index, sizes)
     if workspace.cutoffs_ptr is None:
-        return known
+        return row
     else:
         pointer = workspace.cutoffs_ptr + index * 2
-        logit, token = tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True)
-        if len(known) == SHARDED:
-            return TruncatedShardedRow(*known, logit, token)
-        else:
-            return TruncatedRow(*known, logit, token)
+        cutoff = Cutoff(tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True))
+        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids)
 
 
 @triton.jit
-def with_known(row, workspace, index, sizes):
+def with_shard(row, workspace, index, sizes):
     """Return a row, given its index, with what is known of it beyond this rank, if rows are sharded."""
     if workspace.known_ptr is None:
         return row
@@ -121,7 +105,8 @@ def with_known(row, workspace, index, sizes):
         row_max, first = tl.load(known_ptr), tl.load(known_ptr + 1).to(tl.int32, bitcast=True)
         draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
         other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
-        return ShardedRow(ptr, row.stride_token, end, start, row_max, first, draft, draft_logit, other, other_logit)
+        shard = RowShard(start, row_max, first, draft, draft_logit, other, other_logit)
+        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids)
 
 
 @triton.jit
@@ -154,24 +139,23 @@ def both_rows_at(place, inputs, workspace, sizes):
 @triton.jit
 def load_raw(row, token_ids, wanted):
     """Return logits as they are stored, -inf beyond the vocabulary; of a row with a cutoff float32, -inf beyond that too."""
-    if len(row) == BY_PLACE:
-        return load_raw(row.row, load_places(row.places, token_ids, wanted), True)
+    if exists(row.draft_ids):
+        token_ids, wanted = draft_ids_of(row.draft_ids, token_ids, wanted), True
+    pointers = row.ptr + token_ids * row.stride_token
+    inside = token_ids < row.vocab_size
+    if exists(row.shard):
+        inside &= token_ids >= row.shard.start
+    logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
+    if exists(row.cutoff):
+        return up_to_cutoff(logits.to(tl.float32), token_ids, row.cutoff)
     else:
-        pointers = row.ptr + token_ids * row.stride_token
-        inside = token_ids < row.vocab_size
-        if len(row) >= SHARDED:
-            inside &= token_ids >= row.start
-        logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
-        if len(row) == TRUNCATED or len(row) == TRUNCATED_SHARDED:
-            return up_to_cutoff(logits.to(tl.float32), token_ids, row)
-        else:
-            return logits
+        return logits
 
 
 @triton.jit
-def up_to_cutoff(logits, token_ids, row):
-    """Return float32 logits, -inf in place of those beyond the row's cutoff and of NaN."""
-    is_kept = (logits > row.cutoff_logit) | ((logits == row.cutoff_logit) & (token_ids <= row.cutoff_token))
+def up_to_cutoff(logits, token_ids, cutoff):
+    """Return float32 logits, -inf instead of those beyond a row's cutoff and of NaN."""
+    is_kept = (logits > cutoff.logit) | ((logits == cutoff.logit) & (token_ids <= cutoff.token))
     return tl.where(is_kept, logits, -INFINITY)
 
 
@@ -185,22 +169,24 @@ def load_logits(row, token_ids, wanted):
 @triton.jit
 def load_logit(row, token, wanted):
     """Return the logit of one token < vocab_size as float32, -inf for NaN; of no use if it is negative or not wanted."""
-    if len(row) == BY_PLACE:
-        place = load_places(row.places, token, wanted)
-        is_there = place < row.row.vocab_size
-        return tl.where(is_there, load_logit(row.row, place, is_there), -INFINITY)
+    if exists(row.draft_ids):
+        token = draft_ids_of(row.draft_ids, token, wanted)
+        wanted = token < row.vocab_size
+    is_there = wanted
+    wanted &= token >= 0
+    if exists(row.shard):
+        logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
+        logit = tl.where(token == row.shard.other, row.shard.other_logit, logit)
+        logit = tl.where(token == row.shard.draft, row.shard.draft_logit, logit)
     else:
-        wanted &= token >= 0
-        if len(row) >= SHARDED:
-            logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
-            logit = tl.where(token == row.other, row.other_logit, logit)
-            logit = tl.where(token == row.draft, row.draft_logit, logit)
-        else:
-            pointer = row.ptr + token.to(tl.int64) * row.stride_token
-            logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
-        if len(row) == TRUNCATED or len(row) == TRUNCATED_SHARDED:
-            logit = tl.where(wanted, up_to_cutoff(logit, token, row), logit)
-        return tl.where(logit == logit, logit, -INFINITY)
+        pointer = row.ptr + token.to(tl.int64) * row.stride_token
+        logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
+    if exists(row.cutoff):
+        logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
+    logit = tl.where(logit == logit, logit, -INFINITY)
+    if exists(row.draft_ids):
+        logit = tl.where(is_there, logit, -INFINITY)
+    return logit
 
 
 @triton.jit
@@ -211,7 +197,7 @@ def tokens_of(block):
 
 @triton.jit
 def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Return the places of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES]."""
+    """Return the elements of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES]."""
     return blocks[:, None] * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
 
 
@@ -227,8 +213,8 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             inside = pairs < row.vocab_size // 2
-            if len(row) >= SHARDED:
-                inside &= pairs >= row.start // 2
+            if exists(row.shard):
+                inside &= pairs >= row.shard.start // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)

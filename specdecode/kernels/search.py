@@ -1,7 +1,7 @@
 """Searching a row's blocks in the order of their bounds, until those that are left cannot matter.
 
 To know a block's score takes reading it in both rows; a bound on the score is known without reading. The bound and the
-number of the block are packed into one int32, a key: the block takes the place of the lowest bits of the bound, and the
+index of the block are packed into one int32, a key: the block replaces the lowest bits of the bound, and the
 result counts as if these bits were all ones, so it remains an upper bound. So the blocks that come next are found by integer
 maxima. A search begins with the `TOP` largest keys of all, which is often enough. Then it continues with the largest key of
 each of `BLOCKS` columns. Of blocks with equal scores the lowest wins, in whatever order they were looked at: `ranked`.
@@ -24,7 +24,7 @@ def residual_bounds(block_sums):
 
 @triton.jit
 def with_blocks(bits):
-    """Return the bits of all blocks' numbers with the block in place of the lowest."""
+    """Return the bits of a float32 of each block, the lowest replaced by the block."""
     MAX_BLOCKS: tl.constexpr = bits.shape[0]
     return (bits & -MAX_BLOCKS) | tl.arange(0, MAX_BLOCKS)
 
@@ -50,29 +50,29 @@ def most_of(keys, sizes):
 
 @triton.jit
 def take_top(keys, tuning):
-    """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 in place of those."""
-    slots = tl.arange(0, tuning.TOP)
+    """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 instead of those."""
+    entries = tl.arange(0, tuning.TOP)
     top = tl.full([tuning.TOP], -1, tl.int32)
-    for slot in tl.static_range(tuning.TOP):
+    for entry in tl.static_range(tuning.TOP):
         largest = tl.max(keys, 0)
-        top = tl.where(slots == slot, largest, top)
+        top = tl.where(entries == entry, largest, top)
         keys = tl.where(keys == largest, -1, keys)
     return top, tl.reshape(keys, [keys.shape[0] // tuning.BLOCKS, tuning.BLOCKS])
 
 
 @triton.jit
 def ranked(scores, blocks):
-    """Return scores as int64 numbers of which the largest is the first of the largest scores; none is negative."""
+    """Return scores as int64, of which the largest is the first of the largest scores; none is negative."""
     return (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (blocks ^ LAST_BLOCK)
 
 
 @triton.jit
-def score_of(rank):
+def score_of(best):
     """Return the score of a `ranked` one, as the bits of a float32."""
-    return (rank >> 32).to(tl.int32)
+    return (best >> 32).to(tl.int32)
 
 
 @triton.jit
-def block_of(rank):
+def block_of(best):
     """Return the block of a `ranked` score."""
-    return ((rank ^ LAST_BLOCK) & LAST_BLOCK).to(tl.int32)
+    return ((best ^ LAST_BLOCK) & LAST_BLOCK).to(tl.int32)

@@ -48,7 +48,7 @@ def largest_logits(parts, INTEGER_MAX: tl.constexpr):
         for half in tl.static_range(len(logits)):
             maxima = tl.maximum(maxima, logits[half])
     if INTEGER_MAX:
-        # One instruction for each comparison in place of five; whatever it makes of NaN is non-finite or ignored.
+        # One instruction for each comparison instead of five; whatever it makes of NaN is non-finite or ignored.
         return in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
     else:
         return tl.max(maxima, 1)

@@ -36,8 +36,8 @@ def decide_while_reading(place, noise, inputs, workspace, sizes):
 @triton.jit
 def decide(place, noise, inputs, workspace, sizes):
     """Return whether the draft at a place is accepted, the row's normalizer, and y."""
-    token, p = sample(place, noise, inputs, workspace, sizes)
+    token, normalizer = sample(place, noise, inputs, workspace, sizes)
     accepted = place.token == token
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    return accepted, p, token.to(tl.int64)
+    return accepted, normalizer, token.to(tl.int64)

@@ -1,53 +1,35 @@
-"""What the functions in kernels pass to each other: named values, the kinds of rows among them.
+"""What the functions in kernels pass to each other: named values, rows among them.
 
-A row's kind says how it is read. Functions that differ by it are compiled for each; see `rows.WHOLE`.
+How a row is read depends on which parts it has. Functions that differ by that are compiled for each kind of row.
 """
 
 from typing import Any, NamedTuple
 
+import triton
+
 
 class Row(NamedTuple):
-    """One logits row."""
+    """One logits row. A part that it does not have is (): see `exists`."""
 
     ptr: Any
     stride_token: Any
-    vocab_size: Any
+    vocab_size: Any  # of a shard, where its tokens end
+    cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
+    shard: Any  # `RowShard`: this rank has a part of the tokens, others are read as -inf
+    draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
 
 
-class TruncatedRow(NamedTuple):
-    """One logits row, of which logits beyond the last token kept are read as -inf."""
+class Cutoff(NamedTuple):
+    """The last token that is kept of a truncated row."""
 
-    ptr: Any
-    stride_token: Any
-    vocab_size: Any
-    cutoff_logit: Any
-    cutoff_token: Any
+    logit: Any
+    token: Any
 
 
-class Places(NamedTuple):
-    """The draft's id of each token of the target, see `vocabulary`."""
+class RowShard(NamedTuple):
+    """What this rank knows of a row of which it has the tokens from `start` on; all but that ranks have told each other."""
 
-    ptr: Any
-    vocab_size: Any  # of the target
-
-
-class DraftVocabRow(NamedTuple):
-    """One draft row over a vocabulary of its own, read by the target's tokens."""
-
-    row: Any  # by the draft's ids, truncated or not
-    places: Places
-
-
-class ShardedRow(NamedTuple):
-    """One logits row, of which this rank has the tokens from `start` to `vocab_size`; others are read as -inf.
-
-    What ranks have told each other of single tokens is known besides.
-    """
-
-    ptr: Any  # where token 0 would be
-    stride_token: Any
-    vocab_size: Any
-    start: Any
+    start: Any  # the row's pointer is where token 0 would be
     row_max: Any
     first: Any  # the first token with the row's largest logit, if the row is a point mass
     draft: Any  # the draft judged by the row, -1 for none
@@ -56,29 +38,25 @@ class ShardedRow(NamedTuple):
     other_logit: Any
 
 
-class TruncatedShardedRow(NamedTuple):
-    """A `ShardedRow` of which logits beyond the last token kept are read as -inf."""
+class DraftIds(NamedTuple):
+    """The draft's id of each token of the target, see `vocabulary`."""
 
     ptr: Any
-    stride_token: Any
-    vocab_size: Any
-    start: Any
-    row_max: Any
-    first: Any
-    draft: Any
-    draft_logit: Any
-    other: Any
-    other_logit: Any
-    cutoff_logit: Any
-    cutoff_token: Any
+    vocab_size: Any  # of the target
+
+
+@triton.constexpr_function
+def exists(part):
+    """Return, at compile time, whether there is a part that may be (), such as a row's cutoff."""
+    return len(part) > 0
 
 
 class Request(NamedTuple):
-    """A request, by the places where what belongs to it is. They are all the same unless the call is packed."""
+    """A request: the indices of what belongs to it, which are all the same unless the call is packed."""
 
     index: Any  # int64: of its output, its positions and its workspace
     row: Any  # int64: of its target rows and draft tokens
-    slot: Any  # int64: of its draft rows and of its numbers
+    slot: Any  # int64: of its draft rows and of its values in `Requests` and `Limits`
     num_drafts: Any  # at most: some of its ids may be no tokens
     vocab_size: Any  # of its target rows: 0 if it has none
 
@@ -113,7 +91,7 @@ class Summary(NamedTuple):
     """What is known of a row before its cutoff is."""
 
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
-    ranked: Any  # [MAX_BLOCKS] the same numbers, the largest first
+    sorted_max: Any  # [MAX_BLOCKS] the same, the largest first
     p: Distribution  # before truncation
     temperature: Any
     limits: Any  # top_k, top_p and min_p
@@ -160,21 +138,5 @@ class Terms(NamedTuple):
     log_p: Any  # of x
     log_q: Any
     p: Distribution
-    q: Normalizer
+    draft_normalizer: Normalizer  # of q
     residual: Residual
-
-
-class Rivals(NamedTuple):
-    """Where ranks hint to each other which score one of their blocks reaches, see `sharding.channel`."""
-
-    mine: Any  # the word that this rank looks at
-    theirs: Any  # that of every rank, its own too
-    exists: Any  # whether there is such a word
-    step: Any  # its number
-
-
-class Line(NamedTuple):
-    """What it takes to write words to all ranks."""
-
-    step: Any  # its number, which says which half of symmetric memory is used
-    peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered

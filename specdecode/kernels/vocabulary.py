@@ -1,9 +1,9 @@
 """Draft rows over a vocabulary of their own, in Triton: read as they are, and found by the target's tokens.
 
 A draft row is read, summarised and truncated by its own ids, in their order. Where p and q meet, token by token, q(v) is
-looked up: `places` has the draft's id of each token v of the target, and what the draft lacks reads as -inf.
+looked up: a map has the draft's id of each token v of the target, and what the draft lacks reads as -inf.
 
-`places_kernel` makes that map anew in each call, because the ids may have changed in memory, as before the next replay of a
+`map_kernel` makes that map anew in each call, because the ids may have changed in memory, as before the next replay of a
 graph. The launch that reads logits runs beside it.
 """
 
@@ -11,63 +11,63 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch
-from specdecode.kernels.values import DraftVocabRow, Places
+from specdecode.kernels.values import DraftIds, Row
 
-NO_PLACE = tl.constexpr(2**31 - 1)
-"""In place of an id of the draft where it lacks a token, and of a token where an id is none. It is larger than any id: so a
-load there is masked, and of several ids of a token the first is the least."""
+NO_ID = tl.constexpr(2**31 - 1)
+"""Instead of an id of the draft where it lacks a token, and of a token where an id is none. It is larger than any id: so a
+load by it is masked, and of several ids of a token the first is the least."""
 
 SPAN = tl.constexpr(4096)
-"""Tokens of the target of which a program finds the places."""
+"""Tokens of the target whose ids a program finds."""
 
 IDS = tl.constexpr(8192)
 """Ids that it looks through at once."""
 
 
 @triton.jit
-def places_kernel(inputs, workspace, sizes, tuning):
+def map_kernel(inputs, workspace, sizes, tuning):
     """Store the draft's id of each of `SPAN` tokens of the target.
 
     Of equal ids the first counts; one that is no token counts for none. A program looks through all ids for those of its own
-    tokens, whose places it has cleared itself: else another launch would have to clear them before.
+    tokens, whose entries it has cleared itself: else another launch would have to clear them before.
     """
     admit_next_launch(tuning.OVERLAPS)
-    vocabulary, places_ptr = inputs.draft_vocabulary, workspace.places_ptr
+    vocabulary, draft_ids_ptr = inputs.draft_vocabulary, workspace.draft_ids_ptr
     first = tl.program_id(0) * SPAN
     end = tl.minimum(first + SPAN, sizes.vocab_size)
     mine = first + tl.arange(0, SPAN)
-    tl.store(places_ptr + mine, tl.full([SPAN], NO_PLACE, tl.int32), mask=mine < end)
-    tl.debug_barrier()  # all threads have written, before one of them finds a place
+    tl.store(draft_ids_ptr + mine, tl.full([SPAN], NO_ID, tl.int32), mask=mine < end)
+    tl.debug_barrier()  # all threads have written, before one of them finds an id
     for start in range(0, vocabulary.size, IDS):
         ids = start + tl.arange(0, IDS)
         tokens = tl.load(vocabulary.ids_ptr + ids, mask=ids < vocabulary.size, other=-1)
         is_mine = (tokens >= first) & (tokens < end)
-        tl.atomic_min(places_ptr + tokens, ids, mask=is_mine, sem="relaxed")
+        tl.atomic_min(draft_ids_ptr + tokens, ids, mask=is_mine, sem="relaxed")
 
 
 @triton.jit
 def by_target(row, workspace, sizes):
     """Return a draft row as it is read by the target's tokens."""
-    if workspace.places_ptr is None:
+    if workspace.draft_ids_ptr is None:
         return row
     else:
-        return DraftVocabRow(row, Places(workspace.places_ptr, sizes.vocab_size))
+        draft_ids = DraftIds(workspace.draft_ids_ptr, sizes.vocab_size)
+        return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, draft_ids)
 
 
 @triton.jit
-def load_places(places, token_ids, wanted):
-    """Return the draft's ids of some tokens of the target, `NO_PLACE` for those that it lacks and for negative ones."""
-    inside = tl.where(wanted, (token_ids >= 0) & (token_ids < places.vocab_size), False)
-    return tl.load(places.ptr + token_ids, mask=inside, other=NO_PLACE)
+def draft_ids_of(draft_ids, token_ids, wanted):
+    """Return the draft's ids of some tokens of the target, `NO_ID` for those that it lacks and for negative ones."""
+    inside = tl.where(wanted, (token_ids >= 0) & (token_ids < draft_ids.vocab_size), False)
+    return tl.load(draft_ids.ptr + token_ids, mask=inside, other=NO_ID)
 
 
 @triton.jit
 def token_of(draft_id, inputs, workspace, sizes):
-    """Return the target's token that an id of the draft stands for, `NO_PLACE` if it is none; a negative id unchanged."""
-    if workspace.places_ptr is None:
+    """Return the target's token that an id of the draft stands for, `NO_ID` if it is none; a negative id unchanged."""
+    if workspace.draft_ids_ptr is None:
         return draft_id
     else:
         token = tl.load(inputs.draft_vocabulary.ids_ptr + draft_id, mask=draft_id >= 0, other=-1)
-        places = Places(workspace.places_ptr, sizes.vocab_size)
-        is_token = load_places(places, token, True) == draft_id
-        return tl.where(draft_id < 0, draft_id, tl.where(is_token, token.to(tl.int32), NO_PLACE))
+        is_token = draft_ids_of(DraftIds(workspace.draft_ids_ptr, sizes.vocab_size), token, True) == draft_id
+        return tl.where(draft_id < 0, draft_id, tl.where(is_token, token.to(tl.int32), NO_ID))

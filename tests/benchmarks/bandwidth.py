@@ -12,8 +12,8 @@ try:
 
     from specdecode.kernels.arguments import Constant, Pointer
     from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
-    from specdecode.kernels.packed import locate
-    from specdecode.kernels.state import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
+    from specdecode.kernels.request import locate
+    from specdecode.kernels.stops import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
     from specdecode.kernels.values import Place
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
@@ -155,7 +155,7 @@ if triton is not None:
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):
-        """Count a program in as `state.is_last` does, but do not wait until what it wrote can be seen."""
+        """Count a program in as `stops.is_last` does, but do not wait until what it wrote can be seen."""
         tl.debug_barrier()
         return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
 

@@ -434,7 +434,7 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
 
     from specdecode.kernels import read
     from specdecode.kernels.formulas import value_of
-    from specdecode.kernels.state import FIELDS, STOP
+    from specdecode.kernels.stops import FIELDS, STOP
     from tests.benchmarks.bandwidth import is_last_unpublished
 
     (plan, numbers), empty = plan_of(monkeypatch, call), torch.empty

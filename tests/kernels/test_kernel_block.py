@@ -45,11 +45,11 @@ def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = tor
     )
 
 
-def numbers_of(steps: Steps, field: Any) -> np.ndarray:
+def terms_of(steps: Steps, field: Any) -> np.ndarray:
     """What the workspace keeps of each number of drafts: [batch, num_draft_tokens + 1]."""
     sizes = steps.bundle("sizes")
-    shape = sizes.batch, sizes.num_draft_tokens + 1, block.NUMBERS.value
-    return steps.parts["numbers"].view(shape)[..., field.value].cpu().double().numpy()
+    shape = sizes.batch, sizes.num_draft_tokens + 1, block.TERMS.value
+    return steps.parts["terms"].view(shape)[..., field.value].cpu().double().numpy()
 
 
 def reference_choices(batch: Case, request: int, with_logits: bool) -> list[tuple[Any, float, bool]]:
@@ -88,7 +88,7 @@ def test_what_is_decided_without_reading_is_what_the_reference_decides(kind):
     batch.draft_token_ids[2::4, 1] = 5
     steps = Steps(kind, batch.to(DEVICE), large=False)
     steps.run(*steps.launches[:3])
-    decisions, log_ratios = numbers_of(steps, block.DECISION), numbers_of(steps, block.LOG_C)
+    decisions, log_ratios = terms_of(steps, block.DECISION), terms_of(steps, block.LOG_C)
     counts = dict.fromkeys((REJECTED, OPEN, ACCEPTED), 0)
     for request in range(requests):
         choices = reference_choices(batch, request, kind != "block deterministic")
@@ -146,7 +146,7 @@ def test_the_list_names_the_residuals_whose_sum_is_wanted_and_no_others(large):
     batch.target_logits[::2, :, 7] += 30
     steps = steps_of(batch, large=large)
     steps.run(*steps.launches[:3])
-    decision, offsets = numbers_of(steps, block.DECISION), np.arange(5)
+    decision, offsets = terms_of(steps, block.DECISION), np.arange(5)
     accepted = np.where(decision == ACCEPTED, offsets, 0).max(1)[:, None]
     wanted = (decision == OPEN) & (offsets > accepted)
     if not large:

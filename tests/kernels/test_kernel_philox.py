@@ -11,7 +11,8 @@ import triton.language as tl
 
 from reference import philox as reference
 from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Requests
-from specdecode.kernels.philox import accept_uniform, exponential, load_key, philox4x32, uniform
+from specdecode.kernels.philox import accept_uniform, exponential, philox4x32, uniform
+from specdecode.kernels.request import load_key
 from specdecode.kernels.values import Request
 from tests.support.kernels import DEVICE, run_kernel
 

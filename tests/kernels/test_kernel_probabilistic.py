@@ -12,7 +12,8 @@ import triton.language as tl
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
-from specdecode.kernels.probabilistic import is_trusted, log_quotient
+from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.request import is_trusted
 from specdecode.kernels.residual import one_minus_exp2
 from tests.conftest import ON_GPU, combine
 from tests.support import distributions

@@ -19,10 +19,11 @@ from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels.arguments import Constant, Pointer
+from specdecode.kernels.rows import whole_row
 from specdecode.kernels.truncation import kernel as truncation
 from specdecode.kernels.truncation.kernel import level_of, summary_of
 from specdecode.kernels.truncation.wide import amounts_from, by_block, empty_tables, filled
-from specdecode.kernels.values import Distribution, Row
+from specdecode.kernels.values import Distribution
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
@@ -352,7 +353,7 @@ def test_tables_are_in_the_order_of_blocks(blocks):
 
 @triton.jit
 def amounts_kernel(passed, sizes):
-    row = Row(passed.logits_ptr, 1, sizes.vocab_size)
+    row = whole_row(passed.logits_ptr, 1, sizes.vocab_size)
     amounts = amounts_from((-1.0, 0.5, 2.0), row, 4.0, 1.0, sizes, passed.BLOCKS)
     for index in tl.static_range(3):
         tl.store(passed.amounts_ptr + index, amounts[index])

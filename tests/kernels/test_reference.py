@@ -10,7 +10,8 @@ from reference import oracle
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels import call, plan
-from specdecode.kernels.rows import LARGEST_TEMPERATURE, SMALLEST
+from specdecode.kernels.request import LARGEST_TEMPERATURE
+from specdecode.kernels.rows import SMALLEST
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case

@@ -7,17 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from specdecode.kernels import state
+from specdecode.kernels import output
 from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Pointer, Sizes
-from specdecode.kernels.state import (
+from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
+from specdecode.kernels.request import count_drafts, draft_at
+from specdecode.kernels.stops import (
     EMPTY_BITS,
+    FIELDS,
     STOP_BITS,
     add_stop_bits,
     clear_state,
-    count_drafts,
-    draft_at,
     first_row,
-    hand_in,
     is_last,
     is_to_finish,
     load_empty,
@@ -25,9 +25,6 @@ from specdecode.kernels.state import (
     peek_stop,
     post_empty,
     post_stop,
-    store_logprob,
-    store_output,
-    store_token,
 )
 from specdecode.kernels.values import Place, Request
 from tests.support.kernels import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
@@ -86,7 +83,7 @@ def post_kernel(posts):
 
 @pytest.mark.parametrize("offsets", [[3, 4, 1, 2, 0], [5, 0], [0, 5]], ids=str)
 def test_the_first_of_the_posted_offsets_remains(offsets):
-    memory = torch.full((3, state.FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
+    memory = torch.full((3, FIELDS.value), -1, dtype=torch.int32, device=DEVICE)
     found = torch.zeros(len(offsets) + 1, 3, dtype=torch.int32, device=DEVICE)
     sizes = sizes_of(3, 5, VOCAB)
     run_kernel(
@@ -236,7 +233,7 @@ def assert_output_is_right(steps: list[tuple[int, int]], stops: list[int], empty
 
     drafts, outputs = torch.tensor([[7, 8]], device=DEVICE), outputs_of(ROWS - 1)
     # As 32-bit numbers, like the state of a request.
-    memory = torch.zeros(state.FIELDS.value, dtype=torch.int32, device=DEVICE)
+    memory = torch.zeros(FIELDS.value, dtype=torch.int32, device=DEVICE)
     order = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
     sizes = sizes_of(1, ROWS - 1, VOCAB)
     rows = Rows(order, flags(stops), flags([empty]), memory, drafts_of(drafts), outputs, len(steps), sizes, is_drawn)
@@ -264,7 +261,7 @@ def test_a_small_batch_is_put_together_whatever_the_order(stops, empty, is_drawn
 @where_it_can_stop
 def test_it_is_so_if_others_take_steps_while_a_program_hands_in_its_token(stops, monkeypatch):
     """Between its look, by which it finds that bits are missing, and the write of its token."""
-    take, are_complete = take_step, state.are_complete
+    take, are_complete = take_step, output.are_complete
     wrote, nested, waiting = None, [], []
 
     def take_noting(rows, offset, step):
@@ -279,7 +276,7 @@ def test_it_is_so_if_others_take_steps_while_a_program_hands_in_its_token(stops,
         return complete
 
     monkeypatch.setitem(globals(), "take_step", take_noting)
-    monkeypatch.setattr(state, "are_complete", look)
+    monkeypatch.setattr(output, "are_complete", look)
     cases = []
     for order in orders([2 if row in stops else 1 for row in range(ROWS)]):
         steps = with_steps(order)

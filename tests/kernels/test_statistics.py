@@ -12,7 +12,7 @@ import triton.language as tl
 
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.distribution import combine
-from specdecode.kernels.packed import locate
+from specdecode.kernels.request import locate
 from specdecode.kernels.rows import whole_target_row_at
 from specdecode.kernels.statistics import load_statistics, target_statistics
 from tests.conftest import combine as pairs

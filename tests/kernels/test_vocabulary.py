@@ -15,7 +15,7 @@ from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import places_of
 from specdecode.kernels.launch import Plan
-from specdecode.kernels.vocabulary import IDS, NO_PLACE, SPAN
+from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.support.addresses import reads_and_writes_inside
@@ -186,7 +186,7 @@ def test_places_are_those_of_the_first_ids(dtype):
     run(plan.launches[:1], {**tensors, **parts}, others)
     want = places_of(ids, vocab)
     assert 0 < (want < 0).sum() < vocab
-    assert torch.equal(parts["places"], want.where(want >= 0, NO_PLACE.value).int())
+    assert torch.equal(parts["draft_ids"], want.where(want >= 0, NO_ID.value).int())
 
 
 def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():

@@ -6,6 +6,8 @@
 | `tell`, `arrange` | what a rank tells of its part of the rows; what all told, put in order |
 | `cut` | the cutoffs of truncated rows, without gathering but few |
 | `offer` | the token that each rank offers, and which is taken |
+| `rivals` | what a rank knows of the others' scores while it searches |
+| `arguments` | what kernels receive, besides what they do on one GPU |
 | `memory`, `plan` | what such a step has to do, and its memory; its launches and exchanges |
 | `rows` | the steps whose rows are gathered first |
 """

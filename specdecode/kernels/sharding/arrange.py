@@ -4,14 +4,13 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
 from specdecode.kernels.read import decide
-from specdecode.kernels.residual import draft_index, listed_place, residual_sums_at
-from specdecode.kernels.rows import INFINITY, KNOWN, load_temperature, row_index
+from specdecode.kernels.request import load_draft_ids, load_temperature, locate_program
+from specdecode.kernels.residual import NUM_LISTED, draft_index, listed_residual, residual_sums_at
+from specdecode.kernels.rows import INFINITY, KNOWN, row_index
 from specdecode.kernels.sharding.channel import awaited, hear, high_of, listen, load_step, low_of
 from specdecode.kernels.sharding.cut import GIVEN, PROGRESS
 from specdecode.kernels.sharding.tell import is_summarised
-from specdecode.kernels.state import NUM_LISTED, load_draft_ids
 from specdecode.kernels.statistics import at, statistics_at
 
 
@@ -35,11 +34,11 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
 
 
 @triton.jit
-def listen_to_notes(number, index, is_row, step, exchange):
+def listen_to_notes(which, index, is_row, step, exchange):
     """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
     ranks = tl.arange(0, exchange.LANES)
     wanted = tl.where(ranks < exchange.RANKS, is_row, False)
-    word_index = exchange.notes_start + index * exchange.NOTES + number
+    word_index = exchange.notes_start + index * exchange.NOTES + which
     words, pointers = listen(exchange.first, ranks, word_index, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
 
@@ -178,7 +177,7 @@ def arrange_sums_kernel(workspace, exchange, sizes):
     await_launch(exchange.OVERLAPS)
     inside = blocks < sizes.num_blocks
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED), tl.num_programs(0)):
-        request, offset = listed_place(share, workspace, sizes)
+        request, offset = listed_residual(share, workspace, sizes)
         word_index = draft_index(request, offset, sizes) * exchange.blocks_told + theirs
         words, pointers = listen(exchange.sums, ranks, word_index, inside, step, exchange, tl.int32)
         sums = hear(words, pointers, exchange.sums, inside, exchange)

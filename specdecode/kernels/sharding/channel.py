@@ -8,61 +8,64 @@ heard a word sets it back to -1. Meanwhile other ranks may be one step ahead, so
 While kernels wait, those of another group may have to run first. So kernels that wait have few and small programs, which
 leave room on every multiprocessor. They wait for a bounded time. Then they say so in `FAILED`, and go on; the next call
 raises an error.
-
-*Hints* are words that nothing depends on. A rank that searches its blocks for the best score lets all others know a score
-that it has found; whoever sees that in time does not look at blocks which cannot reach it. A hint is only ever raised, by an
-atomic maximum, and the number of its step is in front of the score: so it need not be set back, and one of another step is
-known by that.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from specdecode import transports
-from specdecode.kernels.values import Line, Rivals
 
-STEP, NEXT_STEP, FAILED = (tl.constexpr(number) for number in range(3))
-"""The first words of a rank's symmetric memory: the number of the step; that of the next one, while a step runs; and whether
+STEP, NEXT_STEP, FAILED = (tl.constexpr(word) for word in range(3))
+"""The first words of a rank's symmetric memory: the index of the step; that of the next one, while a step runs; and whether
 a rank did not answer in time. No kernel reads one of the first two and writes it."""
 
 HINTS, HEADER = tl.constexpr(transports.HINTS), tl.constexpr(transports.HEADER)
-"""Where hints are, one for each offer; and how many words come before the two halves."""
+"""Where hints are, one for each offer, see `rivals`; and how many words come before the two halves."""
 
 ABSENT = tl.constexpr(-1)
 """A word that has not come."""
 
 
+class Line(NamedTuple):
+    """What it takes to write words to all ranks."""
+
+    step: Any  # the index of the step, which says which half of symmetric memory is used
+    peers: Any  # where the symmetric memory of each rank is; nothing if words are gathered
+
+
 @triton.jit
 def words_of(low, high):
-    """Return int64 words of two float32 or int32 numbers each; it is not negative where `high` is not."""
+    """Return int64 words of two float32 or int32 each; a word is not negative where `high` is not."""
     low, high = low.to(tl.int32, bitcast=True).to(tl.int64), high.to(tl.int32, bitcast=True).to(tl.int64)
     return (high << 32) | (low & 0xFFFFFFFF)
 
 
 @triton.jit
 def low_of(words):
-    """Return the first of the two numbers of words, as float32."""
+    """Return the first of the two of words, as float32."""
     return words.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def high_of(words):
-    """Return the second, as int32."""
+    """Return the second of the two, as int32."""
     return (words >> 32).to(tl.int32)
 
 
 @triton.jit
 def open_line(exchange):
-    """Return the number of the step, in launches before the last, and where the memory of each rank is."""
+    """Return the index of the step, in launches before the last, and where the memory of each rank is."""
     return Line(load_step(exchange), load_peers(exchange))
 
 
 @triton.jit
 def load_step(exchange):
-    """Return the number of the step, in launches before the last."""
+    """Return the index of the step, in launches before the last."""
     step = tl.full([], 0, tl.int64)
     if exchange.peers_ptr is not None:
-        step = tl.load(exchange.received_ptr + STEP)
+        step = tl.load(exchange.memory_ptr + STEP)
     return step
 
 
@@ -105,7 +108,7 @@ def listen(channel, rank, index, wanted, step, exchange, WORD: tl.constexpr):
     if channel.received_ptr is not None:
         received_ptr = channel.received_ptr + rank * channel.length
     else:
-        received_ptr = exchange.received_ptr + start_of(channel, step, exchange) + rank * channel.length
+        received_ptr = exchange.memory_ptr + start_of(channel, step, exchange) + rank * channel.length
     pointers = received_ptr.to(tl.pointer_type(WORD), bitcast=True) + index
     return tl.load(pointers, mask=wanted, other=0, volatile=True), pointers
 
@@ -117,11 +120,11 @@ def awaited(words, pointers, wanted, exchange):
     while (tl.max((words == ABSENT).to(tl.int32), 0) == 1) & (tries < exchange.most_tries):
         words = tl.load(pointers, mask=wanted, other=0, volatile=True)
         tries += 1
-        if tl.load(exchange.received_ptr + FAILED, volatile=True) == 1:
+        if tl.load(exchange.memory_ptr + FAILED, volatile=True) == 1:
             tries = exchange.most_tries
         if tries == exchange.most_tries:
             if tl.max((words == ABSENT).to(tl.int32), 0) == 1:  # they may have come at the last try
-                tl.store(exchange.received_ptr + FAILED, 1)
+                tl.store(exchange.memory_ptr + FAILED, 1)
                 tl.store(exchange.failed_ptr, 1)
     return tl.where(words == ABSENT, 0, words)
 
@@ -135,37 +138,3 @@ def hear(words, pointers, channel, wanted, exchange):
         words = awaited(words, pointers, wanted, exchange)
         tl.store(pointers, tl.full(words.shape, ABSENT, words.dtype), mask=wanted)
         return words
-
-
-@triton.jit
-def rivals_of(index, line, exchange):
-    """Return where hints on an offer are, given its index; () where words are gathered."""
-    rivals = ()
-    if exchange.peers_ptr is not None:
-        theirs = ()
-        for rank in tl.static_range(exchange.RANKS):
-            theirs = theirs + (line.peers[rank] + HINTS + index,)
-        step = line.step.to(tl.int32)
-        rivals = Rivals(exchange.received_ptr + HINTS + index, theirs, index < HEADER - HINTS, step)
-    return rivals
-
-
-@triton.jit
-def hint(score, rivals):
-    """Let all ranks know a score that a block of this rank reaches, given as the bits of a float32; 0 is none."""
-    if len(rivals) > 0:
-        word = words_of(score, rivals.step)
-        for rank in tl.static_range(len(rivals.theirs)):
-            tl.atomic_max(rivals.theirs[rank], word, rivals.exists & (score > 0), sem="relaxed", scope="sys")
-
-
-@triton.jit
-def hinted(rivals, like):
-    """Return a score that a block of some rank reaches, 0 as long as none is known.
-
-    For each of the numbers `like`, of which each thread must have its own: two that load a word may see different ones.
-    """
-    # Triton's interpreter spreads the result of a scalar comparison as integers, which are no mask in Triton 3.9.
-    exists = tl.where(rivals.exists, tl.full(like.shape, True, tl.int1), False)
-    words = tl.load(rivals.mine + tl.zeros_like(like), mask=exists, other=0, volatile=True)
-    return tl.where(high_of(words) == rivals.step, words.to(tl.int32), 0)

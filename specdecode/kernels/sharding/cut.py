@@ -23,15 +23,15 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
+from specdecode.kernels.request import given_token, load_temperature, locate
 from specdecode.kernels.rows import (
     INFINITY,
     LAST_TOKEN,
-    load_temperature,
     row_index,
     whole_draft_row_at,
+    whole_row,
     whole_target_row_at,
-    with_known,
+    with_shard,
 )
 from specdecode.kernels.sharding.channel import (
     ABSENT,
@@ -53,7 +53,6 @@ from specdecode.kernels.truncation.kernel import (
     cut_listed,
     first_attempt,
     floor_of,
-    given_token,
     is_to_cut,
     keep_cutoff,
     level_of,
@@ -71,7 +70,7 @@ from specdecode.kernels.truncation.narrow import (
     store_kept_candidates,
     token_in_order,
 )
-from specdecode.kernels.values import Request, Row
+from specdecode.kernels.values import Request
 
 STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, FOUND, PROGRESS = (tl.constexpr(field) for field in range(7))
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
@@ -98,8 +97,8 @@ def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, si
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         if not cutting.ALIKE:
             stride_token = tl.where(of_draft, draft_row.stride_token, row.stride_token)
-        row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), stride_token, request.vocab_size)
-    return with_known(row, workspace, index, sizes)
+        row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), stride_token, request.vocab_size)
+    return with_shard(row, workspace, index, sizes)
 
 
 @triton.jit
@@ -114,12 +113,12 @@ def list_row(row, summary, index, line, workspace, exchange, cutting, sizes):
         block_max = tl.where(are_here(sizes), summary.block_max, -INFINITY)
         num_blocks = tl.sum((block_max >= level.logit).to(tl.int32), 0)
         found = list_tokens(level.logit, num_blocks, row, block_max, list_ptr, sizes)
-        word_index, slots = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
+        word_index, entries = index * (1 + CANDIDATES), tl.arange(0, CANDIDATES)
         tell(cutting.lists, word_index, words_of(found, found * 0), True, line, exchange)
-        is_told = slots < num_told(found)
-        keys = tl.load(list_ptr + CANDIDATES + slots, mask=is_told, other=0)
-        token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=is_told, other=0)
-        tell(cutting.lists, word_index + 1 + slots, words_of(token_ids, keys), is_told, line, exchange)
+        is_told = entries < num_told(found)
+        keys = tl.load(list_ptr + CANDIDATES + entries, mask=is_told, other=0)
+        token_ids = tl.load(list_ptr + 2 * CANDIDATES + entries, mask=is_told, other=0)
+        tell(cutting.lists, word_index + 1 + entries, words_of(token_ids, keys), is_told, line, exchange)
         tl.store(progress_ptr + FLOOR, summary.floor)
         tl.store(progress_ptr + LEVEL, level.logit)
     return state
@@ -164,7 +163,7 @@ def list_kernel(inputs, workspace, exchange, cutting, sizes):
 def merge_lists(index, step, workspace, exchange, cutting, sizes):
     """Put the candidates of a row that ranks told in one list, in the order of the vocabulary; keep how many there are."""
     list_ptr, word_index = list_at(workspace, index), index * (1 + CANDIDATES)
-    lanes, slots = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
+    lanes, entries = tl.arange(0, exchange.LANES), tl.arange(0, CANDIDATES)
     is_rank = lanes < exchange.RANKS
     ranks = tl.load(cutting.order_ptr + lanes, mask=is_rank, other=0).to(tl.int64)
     counts, counts_ptr = listen(cutting.lists, ranks, word_index, is_rank, step, exchange, tl.int64)
@@ -174,10 +173,10 @@ def merge_lists(index, step, workspace, exchange, cutting, sizes):
     listed = num_told(found)
     starts = tl.cumsum(listed, 0) - listed
     for turn in range(exchange.RANKS):
-        rank, start, wanted = at(ranks, turn), at(starts, turn), slots < at(listed, turn)
-        told, pointers = listen(cutting.lists, rank, word_index + 1 + slots, wanted, step, exchange, tl.int64)
+        rank, start, wanted = at(ranks, turn), at(starts, turn), entries < at(listed, turn)
+        told, pointers = listen(cutting.lists, rank, word_index + 1 + entries, wanted, step, exchange, tl.int64)
         words = hear(told, pointers, cutting.lists, wanted, exchange)
-        is_kept, keys_ptr = wanted & (start + slots < CANDIDATES), list_ptr + CANDIDATES + start + slots
+        is_kept, keys_ptr = wanted & (start + entries < CANDIDATES), list_ptr + CANDIDATES + start + entries
         token_ids = words.to(tl.int32)
         is_token = (token_ids >= 0) & (token_ids < sizes.vocab_size)
         tl.store(keys_ptr, (words >> 32).to(tl.int32), mask=is_kept)
@@ -231,9 +230,9 @@ def cut_kernel(inputs, workspace, exchange, cutting, sizes):
 def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
     """Write this rank's part of a row to its owner's memory, and let the owner know."""
     owner = (request.index + offset) % exchange.RANKS
-    row_number = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
-    slot = request.index // exchange.RANKS * cutting.rows_per_request + row_number
-    logits_ptr = row_at_slot(tl.load(cutting.peers_ptr + owner), slot, row.ptr.dtype, cutting)
+    row_of_request = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
+    owned = request.index // exchange.RANKS * cutting.rows_per_request + row_of_request
+    logits_ptr = owned_row_at(tl.load(cutting.peers_ptr + owner), owned, row.ptr.dtype, cutting)
     WIDTH: tl.constexpr = VECTORS * 128 // row.ptr.dtype.element_ty.primitive_bitwidth * 32 * cutting.WARPS
     for first in range(sizes.shard.start, sizes.shard.end, WIDTH):
         token_ids = first + tl.arange(0, WIDTH)
@@ -241,47 +240,47 @@ def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
         tl.store(logits_ptr + token_ids, tl.load(row.ptr + token_ids * row.stride_token, mask=inside), mask=inside)
     tl.debug_barrier()  # all threads have written, before one of them says so
     word_ptr = tl.load(exchange.peers_ptr + owner).to(tl.pointer_type(tl.int64))
-    word_ptr += start_of(cutting.parts, line.step, exchange) + exchange.rank * cutting.parts.length + slot
+    word_ptr += start_of(cutting.parts, line.step, exchange) + exchange.rank * cutting.parts.length + owned
     tl.atomic_xchg(word_ptr, tl.full([], 0, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit
-def row_at_slot(address, slot, POINTER: tl.constexpr, cutting):
-    """Return where a gathered row is, given where a rank's memory for such rows is."""
-    return tl.multiple_of((address + slot * cutting.row_bytes).to(POINTER), 128)
+def owned_row_at(address, owned, POINTER: tl.constexpr, cutting):
+    """Return where a gathered row is, given where its owner's memory for such rows is, and its index there."""
+    return tl.multiple_of((address + owned * cutting.row_bytes).to(POINTER), 128)
 
 
 @triton.jit
-def rows_of_slots(slots, exchange, cutting, sizes):
-    """Return the requests and offsets of the rows of this rank's slots, whether they are draft rows, and there at all."""
-    row_number = slots % cutting.rows_per_request
-    of_draft = row_number > sizes.num_draft_tokens
-    offset = tl.where(of_draft, row_number - sizes.num_draft_tokens - 1, row_number).to(tl.int32)
+def owned_rows(owned, exchange, cutting, sizes):
+    """Return the requests and offsets of rows that this rank owns, whether they are draft rows, and there at all."""
+    row_of_request = owned % cutting.rows_per_request
+    of_draft = row_of_request > sizes.num_draft_tokens
+    offset = tl.where(of_draft, row_of_request - sizes.num_draft_tokens - 1, row_of_request).to(tl.int32)
     shift = (exchange.rank + exchange.RANKS - offset % exchange.RANKS) % exchange.RANKS
-    request = slots.to(tl.int64) // cutting.rows_per_request * exchange.RANKS + shift
+    request = owned.to(tl.int64) // cutting.rows_per_request * exchange.RANKS + shift
     return request, offset, of_draft, request < sizes.batch
 
 
 @triton.jit
-def index_of(request, offset, of_draft, sizes):
+def index_of(request_index, offset, of_draft, sizes):
     """Return the index of a target or a draft row, given that of its request."""
-    number = Request(request, 0, 0, 0, 0)
-    return tl.where(of_draft, row_index(number, offset, True, sizes), row_index(number, offset, False, sizes))
+    request = Request(request_index, 0, 0, 0, 0)
+    return tl.where(of_draft, row_index(request, offset, True, sizes), row_index(request, offset, False, sizes))
 
 
 @triton.jit
 def await_parts_kernel(workspace, exchange, cutting, sizes):
     """Wait until all ranks' parts of the rows that this rank is to cut are here."""
-    step, num_slots = load_step(exchange), cutting.num_slots
+    step, num_owned = load_step(exchange), cutting.num_owned
     await_launch(exchange.OVERLAPS)
-    for first in range(tl.program_id(0) * exchange.LANES, num_slots, tl.num_programs(0) * exchange.LANES):
-        slots = first + tl.arange(0, exchange.LANES)
-        request, offset, of_draft, exists = rows_of_slots(slots, exchange, cutting, sizes)
-        exists &= slots < num_slots
-        progress_ptr = progress_at(workspace, index_of(request, offset, of_draft, sizes))
-        wanted = tl.load(progress_ptr + IS_GATHERED, mask=exists, other=0.0) == 1
+    for first in range(tl.program_id(0) * exchange.LANES, num_owned, tl.num_programs(0) * exchange.LANES):
+        owned = first + tl.arange(0, exchange.LANES)
+        request_index, offset, of_draft, is_row = owned_rows(owned, exchange, cutting, sizes)
+        is_row &= owned < num_owned
+        progress_ptr = progress_at(workspace, index_of(request_index, offset, of_draft, sizes))
+        wanted = tl.load(progress_ptr + IS_GATHERED, mask=is_row, other=0.0) == 1
         for rank in range(exchange.RANKS):
-            words, pointers = listen(cutting.parts, rank, slots, wanted, step, exchange, tl.int64)
+            words, pointers = listen(cutting.parts, rank, owned, wanted, step, exchange, tl.int64)
             awaited(words, pointers, wanted, exchange)
             # What was written before that word can be seen from here on.
             tl.atomic_xchg(pointers, tl.full(words.shape, ABSENT, tl.int64), mask=wanted, sem="acquire", scope="sys")
@@ -291,19 +290,19 @@ def await_parts_kernel(workspace, exchange, cutting, sizes):
 @triton.jit
 def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
     """Cut one gathered row, and tell all ranks its cutoff and the statistics of what is kept."""
-    slot = tl.program_id(0)
-    number, offset, of_draft, exists = rows_of_slots(slot, exchange, cutting, sizes)
-    request = locate(tl.minimum(number, sizes.batch - 1), inputs.packing, sizes)
+    owned = tl.program_id(0)
+    request_index, offset, of_draft, is_row = owned_rows(owned, exchange, cutting, sizes)
+    request = locate(tl.minimum(request_index, sizes.batch - 1), inputs.packing, sizes)
     index = index_of(request.index, offset, of_draft, sizes)
     temperature = load_temperature(inputs.requests, request)
     limits, _ = limits_at(request, offset, of_draft, inputs, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
     admit_next_launch(exchange.OVERLAPS)
-    if exists:
+    if is_row:
         if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
             address = cutting.rows_ptr.to(tl.int64)
-            row = Row(row_at_slot(address, slot, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
+            row = whole_row(owned_row_at(address, owned, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, cutting.WARPS)
             tl.debug_barrier()  # the statistics are read by other threads than wrote them
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)

@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 import torch
 
 from specdecode.kernels.arguments import Inputs, Shard, Sizes
-from specdecode.kernels.block import NUMBERS
+from specdecode.kernels.block import TERMS
 from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Structure, at_least, inputs_in, sizes_in, sizes_of
 from specdecode.kernels.formulas import Argument, Number, ceil_div, rounded_up
 from specdecode.kernels.plan import LIST_SIZE
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.rows import KNOWN
 from specdecode.kernels.sharding.cut import PROGRESS
-from specdecode.kernels.state import FIELDS
+from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.narrow import CANDIDATES
 
 Parts = dict[str, tuple[torch.dtype, Any] | None]
@@ -64,7 +64,7 @@ class Step(NamedTuple):
         return self.here.batch * self.rows_per_request
 
     @property
-    def num_slots(self) -> Any:
+    def num_owned(self) -> Any:
         """How many rows a rank may own, if these are gathered to be truncated."""
         return ceil_div(self.here.batch, self.way.ranks) * self.rows_per_request
 
@@ -136,7 +136,7 @@ def words_told(step: Step) -> Told:
         ceil_div(num_drafts * blocks, 2) if step.sums else 0,
         (num_rows if step.per_row else step.here.batch) * (1 if logprobs is None else 2),
         rows * (1 + CANDIDATES.value) if step.truncates else 0,
-        step.num_slots if step.truncates else 0,
+        step.num_owned if step.truncates else 0,
         rows * (1 + step.sizes.num_blocks) if step.truncates else 0,
     )
     return Told(*[rounded_up(count, 16) for count in words])
@@ -162,7 +162,7 @@ def parts_of(step: Step, told: Told) -> Parts:
         "kept": (torch.int32, rows * LIST_SIZE) if step.truncates else None,
         "progress": (torch.float32, rows * PROGRESS.value) if step.truncates else None,
         "verdicts": (torch.int32, num_rows),
-        "numbers": (torch.float32, num_rows * NUMBERS.value) if step.settles else None,
+        "terms": (torch.float32, num_rows * TERMS.value) if step.settles else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if step.sums else None,
         "residual_sums": (torch.float32, num_drafts * blocks) if step.sums else None,
     }

@@ -22,52 +22,32 @@ import triton.language as tl
 
 from specdecode.kernels.block import stop_of
 from specdecode.kernels.distribution import relative_sums, target_distribution
-from specdecode.kernels.emit import with_draft
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked, normalizer_of
-from specdecode.kernels.packed import locate, locate_program
-from specdecode.kernels.philox import load_key
+from specdecode.kernels.output import store_logprob, store_normalizer, store_output, store_sample, store_token
 from specdecode.kernels.probabilistic import recover
-from specdecode.kernels.residual import NONE
-from specdecode.kernels.rows import (
-    BLOCK_SIZE,
-    INFINITY,
-    LAST_TOKEN,
-    load_temperature,
-    row_index,
-    target_row_at,
-)
-from specdecode.kernels.selection import noise_at
-from specdecode.kernels.sharding.channel import (
-    FAILED,
-    NEXT_STEP,
-    STEP,
-    hear,
-    listen,
-    low_of,
-    open_line,
-    rivals_of,
-    tell,
-    words_of,
-)
-from specdecode.kernels.state import (
+from specdecode.kernels.request import (
     count_drafts,
-    is_surely_accepted,
     load_draft_ids,
-    load_stop,
-    store_logprob,
-    store_normalizer,
-    store_output,
-    store_sample,
-    store_token,
+    load_key,
+    load_temperature,
+    locate,
+    locate_program,
+    with_draft,
 )
+from specdecode.kernels.residual import NONE
+from specdecode.kernels.rows import BLOCK_SIZE, INFINITY, LAST_TOKEN, row_index, target_row_at
+from specdecode.kernels.selection import noise_at
+from specdecode.kernels.sharding.channel import FAILED, NEXT_STEP, STEP, hear, listen, low_of, open_line, tell, words_of
+from specdecode.kernels.sharding.rivals import rivals_of
 from specdecode.kernels.statistics import at
+from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Distribution, Normalizer, Place, Residual
 
 IS_EMPTY, IS_ACCEPTED, COUNT_BIT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(1)
 """The bits of a verdict: the row, or one before it, has no finite logit; and that the draft is accepted. Where a verdict is
-on a request, there is the number of drafts that are accepted instead, from `COUNT_BIT` on."""
+on a request, there is the count of drafts that are accepted instead, from `COUNT_BIT` on."""
 
 RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 """An offer: whether its token is of a residual, the block's score, and LAST_TOKEN less the token. The largest wins."""
@@ -78,7 +58,7 @@ RESIDUAL_BIT, SCORE_BITS = tl.constexpr(1 << 62), tl.constexpr(31)
 
 @triton.jit
 def decide_sample(place, noise, inputs, workspace, sizes):
-    """Return what `strict.decide` does, but in place of the token what it is drawn from: p, less nothing."""
+    """Return what `strict.decide` does, but instead of the token what it is drawn from: p, less nothing."""
     _, p = target_distribution(place, inputs, workspace, sizes)
     return undrawn(place, noise, p, normalizer_of(p), inputs)
 
@@ -98,17 +78,17 @@ def decide_sample_here(place, noise, inputs, workspace, sizes):
 
     What blocks and tokens are compared by depends on nothing of other blocks but the row's maximum.
     """
-    row = target_row_at(place, inputs, workspace, sizes)
-    index = row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
+    shard = target_row_at(place, inputs, workspace, sizes).shard
+    row_max, index = shard.row_max, row_index(place.request, place.offset, False, sizes) * sizes.shard.most_blocks
     blocks = tl.arange(0, sizes.MAX_BLOCKS) - sizes.shard.start // BLOCK_SIZE
     pointers = workspace.statistics_ptr + (index + blocks) * 2
     block_max = tl.load(pointers, mask=are_here(sizes), other=-INFINITY)
     sumexp = tl.load(pointers + 1, mask=are_here(sizes), other=0.0)
-    is_point = (place.temperature == 0) | (tl.abs(row.row_max) == INFINITY)
-    finite = tl.where(is_point, 0.0, row.row_max)
+    is_point = (place.temperature == 0) | (tl.abs(row_max) == INFINITY)
+    finite = tl.where(is_point, 0.0, row_max)
     block_sums = relative_sums(finite, (block_max, tl.where(is_point, 0.0, sumexp)), place.temperature)
-    p = Distribution(row.row_max, 1.0, tl.where(is_point, row.first, -1), block_sums)
-    return undrawn(place, noise, p, Normalizer(row.row_max, 0.0, p.one_hot), inputs)
+    p = Distribution(row_max, 1.0, tl.where(is_point, shard.first, -1), block_sums)
+    return undrawn(place, noise, p, Normalizer(row_max, 0.0, p.one_hot), inputs)
 
 
 @triton.jit
@@ -135,11 +115,11 @@ def offer(place, noise, source, rivals, inputs, workspace, sizes, tuning):
     here = only_here(p, sizes), residual
     token, score, has_residual = recover(place, noise.exponentials, here, rivals, inputs, workspace, sizes, tuning)
     token = token.to(tl.int32)
-    number = (score.to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
-    number = tl.where(has_residual, number | RESIDUAL_BIT, number)
+    offered = (score.to(tl.int64) << SCORE_BITS) | (token ^ LAST_TOKEN)
+    offered = tl.where(has_residual, offered | RESIDUAL_BIT, offered)
     is_here = (token >= sizes.shard.start) & (token < sizes.shard.end) & (score > 0)
     one_hot = (token ^ LAST_TOKEN).to(tl.int64)  # which all ranks know
-    return token, tl.where(p.one_hot >= 0, one_hot, tl.where(is_here, number, 0))
+    return token, tl.where(p.one_hot >= 0, one_hot, tl.where(is_here, offered, 0))
 
 
 @triton.jit
@@ -150,7 +130,7 @@ def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
     if tuning.POSTED:
         accepted &= place.offset < load_stop(workspace.state_ptr, place.request, sizes)
     store_normalizer(outputs, place, normalizer, workspace)
-    number, logprob = tl.full([], 0, tl.int64), tl.full([], 0.0, tl.float32)
+    offered, logprob = tl.full([], 0, tl.int64), tl.full([], 0.0, tl.float32)
     asked = normalizer
     if outputs.logprobs_ptr is not None:
         asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
@@ -159,17 +139,17 @@ def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
                 logprob = logprob_asked(place, place.token, asked, inputs, workspace, sizes)
                 store_logprob(outputs, place, logprob, sizes)
     if (accepted == 0) | (not tuning.PER_ROW):
-        token, number = offer(place, noise, source, rivals, inputs, workspace, sizes, tuning)
+        token, offered = offer(place, noise, source, rivals, inputs, workspace, sizes, tuning)
         if outputs.logprobs_ptr is not None:
             logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-    return accepted, normalizer.row_max == -INFINITY, number, logprob
+    return accepted, normalizer.row_max == -INFINITY, offered, logprob
 
 
 @triton.jit
-def tell_offer(index, verdict, number, logprob, line, exchange):
+def tell_offer(index, verdict, offered, logprob, line, exchange):
     """Tell an offer, of a row or of a request; keep the verdict, at which all ranks arrive."""
     tl.store(exchange.verdicts_ptr + index, verdict)
-    tell(exchange.offers, index * exchange.OFFERS, number, True, line, exchange)
+    tell(exchange.offers, index * exchange.OFFERS, offered, True, line, exchange)
     if exchange.OFFERS == 2:
         word = words_of(logprob, tl.full([], 0, tl.int32))
         tell(exchange.offers, index * exchange.OFFERS + 1, word, True, line, exchange)
@@ -196,7 +176,7 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
         offset, is_empty = stop_of(request, num_drafts, inputs, workspace, sizes, tuning)
         place = with_draft(place, offset, -1)
         noise = noise_at(place, inputs.requests, sizes)
-    accepted, number = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
+    accepted, offered = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
     logprob = tl.full([], 0.0, tl.float32)
     matters = offset <= num_drafts
     if tuning.POSTED:
@@ -207,15 +187,15 @@ def offer_kernel(inputs, outputs, workspace, exchange, sizes, tuning):
     if matters:
         drafted = with_draft(place, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
         rivals = rivals_of(index, line, exchange)
-        accepted, row_is_empty, number, logprob = offer_row(
+        accepted, row_is_empty, offered, logprob = offer_row(
             drafted, noise, rivals, outputs, inputs, workspace, sizes, tuning
         )
         is_empty |= row_is_empty
     verdict = tl.where(is_empty, IS_EMPTY, 0)
     if tuning.PER_ROW:
-        tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), number, logprob, line, exchange)
+        tell_offer(index, tl.where(accepted, verdict | IS_ACCEPTED, verdict), offered, logprob, line, exchange)
     else:
-        tell_offer(index, verdict | (offset << COUNT_BIT), number, logprob, line, exchange)
+        tell_offer(index, verdict | (offset << COUNT_BIT), offered, logprob, line, exchange)
 
 
 # ---- 4. the best offer
@@ -227,17 +207,17 @@ def best_offers(index, wanted, step, exchange):
     best, logprobs = tl.zeros_like(index), (index * 0).to(tl.float32)
     for rank in range(exchange.RANKS):
         words, pointers = listen(exchange.offers, rank, index * exchange.OFFERS, wanted, step, exchange, tl.int64)
-        numbers = hear(words, pointers, exchange.offers, wanted, exchange)
-        is_better = numbers > best
+        offered = hear(words, pointers, exchange.offers, wanted, exchange)
+        is_better = offered > best
         if exchange.OFFERS == 2:
             words, pointers = listen(
                 exchange.offers, rank, index * exchange.OFFERS + 1, wanted, step, exchange, tl.int64
             )
-            theirs = low_of(hear(words, pointers, exchange.offers, wanted, exchange))
+            their_logprobs = low_of(hear(words, pointers, exchange.offers, wanted, exchange))
             # Of a point mass all ranks offer the one token, but only the rank that has it knows its logit.
-            is_better |= (numbers == best) & (theirs > logprobs)
-            logprobs = tl.where(is_better, theirs, logprobs)
-        best = tl.where(is_better, numbers, best)
+            is_better |= (offered == best) & (their_logprobs > logprobs)
+            logprobs = tl.where(is_better, their_logprobs, logprobs)
+        best = tl.where(is_better, offered, best)
     return best, logprobs
 
 
@@ -267,9 +247,9 @@ def emitted_of_request(request, step, exchange):
 
 
 @triton.jit
-def token_offered(number):
-    """Return the token of an offer; a number of 0 has none."""
-    return ((number & LAST_TOKEN) ^ LAST_TOKEN).to(tl.int32)
+def token_offered(offered):
+    """Return the token of an offer; 0 has none."""
+    return ((offered & LAST_TOKEN) ^ LAST_TOKEN).to(tl.int32)
 
 
 @triton.jit
@@ -278,13 +258,13 @@ def finish(request, step, inputs, outputs, exchange, sizes):
     counted = count_drafts(inputs.drafts, request, sizes)
     drafts = load_draft_ids(inputs.drafts, request, tl.arange(0, sizes.MAX_DRAFTS), sizes)
     if exchange.PER_ROW:
-        stop, is_empty, number, logprob = emitted_of_rows(request, drafts, counted[0], step, exchange, sizes)
+        stop, is_empty, offered, logprob = emitted_of_rows(request, drafts, counted[0], step, exchange, sizes)
     else:
-        stop, is_empty, number, logprob = emitted_of_request(request, step, exchange)
+        stop, is_empty, offered, logprob = emitted_of_request(request, step, exchange)
     if exchange.peers_ptr is not None:  # what is heard once a rank did not answer in time may be no token
-        number = tl.where(tl.load(exchange.received_ptr + FAILED) == 1, 0, number)
-    is_empty |= number == 0  # no rank has offered anything: one did not answer in time
-    token, place = tl.where(number == 0, 0, token_offered(number)).to(tl.int64), Place(request, stop, -1, (0, 0), 0.0)
+        offered = tl.where(tl.load(exchange.memory_ptr + FAILED) == 1, 0, offered)
+    is_empty |= offered == 0  # no rank has offered anything: one did not answer in time
+    token, place = tl.where(offered == 0, 0, token_offered(offered)).to(tl.int64), Place(request, stop, -1, (0, 0), 0.0)
     if inputs.drafts.ids_ptr is not None:
         store_token(outputs, place, token, logprob, sizes)
         store_output(outputs, inputs.drafts, counted, request, stop, is_empty, sizes)
@@ -298,10 +278,10 @@ def finish_kernel(inputs, outputs, exchange, sizes):
     await_launch(exchange.OVERLAPS)
     step = tl.full([], 0, tl.int64)
     if exchange.peers_ptr is not None:
-        next_step = tl.load(exchange.received_ptr + NEXT_STEP)
+        next_step = tl.load(exchange.memory_ptr + NEXT_STEP)
         step = next_step - 1
         if tl.program_id(0) == 0:
-            tl.store(exchange.received_ptr + STEP, next_step)
+            tl.store(exchange.memory_ptr + STEP, next_step)
     for index in range(tl.program_id(0), sizes.batch, tl.num_programs(0)):
         request = locate(tl.full([], 0, tl.int64) + index, inputs.packing, sizes)
         finish(request, step, inputs, outputs, exchange, sizes)

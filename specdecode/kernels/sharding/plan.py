@@ -14,13 +14,14 @@ import triton
 from torch import Tensor
 
 from specdecode import sharding
-from specdecode.kernels.arguments import Arranging, Channel, Cutting, Exchange, Outputs, Searching, Workspace
+from specdecode.kernels.arguments import Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
 from specdecode.kernels.methods import Method
 from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
-from specdecode.kernels.sharding import arrange, cut, offer, tell
+from specdecode.kernels.sharding import arrange, cut, offer, rivals, tell
+from specdecode.kernels.sharding.arguments import Arranging, Channel, Cutting, Exchange
 from specdecode.kernels.sharding.memory import Parts, Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
@@ -153,7 +154,7 @@ def run(
     plan_sharded(fields, way).run(tensors | ranks, numbers, transport)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def plan_sharded(fields: tuple[Any, ...], way: Way) -> ShardedPlan:
     """Plan all steps of a structure of whose rows this rank has a shard, given the structure's fields."""
     structure = Structure(*fields)
@@ -187,11 +188,11 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         statistics_ptr=part("statistics"),
         cutoffs_ptr=part("cutoffs"),
         kept_ptr=part("kept"),
-        numbers_ptr=part("numbers"),
+        terms_ptr=part("terms"),
         listed_ptr=part("listed"),
         residual_sums_ptr=part("residual_sums"),
         raw_statistics_ptr=part("raw_statistics"),
-        places_ptr=None,
+        draft_ids_ptr=None,
         logprobs_ptr=logprobs,
         known_ptr=part("known"),
         progress_ptr=part("progress"),
@@ -217,7 +218,7 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
         verdicts_ptr=plan.last.part("verdicts"),
         sources_ptr=Argument("holders" if step.maxima else "sources", torch.int32),
         peers_ptr=of_memory("peers", torch.int64),
-        received_ptr=of_memory("memory", torch.int64),
+        memory_ptr=of_memory("memory", torch.int64),
         failed_ptr=of_memory("failed", torch.int32),
         half=Number("half") if plan.is_symmetric else 0,
         most_tries=Number("most_tries") if plan.is_symmetric else 0,
@@ -264,7 +265,7 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     """Add the launches that truncate rows, and their exchanges."""
     rows, ranks = step.all_rows, step.way.ranks
     num_warps = 4 if step.structure.large else 8
-    inputs, plan.row_words = step.inputs, step.num_slots * step.row_bytes // 8
+    inputs, plan.row_words = step.inputs, step.num_owned * step.row_bytes // 8
     cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
     cutting = Cutting(
         lists=plan.channel("lists", told.lists, ranks),
@@ -276,7 +277,7 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
         row_bytes=step.row_bytes,
         num_rows=rows,
         rows_per_request=step.rows_per_request,
-        num_slots=step.num_slots,
+        num_owned=step.num_owned,
         ALIKE=inputs.draft.ptr is None or inputs.target.stride_token == inputs.draft.stride_token,
         POSTED=step.decides,
         WARPS=num_warps,
@@ -288,9 +289,9 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
     add_waiting(plan.last, cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
     plan.last.add(cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.parts)
-    programs = ceil_div(step.num_slots, exchanged.LANES)
+    programs = ceil_div(step.num_owned, exchanged.LANES)
     add_waiting(plan.last, cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(cut.cut_gathered_kernel, step.num_slots, (inputs, workspace, *told_of_rows), **options)
+    plan.last.add(cut.cut_gathered_kernel, step.num_owned, (inputs, workspace, *told_of_rows), **options)
     plan.exchange(cutting.cuts)
     add_waiting(plan.last, cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 
@@ -329,7 +330,8 @@ def add_offers(
     is_unbounded = step.decides and step.inputs.drafts.logsumexp_ptr is not None and not plan.is_symmetric
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
-    tuning = Searching(*search, decide, None, *flags)
+    hints = (rivals.hint, rivals.hinted) if plan.is_symmetric else (None, None)
+    tuning = Searching(*search, decide, None, *flags, rivals.least_score, *hints)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
     add_drawing(plan.last, offer.offer_kernel, bundles, method.num_warps)
 

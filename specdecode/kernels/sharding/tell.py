@@ -1,7 +1,7 @@
 """What a rank tells the others of sharded rows in Triton.
 
 It tells the statistics of its blocks, 8 bytes for 1,024 logits, and of each row one or two notes of 8 bytes. From these
-follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.ShardedRow`. In block
+follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.RowShard`. In block
 verification it also tells the residual sums of blocks, 4 bytes each. How words travel is in `channel`, what is made of them
 in `arrange`.
 """
@@ -13,23 +13,28 @@ from specdecode.kernels.block import sum_share
 from specdecode.kernels.distribution import recompute_nonfinite
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate_program
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
-from specdecode.kernels.residual import draft_index
+from specdecode.kernels.request import (
+    count_drafts,
+    given_token,
+    is_trusted,
+    load_draft_ids,
+    load_logsumexp,
+    load_temperature,
+    locate_program,
+)
+from specdecode.kernels.residual import NUM_LISTED, draft_index
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LAST_TOKEN,
     load_logit,
-    load_temperature,
     row_index,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.sharding.channel import NEXT_STEP, open_line, tell, words_of
-from specdecode.kernels.state import NUM_LISTED, count_drafts, load_draft_ids, row_finished_ptr
 from specdecode.kernels.statistics import load_statistics, statistics_at
-from specdecode.kernels.truncation.kernel import given_token
+from specdecode.kernels.stops import row_finished_ptr
 
 
 @triton.jit
@@ -145,7 +150,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
         of_draft = load_statistics(draft_ptr, has_draft & summarised, sizes)
     if exchange.peers_ptr is not None:
         if tl.program_id(0) == 0:
-            tl.store(exchange.received_ptr + NEXT_STEP, line.step + 1)
+            tl.store(exchange.memory_ptr + NEXT_STEP, line.step + 1)
     first = tell_summary(row, index, statistics, temperature, is_read, line, workspace, exchange, sizes)
     tell_note(index, draft_logit, first, line, exchange)
     if workspace.raw_statistics_ptr is not None:

@@ -10,11 +10,12 @@ import triton.language as tl
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
+from specdecode.kernels.request import load_draft_limits, load_limits
 from specdecode.kernels.rows import INFINITY
-from specdecode.kernels.state import post_acceptance
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
+from specdecode.kernels.stops import post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.truncation.kernel import load_draft_limits, load_limits, weights_of_maxima
+from specdecode.kernels.truncation.kernel import weights_of_maxima
 from specdecode.kernels.truncation.narrow import sum_rounded_down
 
 ERROR = tl.constexpr(1e-3)
@@ -22,7 +23,7 @@ ERROR = tl.constexpr(1e-3)
 
 
 @triton.jit
-def log_least_kept(block_max, p, sumexp, temperature, limits, sizes):
+def log_least_kept(block_max, row_max, sumexp, temperature, limits, sizes):
     """Return the logarithm of the least that the tokens that are kept of a row can weigh, as a share of all.
 
     The k likeliest tokens weigh at least what the largest tokens of k blocks do. Of that, or of all, top-p keeps its part.
@@ -30,8 +31,8 @@ def log_least_kept(block_max, p, sumexp, temperature, limits, sizes):
     top_k, top_p, min_p = limits
     least = 1.0
     if (top_k < sizes.vocab_size) | (min_p > 0):
-        ranked = tl.sort(block_max, descending=True)
-        weights = weights_of_maxima(ranked, p.row_max, temperature)
+        sorted_max = tl.sort(block_max, descending=True)
+        weights = weights_of_maxima(sorted_max, row_max, temperature)
         is_kept = (tl.arange(0, sizes.MAX_BLOCKS) < top_k) & (weights >= min_p * (1 + ERROR))  # surely, by min-p
         mass = sum_rounded_down(tl.where(is_kept, weights, 0.0))
         least = tl.maximum(mass, 1.0) / sumexp  # the likeliest token, at least
@@ -82,19 +83,19 @@ def may_accept(place, noise, inputs, workspace, sizes):
         limits = load_limits(inputs.limits, place.request, sizes)
         block_max, _ = load_target_statistics(place, workspace, sizes)
         log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
-        log_kept = log_least_kept(block_max, terms.p, terms.p.sumexp, temperature, limits, sizes)
+        log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
         accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
         accepted &= may_be_kept(terms.log_p, block_max, terms.p, temperature, limits)
         is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
         log_draft_kept = 0.0
         if inputs.draft.ptr is not None:
             limits = load_draft_limits(inputs, place.request, sizes)
-            is_sure &= is_surely_kept(terms.log_q, terms.q.log_sum, limits, sizes)
+            is_sure &= is_surely_kept(terms.log_q, terms.draft_normalizer.log_sum, limits, sizes)
             if inputs.drafts.logsumexp_ptr is None:
                 if is_sure:
                     block_max, _ = load_draft_statistics(place, True, workspace, sizes)
-                    q_sumexp = tl.exp(terms.q.log_sum)
-                    log_draft_kept = log_least_kept(block_max, terms.q, q_sumexp, temperature, limits, sizes)
+                    draft_max, draft_sumexp = terms.draft_normalizer.row_max, tl.exp(terms.draft_normalizer.log_sum)
+                    log_draft_kept = log_least_kept(block_max, draft_max, draft_sumexp, temperature, limits, sizes)
             else:  # it tells the mass of what is kept, but not what that is
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR

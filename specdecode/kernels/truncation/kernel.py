@@ -4,7 +4,7 @@ Kept are the first tokens in the order (logit descending, id ascending), up to t
 program has one row. It looks for the cutoff among few candidates (`narrow`), several times at most, and if it is not there,
 in the whole row (`wide`).
 
-The program leaves the cutoff, and in place of the statistics of each block those of what is kept of it. So everything that
+The program leaves the cutoff, and instead of the statistics of each block those of what is kept of it. So everything that
 follows computes with the truncated distribution: where logits are read again, `rows` makes -inf of those beyond the cutoff.
 """
 
@@ -13,20 +13,26 @@ import triton.language as tl
 
 from specdecode.kernels.distribution import combine, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
-from specdecode.kernels.packed import locate
-from specdecode.kernels.probabilistic import is_trusted, load_logsumexp
+from specdecode.kernels.request import (
+    count_drafts,
+    given_token,
+    load_draft_limits,
+    load_limits,
+    load_temperature,
+    locate,
+)
 from specdecode.kernels.rows import (
     INFINITY,
     LARGEST,
     LAST_TOKEN,
     load_logit,
-    load_temperature,
     scaled,
     whole_draft_row_at,
+    whole_row,
     whole_target_row_at,
 )
-from specdecode.kernels.state import count_drafts, is_surely_accepted, load_stop
 from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
+from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.truncation.narrow import (
     CANDIDATES,
     DEPTH,
@@ -42,34 +48,10 @@ from specdecode.kernels.truncation.narrow import (
     token_in_order,
 )
 from specdecode.kernels.truncation.wide import ROUNDING, store_kept, wide_cutoff
-from specdecode.kernels.values import Row, Summary
+from specdecode.kernels.values import Summary
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""
-
-
-@triton.jit
-def load_limits(limits, request, sizes):
-    """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
-    top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
-    if limits.top_k_ptr is not None:
-        top_k = tl.load(limits.top_k_ptr + request.slot)
-    if limits.top_p_ptr is not None:
-        top_p = tl.load(limits.top_p_ptr + request.slot).to(tl.float32)
-    if limits.min_p_ptr is not None:
-        min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
-    top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
-    return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
-
-
-@triton.jit
-def load_draft_limits(inputs, request, sizes):
-    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
-    top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
-    if inputs.draft_vocabulary.ids_ptr is not None:
-        top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)
-    return top_k, top_p, min_p
 
 
 @triton.jit
@@ -94,7 +76,7 @@ def summary_of(block_max, p, temperature, limits, floor):
 
 @triton.jit
 def first_attempt(summary, sizes):
-    """Return the number of the first attempt to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
+    """Return which attempt is the first to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
 
     And 0 where there are few blocks.
     """
@@ -108,7 +90,7 @@ def first_attempt(summary, sizes):
 @triton.jit
 def blocks_with_mass(mass, summary):
     """Return how many blocks' largest tokens weigh so much, if any do; a sum of integers is the same in any order."""
-    weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+    weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
     ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
     masses = tl.cumsum((weights * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
     return tl.minimum(tl.sum((masses < mass).to(tl.int32), 0) + 1, weights.shape[0])
@@ -126,7 +108,7 @@ def level_of(attempt, summary, sizes):
     if (top_p < 1) & (top_k == sizes.vocab_size):
         blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
     lowest = tl.where(attempt == 0, summary.p.row_max - summary.temperature * (DEPTH / 2), summary.floor)
-    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.ranked, blocks - 1))
+    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.sorted_max, blocks - 1))
     return level_at(tl.maximum(logit, summary.floor), summary.block_max)
 
 
@@ -149,7 +131,7 @@ def cut_listed(list_ptr, found, level, summary, sizes):
     top_k, _top_p, min_p = summary.limits
     unseen = 0.0
     if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
-        weights = weights_of_maxima(summary.ranked, summary.p.row_max, summary.temperature)
+        weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
         below = tl.arange(0, sizes.MAX_BLOCKS) - level.blocks
         unseen = sum_rounded_down(tl.where((below >= 0) & (below < top_k - found), weights, 0.0))
     if found <= FEW:
@@ -192,7 +174,7 @@ def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
 
 
 @triton.jit
-def place_of(index, inputs, sizes):
+def locate_row(index, inputs, sizes):
     """Return which row a program has, by request and offset, and whether it is a draft row: those follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
@@ -222,17 +204,6 @@ def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.co
 
 
 @triton.jit
-def given_token(request, offset, vocab_size, inputs):
-    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
-    drafts = inputs.drafts
-    place = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
-    token = tl.load(drafts.cutoff_ptr + place)
-    logsumexp = load_logsumexp(drafts, request, offset, True)
-    leaves_out = (token >= 0) & (token < vocab_size)
-    return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)
-
-
-@triton.jit
 def limits_at(request, offset, of_draft, inputs, sizes):
     """Return what truncates a row, and whether the row was read, as far as that is known without its request's stop."""
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
@@ -245,8 +216,8 @@ def limits_at(request, offset, of_draft, inputs, sizes):
 
 @triton.jit
 def row_to_cut(index, inputs, sizes):
-    """Return where the row with an index is, as `place_of`; its temperature; and what `limits_at` says of it."""
-    request, offset, of_draft = place_of(index, inputs, sizes)
+    """Return where the row with an index is, as `locate_row`; its temperature; and what `limits_at` says of it."""
+    request, offset, of_draft = locate_row(index, inputs, sizes)
     temperature = load_temperature(inputs.requests, request)
     limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
     return request, offset, of_draft, temperature, limits, is_read
@@ -294,7 +265,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
-                row = Row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
+                row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
         if tuning.ALIKE:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
         elif of_draft:

@@ -49,7 +49,7 @@ FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.conste
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
 NO_ORDER = tl.constexpr(2**63 - 1)
-"""Larger than the number of any token in their order."""
+"""Larger than what `order_of` returns of any token."""
 
 FINE = tl.constexpr(2.0**23)
 """Masses are added up as integers, those of candidates as multiples of 1 / FINE. Unlike a sum of floats, one of integers is
@@ -67,7 +67,7 @@ def list_at(workspace, index):
 
 @triton.jit
 def in_parts(masses):
-    """Return masses of at most 1 as multiples of 1 / FINE: in a number from 1 to 2 the last bit is that much."""
+    """Return masses of at most 1 as multiples of 1 / FINE: in a float32 from 1 to 2 the last bit is that much."""
     return (masses + 1.0).to(tl.int32, bitcast=True) - BITS_OF_ONE
 
 
@@ -99,18 +99,18 @@ def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
     GROUPS: tl.constexpr = AT_ONCE * BLOCK_SIZE // GROUP
     tl.debug_barrier()  # what another attempt has listed may still be read
     reach = block_max >= level
-    places, blocks_ptr = tl.cumsum(reach.to(tl.int32), 0) - 1, list_ptr + CANDIDATES  # where keys will be
-    tl.store(blocks_ptr + places, tl.arange(0, sizes.MAX_BLOCKS), mask=reach & (places < num_blocks))
+    entries, blocks_ptr = tl.cumsum(reach.to(tl.int32), 0) - 1, list_ptr + CANDIDATES  # where keys will be
+    tl.store(blocks_ptr + entries, tl.arange(0, sizes.MAX_BLOCKS), mask=reach & (entries < num_blocks))
     tl.debug_barrier()  # what is listed is read by other threads than wrote it
     found = tl.full([], 0, tl.int32)
     for first in range(0, num_blocks, AT_ONCE):
-        slots = first + tl.arange(0, AT_ONCE)
-        tile = tl.load(blocks_ptr + slots, mask=slots < num_blocks, other=sizes.num_blocks) * BLOCK_SIZE
+        listed = first + tl.arange(0, AT_ONCE)
+        tile = tl.load(blocks_ptr + listed, mask=listed < num_blocks, other=sizes.num_blocks) * BLOCK_SIZE
         logits = load_logits(row, tile[:, None] + tl.arange(0, BLOCK_SIZE)[None, :], True)
         is_listed = (tl.max(tl.reshape(logits, [GROUPS, GROUP]), 1) >= level).to(tl.int32)
         group_ids = tl.reshape(tile[:, None] + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP, [GROUPS])
-        slots = found + tl.cumsum(is_listed, 0) - is_listed
-        tl.store(list_ptr + slots, group_ids, mask=(is_listed == 1) & (slots < CANDIDATES))
+        listed = found + tl.cumsum(is_listed, 0) - is_listed
+        tl.store(list_ptr + listed, group_ids, mask=(is_listed == 1) & (listed < CANDIDATES))
         found += tl.sum(is_listed, 0)
     tl.debug_barrier()
     return found
@@ -122,16 +122,16 @@ def list_candidates(level, num_groups, row, list_ptr, MOST: tl.constexpr):
 
     Of each its key and its id.
     """
-    slots = tl.arange(0, MOST)
-    group_ids = tl.load(list_ptr + slots, mask=slots < num_groups, other=LAST_TOKEN - GROUP)
+    listed = tl.arange(0, MOST)
+    group_ids = tl.load(list_ptr + listed, mask=listed < num_groups, other=LAST_TOKEN - GROUP)
     token_ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
     logits = load_logits(row, token_ids, True)
     is_candidate = tl.reshape((logits >= level).to(tl.int32), [MOST * GROUP])
-    places = tl.cumsum(is_candidate, 0) - is_candidate
-    is_listed = (is_candidate == 1) & (places < CANDIDATES)
+    entries = tl.cumsum(is_candidate, 0) - is_candidate
+    is_listed = (is_candidate == 1) & (entries < CANDIDATES)
     candidates_ptr = list_ptr + CANDIDATES
-    tl.store(candidates_ptr + places, tl.reshape(key_of(logits), [MOST * GROUP]), mask=is_listed)
-    tl.store(candidates_ptr + CANDIDATES + places, tl.reshape(token_ids, [MOST * GROUP]), mask=is_listed)
+    tl.store(candidates_ptr + entries, tl.reshape(key_of(logits), [MOST * GROUP]), mask=is_listed)
+    tl.store(candidates_ptr + CANDIDATES + entries, tl.reshape(token_ids, [MOST * GROUP]), mask=is_listed)
     tl.debug_barrier()
     return tl.sum(is_candidate, 0)
 
@@ -149,39 +149,39 @@ def list_tokens(level, num_blocks, row, block_max, list_ptr, sizes):
 
 @triton.jit
 def order_of(keys, token_ids):
-    """Return numbers of which the largest is the first token in order, given tokens' keys and ids."""
+    """Return int64 of which the largest is the first token in order, given tokens' keys and ids."""
     return (keys.to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
 
 
 @triton.jit
 def token_in_order(order):
-    """Return the logit and the id of a token, given its number in their order."""
+    """Return the logit and the id of a token, given its `order_of`."""
     return logit_of((order >> 32).to(tl.int32)), (order & LAST_TOKEN).to(tl.int32) ^ LAST_TOKEN
 
 
 @triton.jit
 def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
-    """Return the logits and ids of `COUNT` listed tokens, and numbers of which the largest is the first token in order."""
-    slots = first + tl.arange(0, COUNT)
-    keys = tl.load(list_ptr + CANDIDATES + slots, mask=slots < found, other=-ANY_NUMBER - 1)
-    token_ids = tl.load(list_ptr + 2 * CANDIDATES + slots, mask=slots < found, other=LAST_TOKEN)
-    logits = tl.where(slots < found, logit_of(keys), -INFINITY)
+    """Return the logits and ids of `COUNT` listed tokens, and the `order_of` each."""
+    listed = first + tl.arange(0, COUNT)
+    keys = tl.load(list_ptr + CANDIDATES + listed, mask=listed < found, other=-ANY_NUMBER - 1)
+    token_ids = tl.load(list_ptr + 2 * CANDIDATES + listed, mask=listed < found, other=LAST_TOKEN)
+    logits = tl.where(listed < found, logit_of(keys), -INFINITY)
     return logits, token_ids, order_of(keys, token_ids)
 
 
 @triton.jit
-def rank_candidates(order, list_ptr, found, row_max, scale):
-    """Return how many candidates come before each, and what these weigh, given their numbers in order."""
+def count_before(order, list_ptr, found, row_max, scale):
+    """Return how many candidates come before each, and what these weigh, given the `order_of` each."""
     TOGETHER: tl.constexpr = PAIRS // order.shape[0]
-    rank = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
+    num_before = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
     parts = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
     for first in range(0, tl.minimum(found, CANDIDATES), TOGETHER):
         logits, _, others = load_candidates(list_ptr, first, found, TOGETHER)
         is_before = others[:, None] > order[None, :]
-        rank += is_before.to(tl.int32)
+        num_before += is_before.to(tl.int32)
         parts += tl.where(is_before, in_parts(tl.exp2((logits - row_max) * scale))[:, None], 0)
-    rank, parts = tl.reduce((rank, parts), 0, add_both)
-    return rank, mass_of(parts)
+    num_before, parts = tl.reduce((num_before, parts), 0, add_both)
+    return num_before, mass_of(parts)
 
 
 @triton.jit
@@ -203,28 +203,28 @@ def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
 
 @triton.jit
 def cut_candidates(list_ptr, found, level, unseen, summary, sizes, MOST: tl.constexpr):
-    """Return the last candidate that is kept, a number in their order; and whether that is all that is kept.
+    """Return the `order_of` the last candidate that is kept; and whether that is all that is kept.
 
     And whether it could be, from a lower level on: not if top-p keeps more tokens than can be compared.
     """
     top_k, top_p, min_p = summary.limits
     row_max, total, scale = summary.p.row_max, summary.p.sumexp, base_2_scale(summary.temperature)
     logits, _, order = load_candidates(list_ptr, 0, found, MOST)
-    rank, mass_before = rank_candidates(order, list_ptr, found, row_max, scale)
+    num_before, mass_before = count_before(order, list_ptr, found, row_max, scale)
     passed = (logits > -INFINITY) & (scaled(logits, row_max, summary.temperature) >= tl.log(min_p))
-    in_top_k = passed & (rank < top_k)
+    in_top_k = passed & (num_before < top_k)
     weights = tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0)
-    number, parts = tl.reduce((passed.to(tl.int32), in_parts(weights)), 0, add_both)
+    num_passed, parts = tl.reduce((passed.to(tl.int32), in_parts(weights)), 0, add_both)
     mass = mass_of(parts)
-    is_complete = (level.logit <= summary.floor) | (number < found) | (number >= top_k)
-    missing = tl.where(is_complete, 0, top_k - number)
+    is_complete = (level.logit <= summary.floor) | (num_passed < found) | (num_passed >= top_k)
+    missing = tl.where(is_complete, 0, top_k - num_passed)
     level_weight = tl.exp2((level.logit - row_max) * scale)
     lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, summary.limits, sizes)
-    kept = in_top_k & ((mass_before < top_p * lower) | (rank == 0))
-    kept_at_most = in_top_k & ((mass_before < top_p * upper) | (rank == 0))
+    kept = in_top_k & ((mass_before < top_p * lower) | (num_before == 0))
+    kept_at_most = in_top_k & ((mass_before < top_p * upper) | (num_before == 0))
     num_kept, most = tl.reduce((kept.to(tl.int32), kept_at_most.to(tl.int32)), 0, add_both)
     is_known = num_kept == most
-    is_all = is_complete | (num_kept < number) | (mass >= top_p * upper)
+    is_all = is_complete | (num_kept < num_passed) | (mass >= top_p * upper)
     last = tl.min(tl.where(kept, order, NO_ORDER), 0)
     most_mass = mass - (found - CANDIDATES).to(tl.float32) * level_weight  # of as many tokens as there is room for
     is_few = (found <= CANDIDATES) & (most_mass >= top_p * lower)

@@ -3,7 +3,7 @@
 The cutoff's logit is the largest from which on the tokens are enough: k of them, or a mass of top_p. It is searched for
 between two logits, of which the lower is known to be enough and the upper not; each pass over the row tries three between
 them: at first what a few blocks suggest, then around where a straight line between the two amounts would be enough, and the
-middle. Logits are counted off as integers in their order: as many as the row's dtype has, 16 bits or 19 or 32.
+middle. Logits are counted off by *ordinals*, integers in their order: as many as the row's dtype has, 16 bits or 19 or 32.
 
 Of the tokens with the cutoff's own logit those with the lowest ids are kept, as many as it takes: a last pass finds these,
 and leaves the statistics of what is kept.
@@ -49,15 +49,15 @@ EVERY_TIE = tl.constexpr(2.0**31)
 
 
 @triton.jit
-def logit_at(number, SHIFT: tl.constexpr):
-    """Return the logit with a number: a key, shifted."""
-    ones = tl.where(number < 0, (1 << SHIFT) - 1, 0)  # a negative logit's lowest bits are zeros, its key's are ones
-    return logit_of(((number << SHIFT) | ones).to(tl.int32))
+def logit_at(ordinal, SHIFT: tl.constexpr):
+    """Return the logit with an ordinal: a key, shifted."""
+    ones = tl.where(ordinal < 0, (1 << SHIFT) - 1, 0)  # a negative logit's lowest bits are zeros, its key's are ones
+    return logit_of(((ordinal << SHIFT) | ones).to(tl.int32))
 
 
 @triton.jit
-def number_of(logit, SHIFT: tl.constexpr):
-    """Return the number of a logit."""
+def ordinal_of(logit, SHIFT: tl.constexpr):
+    """Return the ordinal of a logit."""
     return (key_of(logit) >> SHIFT).to(tl.int64)
 
 
@@ -69,9 +69,9 @@ def amounts(logits, row_max, scale):
 
 @triton.jit
 def empty_tables(sizes, BLOCKS: tl.constexpr):
-    """Return zeros for all blocks of a row, as tables of [BLOCKS, WARP] numbers: a column for each tile of `BLOCKS` blocks.
+    """Return zeros for all blocks of a row, as tables [BLOCKS, WARP]: a column for each tile of `BLOCKS` blocks.
 
-    So a warp keeps the numbers of its blocks, and need not wait for others.
+    So a warp keeps what is of its blocks, and need not wait for others.
     """
     tables = ()
     for _ in tl.static_range(sizes.MAX_BLOCKS // (BLOCKS * WARP)):
@@ -81,7 +81,7 @@ def empty_tables(sizes, BLOCKS: tl.constexpr):
 
 @triton.jit
 def filled(tables, column, tile):
-    """Return tables with a column of [BLOCKS] numbers filled in."""
+    """Return tables with a column [BLOCKS] filled in."""
     changed = ()
     for index in tl.static_range(len(tables)):
         is_there = tl.arange(0, WARP)[None, :] + index * WARP == tile
@@ -159,19 +159,19 @@ def suggest(weighed, by_count, goal, least, sizes):
 
 
 @triton.jit
-def narrow(bracket, number, amount, goal):
-    """Return the bracket, narrowed by the amount from a number on."""
+def narrow(bracket, ordinal, amount, goal):
+    """Return the bracket, narrowed by the amount from an ordinal on."""
     low, high, from_low, beyond_high = bracket
     is_enough = amount >= goal
-    raises, lowers = is_enough & (number >= low), (is_enough == 0) & (number - 1 < high)
-    low, from_low = tl.where(raises, number, low), tl.where(raises, amount, from_low)
-    high, beyond_high = tl.where(lowers, number - 1, high), tl.where(lowers, amount, beyond_high)
+    raises, lowers = is_enough & (ordinal >= low), (is_enough == 0) & (ordinal - 1 < high)
+    low, from_low = tl.where(raises, ordinal, low), tl.where(raises, amount, from_low)
+    high, beyond_high = tl.where(lowers, ordinal - 1, high), tl.where(lowers, amount, beyond_high)
     return low, tl.maximum(low, high), from_low, beyond_high
 
 
 @triton.jit
 def guess(bracket, by_count, goal, is_near, weighed, SHIFT: tl.constexpr):
-    """Return three numbers, of which the second has the amount `goal` if amounts follow a straight line.
+    """Return three ordinals, of which the second has the amount `goal` if amounts follow a straight line.
 
     The logarithm of a count does, over logits; a mass over logits, if the bracket is near what was suggested, else over
     weights: far from there a few tokens have most of it.
@@ -187,39 +187,39 @@ def guess(bracket, by_count, goal, is_near, weighed, SHIFT: tl.constexpr):
     logit = tl.where(by_count | is_near, lowest + (highest - lowest) * part, by_weight)
     margin = (highest - lowest) / 16
     margin = tl.where(by_count, margin, tl.minimum(margin, 1 / scale))
-    number = tl.minimum(tl.maximum(number_of(logit, SHIFT), low), high)
-    first, third = number_of(logit - margin, SHIFT), number_of(logit + margin, SHIFT)
-    return tl.minimum(first, number - 1), number, tl.maximum(third, number + 1)
+    ordinal = tl.minimum(tl.maximum(ordinal_of(logit, SHIFT), low), high)
+    first, third = ordinal_of(logit - margin, SHIFT), ordinal_of(logit + margin, SHIFT)
+    return tl.minimum(first, ordinal - 1), ordinal, tl.maximum(third, ordinal + 1)
 
 
 @triton.jit
-def within(numbers, low, high):
-    """Return three numbers between two."""
+def within(ordinals, low, high):
+    """Return three ordinals between two."""
     high = tl.maximum(high, low)
-    first, second, third = numbers
+    first, second, third = ordinals
     first, second = tl.minimum(tl.maximum(first, low), high), tl.minimum(tl.maximum(second, low), high)
     return first, second, tl.minimum(tl.maximum(third, low), high)
 
 
 @triton.jit
 def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the largest number from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
+    """Return the largest ordinal from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
 
     From `low` on the mass is `mass`.
     """
     row, row_max, scale, _ = weighed
-    high = tl.maximum(number_of(row_max, SHIFT), low)
+    high = tl.maximum(ordinal_of(row_max, SHIFT), low)
     least = tl.maximum(mass - goal, mass * ROUNDING) / sizes.vocab_size
     logit_more, logit_less = suggest(weighed, by_count, goal, least, sizes)
-    more, less = number_of(logit_more, SHIFT), number_of(logit_less, SHIFT) + 1
+    more, less = ordinal_of(logit_more, SHIFT), ordinal_of(logit_less, SHIFT) + 1
     is_enough = (by_count == 0) & (mass - goal > mass * ROUNDING)  # from the lowest on; else that is tried
-    first = tl.where(is_enough, number_of(logit_more / 2 + logit_less / 2, SHIFT), low)
-    numbers = within((first, more, less), low, high)
+    first = tl.where(is_enough, ordinal_of(logit_more / 2 + logit_less / 2, SHIFT), low)
+    ordinals = within((first, more, less), low, high)
     bracket = low, high, tl.where(is_enough, mass, 0.0), 0.0
     added, width = tl.where(by_count, 0.0, scale), tl.full([], 2**40, tl.int64)
     searching = tl.full([], True, tl.int1)
     while searching:
-        first, second, third = numbers
+        first, second, third = ordinals
         logits = logit_at(first, SHIFT), logit_at(second, SHIFT), logit_at(third, SHIFT)
         from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes, BLOCKS)
         bracket = narrow(bracket, first, from_first, goal)
@@ -231,15 +231,15 @@ def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCK
         is_near = (low >= more) & (high < less)
         first, second, third = guess(bracket, by_count, goal, is_near, weighed, SHIFT)
         second = tl.where((high - low) * 8 > width, (low + high + 1) >> 1, second)  # too slow: at least halve it
-        numbers, width = within((first, second, third), low + 1, high), high - low
+        ordinals, width = within((first, second, third), low + 1, high), high - low
     low, high, from_low, beyond_high = bracket
     return low, from_low, beyond_high
 
 
 @triton.jit
-def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
-    """Return the least number that min_p keeps."""
-    low, high = tl.full([], LOWEST_KEY >> SHIFT, tl.int64), number_of(row_max, SHIFT)  # `high` is kept
+def least_ordinal(row_max, min_p, temperature, SHIFT: tl.constexpr):
+    """Return the least ordinal that min_p keeps."""
+    low, high = tl.full([], LOWEST_KEY >> SHIFT, tl.int64), ordinal_of(row_max, SHIFT)  # `high` is kept
     least = tl.log(min_p)
     if min_p > 0:
         for _ in range(33 - SHIFT):
@@ -251,10 +251,10 @@ def least_number(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kept_mass(number, ties, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the mass from a number on, of whose own tokens so many are kept."""
+def kept_mass(ordinal, ties, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the mass from an ordinal on, of whose own tokens so many are kept."""
     row, row_max, scale, _ = weighed
-    this, following = logit_at(number, SHIFT), logit_at(number + 1, SHIFT)
+    this, following = logit_at(ordinal, SHIFT), logit_at(ordinal + 1, SHIFT)
     with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes, BLOCKS)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
 
@@ -283,36 +283,36 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
     weighed = WeighedRow(row, row_max, scale, total)
-    number = least_number(row_max, min_p, temperature, SHIFT)
+    ordinal = least_ordinal(row_max, min_p, temperature, SHIFT)
     ties, mass = EVERY_TIE, total
-    for criterion in range(2):  # the number that top-k keeps, then top-p's share of the mass of that
+    for criterion in range(2):  # as many as top-k keeps, then top-p's share of the mass of that
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
-                mass = kept_mass(number, ties, weighed, sizes, SHIFT, BLOCKS)
+                mass = kept_mass(ordinal, ties, weighed, sizes, SHIFT, BLOCKS)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
-            before = number
-            number, from_number, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT, BLOCKS)
-            weight = tl.where(by_count, 1.0, tl.exp2((logit_at(number, SHIFT) - row_max) * scale))
+            before = ordinal
+            ordinal, from_ordinal, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT, BLOCKS)
+            weight = tl.where(by_count, 1.0, tl.exp2((logit_at(ordinal, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
-            needed = tl.where(from_number >= goal, needed, EVERY_TIE)
-            ties = tl.where(number > before, needed, tl.minimum(needed, ties))
-    return logit_at(number, SHIFT), ties
+            needed = tl.where(from_ordinal >= goal, needed, EVERY_TIE)
+            ties = tl.where(ordinal > before, needed, tl.minimum(needed, ties))
+    return logit_at(ordinal, SHIFT), ties
 
 
 @triton.jit
-def find_tie(logit, number, block, row):
-    """Return the `number`-th token of a block that has a logit."""
+def find_tie(logit, nth, block, row):
+    """Return the `nth` token of a block that has a logit."""
     token_ids = tokens_of(block)
     is_tie = (load_logits(row, token_ids, True) == logit).to(tl.int32)
-    return tl.max(tl.where((is_tie == 1) & (tl.cumsum(is_tie, 0) == number), token_ids, 0), 0)
+    return tl.max(tl.where((is_tie == 1) & (tl.cumsum(is_tie, 0) == nth), token_ids, 0), 0)
 
 
 @triton.jit
 def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    number = empty_tables(sizes, BLOCKS)
+    num_ties = empty_tables(sizes, BLOCKS)
     raw = load_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
         parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
@@ -322,9 +322,10 @@ def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.
             is_tie += (logits == logit).to(tl.float32)
         raw = load_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight meanwhile
         store_statistics(statistics_ptr, parts, tile * BLOCKS, temperature, sizes, BLOCKS, True)
-        number = filled(number, tl.sum(is_tie, 1), tile)
-    number = by_block(number)
-    kept = tl.minimum(tl.maximum(tl.minimum(ties, tl.sum(number, 0)) - (tl.cumsum(number, 0) - number), 0.0), number)
+        num_ties = filled(num_ties, tl.sum(is_tie, 1), tile)
+    num_ties = by_block(num_ties)
+    most = tl.minimum(ties, tl.sum(num_ties, 0))
+    kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
     last = tl.max(tl.where(kept > 0, tl.arange(0, kept.shape[0]), -1), 0)
     tl.debug_barrier()  # the statistics are read by other threads than wrote them
     add_ties(statistics_ptr, logit, kept, temperature, sizes)

@@ -1,4 +1,4 @@
-"""At which row a request stops, and its output, which follows from that.
+"""At which row a request stops, in Triton; its output follows from that.
 
 A request stops at its first row whose draft is not accepted, or at the row after its last draft. Programs find out in any
 order, and share it in one of two ways.
@@ -19,20 +19,18 @@ published with them, because those behind the stop are then replaced by NaN.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import LAST_TOKEN, row_index
+from specdecode.kernels.rows import row_index
 
-TILE = tl.constexpr(32)
 STOP, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
 SURELY_ACCEPTED = tl.constexpr(-1)
-NUM_LISTED = STOP
-"""A request's state: its stop, its first empty row. Behind the states of all requests come the numbers of programs that have
+"""A request's state: its stop, its first empty row. Behind the states of all requests come the counts of programs that have
 finished each row, or that its draft is surely accepted; and, where rows are truncated after some stops were posted, each
-request's stop bits. In block verification only one number is kept, at the start: how many residuals are listed."""
+request's stop bits. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
 
 MOST_ROWS = 28
 COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
 STOP_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
-"""Stop bits: one int64 for each request, in place of its stop and its first empty row; behind all else if stops were posted.
+"""Stop bits: one int64 for each request, instead of its stop and its first empty row; behind all else if stops were posted.
 6 bits count rows; then come 28 stop bits, 28 empty bits and EARLY."""
 
 
@@ -102,8 +100,8 @@ def is_surely_accepted(state_ptr, request, offset, sizes):
 def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
     """Return where the requests' stop bits begin: behind all else, at an even index, if stops were posted before."""
     if POSTED:
-        numbers = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
-        state_ptr += numbers + numbers % 2
+        length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
+        state_ptr += length + length % 2
     return state_ptr
 
 
@@ -141,23 +139,6 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
 
 
 @triton.jit
-def hand_in(outputs, state_ptr, place, token, logprob, sizes):
-    """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
-
-    Before all bits are there that is not known: the token is written early, and the EARLY bit set.
-    """
-    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
-    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire" if REPLACES else "relaxed")
-    complete = are_complete(bits, sizes)
-    if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
-        store_token(outputs, place, token, logprob, sizes)
-    if complete == 0:
-        tl.debug_barrier()  # all threads have written, before one of them publishes the token
-        bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
-    return bits
-
-
-@triton.jit
 def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
     """Return whether a program is to write the output, given the stop bits that it saw last.
 
@@ -171,100 +152,3 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
             if bits >= EARLY:
                 finishes = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire") > 0
     return finishes
-
-
-@triton.jit
-def load_draft_ids(drafts, request, offsets, sizes):
-    """Return draft ids as int32, -1 for what is no token."""
-    if drafts.ids_ptr is None:
-        return offsets * 0 - 1
-    else:
-        inside = (offsets >= 0) & (offsets < request.num_drafts)
-        pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
-        ids = tl.load(pointers, mask=inside, other=-1)
-        vocab_size = sizes.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
-        return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
-
-
-@triton.jit
-def count_drafts(drafts, request, sizes):
-    """Return how many drafts a request has, and the first `TILE` ids."""
-    offsets = tl.arange(0, TILE)
-    first_ids = load_draft_ids(drafts, request, offsets, sizes)
-    ids, num_drafts = first_ids, tl.full([], 0, tl.int32) + sizes.num_draft_tokens
-    for start in range(0, sizes.num_draft_tokens, TILE):
-        if start > 0:
-            ids = load_draft_ids(drafts, request, start + offsets, sizes)
-        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, start + offsets, sizes.num_draft_tokens), 0))
-    return num_drafts, first_ids
-
-
-@triton.jit
-def draft_at(counted, drafts, request, offset, sizes):
-    """Return the draft id at an offset, given `count_drafts`, which has most of them; -1 for none."""
-    num_drafts, first_ids = counted
-    token = tl.max(tl.where(tl.arange(0, TILE) == offset, first_ids, -1), 0)
-    if offset >= TILE:
-        token = load_draft_ids(drafts, request, offset, sizes)
-    return tl.where(offset < num_drafts, token, -1)
-
-
-@triton.jit
-def store_token(outputs, place, token, logprob, sizes):
-    """Write the token at a place."""
-    tl.store(outputs.token_ids_ptr + row_index(place.request, place.offset, False, sizes), token)
-    store_logprob(outputs, place, logprob, sizes)
-
-
-@triton.jit
-def store_logprob(outputs, place, logprob, sizes):
-    """Write the log-probability of the token at a place, if it is asked for."""
-    if outputs.logprobs_ptr is not None:
-        tl.store(outputs.logprobs_ptr + row_index(place.request, place.offset, False, sizes), logprob)
-
-
-@triton.jit
-def store_normalizer(outputs, place, normalizer, workspace):
-    """Write the logsumexp of the row of a request without drafts, and the last token kept, if they are asked for.
-
-    If all tokens are kept that is -1, and of a greedy row its only token.
-    """
-    if outputs.logsumexp_ptr is not None:
-        logsumexp = tl.where(place.temperature > 0, normalizer.row_max / place.temperature + normalizer.log_sum, 0.0)
-        tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
-    if outputs.cutoff_ptr is not None:
-        cutoff = normalizer.one_hot
-        if workspace.cutoffs_ptr is not None:
-            kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
-            cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
-        tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))
-
-
-@triton.jit
-def store_sample(outputs, place, token, logprob, is_empty, sizes):
-    """Write the output of a request without drafts."""
-    store_token(outputs, place, token.to(tl.int64), logprob, sizes)
-    if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + place.request.index, 0)
-        tl.store(outputs.num_drafts_ptr + place.request.index, 0)
-        tl.store(outputs.invalid_ptr + place.request.index, is_empty)
-
-
-@triton.jit
-def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
-    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written by `store_token`."""
-    num_drafts, ids = counted
-    for start in range(0, sizes.num_draft_tokens + 1, TILE):
-        offsets = start + tl.arange(0, TILE)
-        if start > 0:  # the first ids are loaded already: here, at the end, a load would be waited for
-            ids = load_draft_ids(drafts, request, offsets, sizes)
-        tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
-        others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
-        index = row_index(request, offsets, False, sizes)
-        tl.store(outputs.token_ids_ptr + index, tokens, mask=others)
-        if outputs.logprobs_ptr is not None:
-            nothing = tl.full([TILE], float("nan"), tl.float32)
-            tl.store(outputs.logprobs_ptr + index, nothing, mask=others & (offsets > stop))
-    tl.store(outputs.num_accepted_ptr + request.index, stop)
-    tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
-    tl.store(outputs.invalid_ptr + request.index, invalid)

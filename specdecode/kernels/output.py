@@ -1,0 +1,86 @@
+"""What a request returns in Triton: its tokens and counts, log-probabilities, and of a sampled row its logsumexp."""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.request import TILE, load_draft_ids
+from specdecode.kernels.rows import LAST_TOKEN, row_index
+from specdecode.kernels.stops import EARLY, STOP_BITS, are_complete, bits_at, first_row
+
+
+@triton.jit
+def store_token(outputs, place, token, logprob, sizes):
+    """Write the token at a place."""
+    tl.store(outputs.token_ids_ptr + row_index(place.request, place.offset, False, sizes), token)
+    store_logprob(outputs, place, logprob, sizes)
+
+
+@triton.jit
+def store_logprob(outputs, place, logprob, sizes):
+    """Write the log-probability of the token at a place, if it is asked for."""
+    if outputs.logprobs_ptr is not None:
+        tl.store(outputs.logprobs_ptr + row_index(place.request, place.offset, False, sizes), logprob)
+
+
+@triton.jit
+def hand_in(outputs, state_ptr, place, token, logprob, sizes):
+    """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
+
+    Before all bits are there that is not known: the token is written early, and the EARLY bit set.
+    """
+    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
+    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire" if REPLACES else "relaxed")
+    complete = are_complete(bits, sizes)
+    if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
+        store_token(outputs, place, token, logprob, sizes)
+    if complete == 0:
+        tl.debug_barrier()  # all threads have written, before one of them publishes the token
+        bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
+    return bits
+
+
+@triton.jit
+def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
+    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written by `store_token`."""
+    num_drafts, ids = counted
+    for start in range(0, sizes.num_draft_tokens + 1, TILE):
+        offsets = start + tl.arange(0, TILE)
+        if start > 0:  # the first ids are loaded already: here, at the end, a load would be waited for
+            ids = load_draft_ids(drafts, request, offsets, sizes)
+        tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
+        others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
+        index = row_index(request, offsets, False, sizes)
+        tl.store(outputs.token_ids_ptr + index, tokens, mask=others)
+        if outputs.logprobs_ptr is not None:
+            nothing = tl.full([TILE], float("nan"), tl.float32)
+            tl.store(outputs.logprobs_ptr + index, nothing, mask=others & (offsets > stop))
+    tl.store(outputs.num_accepted_ptr + request.index, stop)
+    tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
+    tl.store(outputs.invalid_ptr + request.index, invalid)
+
+
+@triton.jit
+def store_sample(outputs, place, token, logprob, is_empty, sizes):
+    """Write the output of a request without drafts."""
+    store_token(outputs, place, token.to(tl.int64), logprob, sizes)
+    if outputs.num_accepted_ptr is not None:
+        tl.store(outputs.num_accepted_ptr + place.request.index, 0)
+        tl.store(outputs.num_drafts_ptr + place.request.index, 0)
+        tl.store(outputs.invalid_ptr + place.request.index, is_empty)
+
+
+@triton.jit
+def store_normalizer(outputs, place, normalizer, workspace):
+    """Write the logsumexp of the row of a request without drafts, and the last token kept, if they are asked for.
+
+    If all tokens are kept that is -1, and of a greedy row its only token.
+    """
+    if outputs.logsumexp_ptr is not None:
+        logsumexp = tl.where(place.temperature > 0, normalizer.row_max / place.temperature + normalizer.log_sum, 0.0)
+        tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
+    if outputs.cutoff_ptr is not None:
+        cutoff = normalizer.one_hot
+        if workspace.cutoffs_ptr is not None:
+            kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
+            cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
+        tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))

@@ -1,0 +1,166 @@
+"""What is loaded of a request in Triton: where its rows are, temperature, key, drafts, limits.
+
+A call that is not packed has everything at the request's own index. In a packed call three integers on the device say where
+it is: the request's entry of `row_starts`, the next one, and its entry of `slots`. Every program loads them first.
+
+Nothing has checked these integers, so a request is accepted only if its rows are within the tensor and no more than it may
+have, and its slot is one of the slots. Any other request, and one that has no rows, is given no drafts and a row of no
+tokens: what follows finds no finite logit there, as in a row of NaN, and so emits token 0 and marks it invalid. Nothing of
+it is ever read.
+
+Nor has anything checked the values of other tensors: what is loaded of them is made harmless here.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.rows import SMALLEST
+from specdecode.kernels.values import Place, Request
+
+TILE = tl.constexpr(32)
+"""Draft ids that are loaded at once."""
+
+LARGEST_TEMPERATURE = tl.constexpr(2.0**126)
+"""Beyond it 1 / T would be a denormal number, which is 0 to a GPU; only logits of 1e34 and more could show a difference."""
+
+LARGEST_LOGSUMEXP = tl.constexpr(256.0)
+"""Beyond this a float32 logsumexp may be off by more than 1.5e-5: the row is read."""
+
+
+@triton.jit
+def locate(index, packing, sizes):
+    """Return a request, given its index (int64)."""
+    row, slot, num_drafts, vocab_size = index, index, sizes.num_draft_tokens, sizes.vocab_size
+    if packing.row_starts_ptr is not None:
+        row = tl.load(packing.row_starts_ptr + index).to(tl.int64)
+        end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
+        is_valid = (row >= 0) & (row < end) & (end <= packing.num_rows) & (end - row <= sizes.num_draft_tokens + 1)
+        if packing.slots_ptr is not None:
+            slot = tl.load(packing.slots_ptr + index).to(tl.int64)
+            is_valid &= (slot >= 0) & (slot < packing.num_slots)
+            slot = tl.where(is_valid, slot, 0)
+        num_drafts = tl.where(is_valid, end - row - 1, 0).to(tl.int32)
+        row = tl.where(is_valid, row, 0)
+        vocab_size = tl.where(is_valid, sizes.vocab_size, 0)
+    return Request(index, row, slot, num_drafts, vocab_size)
+
+
+@triton.jit
+def locate_program(programs, packing, sizes):
+    """Return a program's request and its offset, in a grid that has so many programs for each request."""
+    return locate((tl.program_id(0) // programs).to(tl.int64), packing, sizes), tl.program_id(0) % programs
+
+
+@triton.jit
+def load_temperature(requests, request):
+    """Return a request's temperature; in a tensor, whose values could not be checked, NaN and negatives are greedy."""
+    temperature = requests.temperature
+    if requests.temperature_ptr is not None:
+        given = tl.load(requests.temperature_ptr + request.slot)
+        # Only 0 is greedy: what float32 cannot hold becomes the nearest number that it can.
+        clamped = tl.minimum(tl.maximum(given.to(tl.float32), SMALLEST), LARGEST_TEMPERATURE)
+        temperature = tl.where(given > 0, clamped, 0.0)
+    return temperature
+
+
+@triton.jit
+def load_key(requests, request):
+    """Return a request's (seed, position of its token at offset 0), both int64."""
+    index = request.index
+    slot = index if requests.SEEDS_BY_REQUEST else request.slot
+    seed = requests.first_seed + index if requests.seeds_ptr is None else tl.load(requests.seeds_ptr + slot)
+    position = index * 0 if requests.positions_ptr is None else tl.load(requests.positions_ptr + index)
+    if requests.row_positions_ptr is not None:
+        has_rows = request.vocab_size > 0
+        position = tl.load(requests.row_positions_ptr + request.row, mask=has_rows, other=0) + 1
+    return seed, position
+
+
+@triton.jit
+def load_draft_ids(drafts, request, offsets, sizes):
+    """Return draft ids as int32, -1 for what is no token."""
+    if drafts.ids_ptr is None:
+        return offsets * 0 - 1
+    else:
+        inside = (offsets >= 0) & (offsets < request.num_drafts)
+        pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
+        ids = tl.load(pointers, mask=inside, other=-1)
+        vocab_size = sizes.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
+        return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
+
+
+@triton.jit
+def count_drafts(drafts, request, sizes):
+    """Return how many drafts a request has, and the first `TILE` ids."""
+    offsets = tl.arange(0, TILE)
+    first_ids = load_draft_ids(drafts, request, offsets, sizes)
+    ids, num_drafts = first_ids, tl.full([], 0, tl.int32) + sizes.num_draft_tokens
+    for start in range(0, sizes.num_draft_tokens, TILE):
+        if start > 0:
+            ids = load_draft_ids(drafts, request, start + offsets, sizes)
+        num_drafts = tl.minimum(num_drafts, tl.min(tl.where(ids < 0, start + offsets, sizes.num_draft_tokens), 0))
+    return num_drafts, first_ids
+
+
+@triton.jit
+def draft_at(counted, drafts, request, offset, sizes):
+    """Return the draft id at an offset, given `count_drafts`, which has most of them; -1 for none."""
+    num_drafts, first_ids = counted
+    token = tl.max(tl.where(tl.arange(0, TILE) == offset, first_ids, -1), 0)
+    if offset >= TILE:
+        token = load_draft_ids(drafts, request, offset, sizes)
+    return tl.where(offset < num_drafts, token, -1)
+
+
+@triton.jit
+def with_draft(place, offset, token):
+    """Return the place of a request at an offset, with the draft there."""
+    return Place(place.request, offset, token, place.key, place.temperature)
+
+
+@triton.jit
+def load_logsumexp(drafts, request, offset, wanted):
+    """Return the logsumexp that came with a draft."""
+    index = request.slot * drafts.logsumexp_stride_request + offset * drafts.logsumexp_stride_offset
+    return tl.load(drafts.logsumexp_ptr + index, mask=wanted, other=0.0)
+
+
+@triton.jit
+def is_trusted(logsumexp):
+    """Return whether a given logsumexp is precise enough (not if it is NaN)."""
+    return tl.abs(logsumexp) <= LARGEST_LOGSUMEXP
+
+
+@triton.jit
+def given_token(request, offset, vocab_size, inputs):
+    """Return the cutoff that came with a draft, -1 if all is kept; and whether it can be used: its logsumexp, too."""
+    drafts = inputs.drafts
+    index = request.slot * drafts.cutoff_stride_request + offset * drafts.cutoff_stride_offset
+    token = tl.load(drafts.cutoff_ptr + index)
+    logsumexp = load_logsumexp(drafts, request, offset, True)
+    leaves_out = (token >= 0) & (token < vocab_size)
+    return tl.where(leaves_out, token, -1).to(tl.int32), is_trusted(logsumexp)
+
+
+@triton.jit
+def load_limits(limits, request, sizes):
+    """Return a request's top_k, top_p and min_p; values of a tensor, which could not be checked, are made harmless."""
+    top_k, top_p, min_p = limits.top_k, limits.top_p, limits.min_p
+    if limits.top_k_ptr is not None:
+        top_k = tl.load(limits.top_k_ptr + request.slot)
+    if limits.top_p_ptr is not None:
+        top_p = tl.load(limits.top_p_ptr + request.slot).to(tl.float32)
+    if limits.min_p_ptr is not None:
+        min_p = tl.load(limits.min_p_ptr + request.slot).to(tl.float32)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, sizes.vocab_size), sizes.vocab_size).to(tl.int32)
+    top_p = tl.where(top_p < 1, tl.maximum(top_p, 0.0), 2.0)
+    return top_k, top_p, tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
+
+
+@triton.jit
+def load_draft_limits(inputs, request, sizes):
+    """Return those of a request's drafts; as many as the draft has tokens are all tokens."""
+    top_k, top_p, min_p = load_limits(inputs.draft_limits, request, sizes)
+    if inputs.draft_vocabulary.ids_ptr is not None:
+        top_k = tl.where(top_k < inputs.draft_vocabulary.size, top_k, sizes.vocab_size)
+    return top_k, top_p, min_p
