@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-STRETCH, SKIPPED = 8, 2
+STRETCH, SKIPPED = 6, 2
 """Steps of one verification before the other's turn, and how many of them do not count."""
 ORDER = "ours", "vllm", "vllm", "ours"
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -58,19 +58,15 @@ class Meter:
         ours = type(runner.rejection_sampler)
         theirs = next(kind for kind in ours.__mro__ if kind.__module__.startswith("vllm."))
         self.verifications = {"ours": self.timed(ours), "vllm": self.timed(theirs)}
-        self.profiler: Any = None
 
     def begin(self, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
         import torch
 
         self.tokens, self.modes, self.stretch = tokens, modes, stretch
         self.steps: list[dict[str, Any]] = []
-        self.count = 0
+        self.count = self.profiled = 0
         self.runner.execute_model, self.runner.sample_tokens = self.execute_model, self.sample_tokens
-        if profiled:
-            torch.cuda.synchronize()
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            self.profiler.start()
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if profiled else None
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         execute, _ = self.unmeasured
@@ -80,6 +76,10 @@ class Meter:
         step = {"mode": self.modes[stretch % len(self.modes)], "stretch": stretch, "verified": [], "sampling": 0.0}
         step["counts"] = scheduled.total_num_scheduled_tokens == self.tokens
         self.count += step["counts"]
+        if self.profiler is not None and self.count > SKIPPED:
+            if self.profiled == 0:
+                self.profiler.start()
+            self.profiled += 1
         self.steps.append(step)
         self.runner.rejection_sampler.__class__ = self.verifications[step["mode"]]
         step["start"] = time.perf_counter()
@@ -141,7 +141,7 @@ class Meter:
         """Return what was profiled: time that the GPU was busy, and the kernels that took most, in microseconds a step."""
         import torch
 
-        if self.profiler is None:
+        if self.profiled == 0:
             return None
         self.profiler.stop()
         spans, by_name = [], dict[str, float]()
@@ -149,12 +149,11 @@ class Meter:
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 spans.append((event.time_range.start, event.time_range.end))
                 by_name[event.name] = by_name.get(event.name, 0.0) + event.time_range.elapsed_us()
-        self.profiler = None
         busy, until = 0.0, -math.inf
         for start, end in sorted(spans):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
-        count = len(self.steps)
+        count = self.profiled
         most = sorted(by_name.items(), key=lambda item: -item[1])[:16]
         return {"busy_us": busy / count, "steps": count, "most": [(name[:80], us / count) for name, us in most]}
 
@@ -246,8 +245,13 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
         if options.profile:
             of_each = {mode: measured(*given, 24, tokens, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
             cell["kernels"] = {mode: result["kernels"] for mode, result in of_each.items()}
+            print({mode: round(kernels["busy_us"]) for mode, kernels in cell["kernels"].items()}, "us of a step busy")
         print(line(cell), flush=True)
         cells.append(cell)
+        if options.raw is not None:
+            with options.raw.open("a") as file:
+                file.write(json.dumps(cell | {"steps": result["steps"]}) + "\n")
+    engine.llm_engine.engine_core.shutdown()  # else its process is waited for
     return cells
 
 
@@ -370,7 +374,8 @@ def main() -> None:
     parser.add_argument("--kv-cache", type=int, default=24, help="GiB")
     parser.add_argument("--engine", default="{}", help="further arguments of vLLM's engine, as JSON")
     parser.add_argument("--profile", action="store_true", help="also say which kernels take how long")
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("--record", type=Path, help="write the table's figures, and what they depend on, to this file")
+    parser.add_argument("--raw", type=Path, help="append each cell, with the figures of its steps, to this file")
     options = parser.parse_args()
     os.environ.setdefault("SPECDECODE_VLLM", "probabilistic")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))

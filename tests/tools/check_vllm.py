@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--kv-cache", type=int, default=3)
     parser.add_argument("--engine", default="{}")
     options = parser.parse_args()
-    options.requests, options.steps = [256], 256
+    options.requests, options.steps = [256], 64
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     engine = engine_of(options, options.drafter)
     result = seeded(engine) if os.environ["SPECDECODE_VLLM"] == "strict" else checked(engine)
