@@ -1,0 +1,341 @@
+"""Ask a verifier all questions, and report the answers."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdecode.checking import cases, runs
+from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
+from specdecode.checking.findings import Finding, findings, pairs
+from specdecode.checking.models import Models, make_models
+from specdecode.checking.report import Check, Report
+from specdecode.checking.statistics import goodness_of_fit
+from specdecode.checking.subject import OutputError, Subject
+from specdecode.checking.suspects import by_distribution, by_signature
+
+FALSE_ALARM = 1e-6
+"""Of a whole run, whatever the number of its tests."""
+
+PROBES = 64
+"""Requests of a question whose answer is seen in each of them."""
+
+
+class Settings(NamedTuple):
+    """The size of a run."""
+
+    num_draft_tokens: int
+    vocab_size: int
+    requests: int
+    seed: int
+
+    def models(self, case: Case) -> Models:
+        """Return a case's models; they are the same in every run of one size, so that its power is, too."""
+        drafts = self.num_draft_tokens if case.num_draft_tokens is None else case.num_draft_tokens
+        return make_models(drafts, self.vocab_size, case.max_states, case.shape, case.temperature, number(case.name))
+
+    def random(self, name: str, purpose: int = 0) -> np.random.Generator:
+        """Return a generator of a question's own, so that it gives the same alone."""
+        return np.random.default_rng([self.seed, number(name), purpose])
+
+    def size(self, share: float) -> int:
+        """Return how many requests are a share of all."""
+        return max(1, round(share * self.requests))
+
+
+def number(name: str) -> int:
+    """Return a number for a name."""
+    return int.from_bytes(name.encode(), "little") % 2**63
+
+
+class Answers:
+    """What is known so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+        self.outcomes: dict[str, runs.Outcome] = {}
+
+    def fail(self, name: str, error: OutputError) -> None:
+        """Take an error as the answer."""
+        self.findings.append(Finding(name, None, False, str(error)))
+
+
+def check(
+    verify: Callable[..., Any],
+    draft: Callable[..., Any] | None = None,
+    *,
+    num_draft_tokens: int = 3,
+    vocab_size: int = 5,
+    requests: int = 200_000,
+    seed: int = 0,
+    only: str | None = None,
+    progress: bool | None = None,
+    name: str = "",
+) -> Report:
+    """Verify many requests with small models, and compare the tokens with what the target alone would say.
+
+    Args:
+        verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or None,
+            *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token, then -1.
+            What a verifier does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it too leaves out what it
+            does not take. None: drafts are drawn from the softmax of their logits.
+        num_draft_tokens: K.
+        vocab_size: V, 2 or more.
+        requests: how many are verified in all.
+        seed: of the drafts and of all other random numbers of the checker.
+        only: ask this question alone, a name of the report's.
+        progress: whether to show progress on standard error; None: if it is a terminal.
+        name: how the report calls the verifier.
+
+    Returns:
+        The report; `report.passed` says whether everything is right.
+
+    Raises:
+        ValueError: an argument is out of range, or the signature of a function is another one.
+
+    >>> import numpy as np
+    >>> def verify(target_logits, draft_token_ids):
+    ...     token = (target_logits[:, 0] + random.gumbel(size=target_logits[:, 0].shape)).argmax(axis=1)
+    ...     return np.concatenate([token[:, None], np.full(draft_token_ids.shape, -1)], axis=1)
+    >>> random = np.random.default_rng(0)
+    >>> report = check(verify, requests=20_000)  # it samples from the target and accepts no draft: a waste, but no error
+    >>> report.passed, report.suspects
+    (True, [])
+    """
+    started = time.perf_counter()
+    settings = Settings(num_draft_tokens, vocab_size, requests, seed)
+    check_settings(settings, only)
+    subject = Subject.of(verify, draft)
+    shown = Progress(requests, sys.stderr.isatty() if progress is None else progress)
+    answers = ask(subject, settings, only, shown)
+    tests = sum(each.p_value is not None for each in answers.findings)
+    threshold = FALSE_ALARM / max(1, tests)
+    checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings]
+    suspects = []
+    if not all(each.passed for each in checks):
+        shown.say("comparing with known mistakes")
+        failed = [each for each in checks if not each.passed]
+        asked, names = {each.name for each in checks}, {each.name for each in failed}
+        suspects = by_signature(asked, names)
+        if not suspects and not names & set(cases.INDEPENDENCE) and all(each.p_value is not None for each in failed):
+            suspects = by_distribution(subject, settings, answers.outcomes)
+    shown.end()
+    return Report(
+        checks,
+        suspects,
+        answers.notes + [note for each in answers.findings for note in each.notes],
+        name or getattr(verify, "__name__", type(verify).__name__),
+        {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
+        threshold,
+        time.perf_counter() - started,
+    )
+
+
+def check_settings(settings: Settings, only: str | None) -> None:
+    """Raise if an argument is out of range."""
+    least = {"num_draft_tokens": 1, "vocab_size": 2, "requests": 100, "seed": 0}
+    for name, value in settings._asdict().items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
+            raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
+    if only is not None and not any(asks(only, name) for name in question_names()):
+        raise ValueError(f"only: expected the name of a check, such as {', '.join(question_names())}, got {only!r}")
+
+
+def question_names() -> list[str]:
+    """Return the names of all cases."""
+    return [*(case.name for case in CASES), *cases.INDEPENDENCE]
+
+
+def asks(only: str | None, name: str) -> bool:
+    """Return whether a question is to be asked: a check of the main case is named without it."""
+    if only is None or only == name or only.startswith(f"{name}:"):
+        return True
+    main = only in ("first token", "bonus token", "acceptance") or (only.startswith("token ") and only[6:].isdigit())
+    return name == HISTORY.name and main
+
+
+def ask(subject: Subject, settings: Settings, only: str | None, shown: "Progress") -> Answers:
+    """Ask every question."""
+    answers = Answers()
+    for case in CASES:
+        if not asks(only, case.name):
+            continue
+        shown.say(case.name)
+        ask_case(subject, case, settings, answers, shown)
+        if case is HISTORY and "joint" not in answers.outcomes:
+            return answers  # a verifier that fails here fails everywhere alike
+    if any(asks(only, name) for name in cases.SMALL_CALLS):
+        ask_small_calls(subject, settings, answers, shown)
+    if asks(only, cases.STEPS):
+        ask_steps(subject, settings, answers, shown)
+    if only is None:
+        note_drafts(subject, settings, answers)
+        note_seeds(subject, settings, answers)
+        note_impossible_drafts(subject, settings, answers)
+    elif any(each.name == only for each in answers.findings):
+        answers.findings = [each for each in answers.findings if each.name == only]
+    return answers
+
+
+def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: "Progress") -> None:
+    """Run a case and apply its statistics."""
+    if case.needs - subject.takes:
+        answers.notes.append(f"{case.name}: not asked, because verify takes no {', '.join(sorted(case.needs))}.")
+        return
+    models, random = settings.models(case), settings.random(case.name)
+    try:
+        if case.how.drafts == "ragged" and not takes_ragged_drafts(subject, models, random):
+            answers.notes.append(
+                f"{case.name}: not asked. A request whose drafts are all -1 must get one token, from its first row. If your "
+                "requests may have fewer drafts than others, this is an error: is -1 used as an index?"
+            )
+            return
+        outcome = runs.run(subject, models, case.how, settings.size(case.share), random, shown.tick)
+    except OutputError as error:
+        if case.may_refuse and error.raised:
+            answers.notes.append(f"{case.name}: not asked, because {str(error).splitlines()[0]}.")
+        else:
+            answers.fail(case.name, error)
+        return
+    answers.outcomes[case.name] = outcome
+    drawn = subject.draft is None or case.how.drafts == "argmax" or drafts_fit(models, outcome)
+    answers.findings += findings(case, models, outcome, drawn)
+
+
+def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Generator) -> bool:
+    """Return whether requests without any draft are answered by one token each."""
+    try:
+        probe = runs.run(subject, models, runs.How("none"), PROBES, random)
+    except OutputError:
+        return False
+    return bool((probe.accepted == 0).all())
+
+
+def ask_small_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
+    """Two requests of one call, and the same place of two calls, must be independent."""
+    models, random = settings.models(ALIKE), settings.random(ALIKE.name)
+    calls = max(20, min(cases.MOST_CALLS, settings.requests // 500)) // 2 * 2
+    in_a_call, in_calls = cases.SMALL_CALLS
+    try:
+        first = runs.run_small_calls(subject, models, calls, cases.REQUESTS_PER_CALL, random, shown.tick)
+    except OutputError as error:
+        answers.fail(in_a_call, error)
+        return
+    one, two = first[:, 0::2].ravel(), first[:, 1::2].ravel()
+    what = "first tokens of neighbours in a call are independent"
+    answers.findings.append(pairs(in_a_call, what, one, two, settings.vocab_size))
+    what = "first tokens in the same place of two calls are independent"
+    answers.findings.append(pairs(in_calls, what, first[0::2].ravel(), first[1::2].ravel(), settings.vocab_size))
+
+
+def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
+    """Two steps of a request with one seed must be independent."""
+    if not {"seeds", "positions"} <= subject.takes:
+        answers.notes.append(f"{cases.STEPS}: not asked, because verify does not take seeds and positions.")
+        return
+    models, random = settings.models(ALIKE), settings.random(cases.STEPS)
+    try:
+        tokens = runs.run_two_steps(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
+    except OutputError as error:
+        answers.fail(cases.STEPS, error)
+        return
+    what = "first tokens of two steps with one seed are independent"
+    answers.findings.append(pairs(cases.STEPS, what, tokens[:, 0], tokens[:, 1], settings.vocab_size))
+
+
+def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:
+    """Return whether drafts are distributed as their logits say: else the bounds on acceptance do not hold."""
+    expected = models.final_states(models.draft_probs)
+    counts = np.bincount(outcome.draft_states[:, -1], minlength=len(expected))
+    complete = bool((outcome.given == models.num_draft_tokens).all())
+    return complete and goodness_of_fit(counts[None], expected[None]).p_value > FALSE_ALARM
+
+
+def note_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
+    """Report drafts of another distribution: exact for some methods, such as strict, and wrong for others."""
+    for case in CASES:
+        outcome = answers.outcomes.get(case.name)
+        if subject.draft is None or outcome is None or case.how.drafts != "drawn":
+            continue
+        if not drafts_fit(settings.models(case), outcome):
+            answers.notes.append(
+                f"{case.name}: draft does not draw from the softmax of draft_logits / temperature. Only a verifier that "
+                "does not divide by their probability can be right with it."
+            )
+            return
+
+
+def note_seeds(subject: Subject, settings: Settings, answers: Answers) -> None:
+    """Report whether a seed fixes the tokens, in every batch, place and order."""
+    if "seeds" not in subject.takes:
+        return
+    models, random = settings.models(HISTORY), settings.random("seeds")
+    seeds, positions = runs.fresh(PROBES, random)
+    order = random.permutation(PROBES)[: PROBES // 2]
+    try:
+        drafts, states = runs.draft(subject, models, HISTORY.how, seeds, positions, random)
+        whole = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
+        again = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
+        some = (each[order] for each in (drafts, states, seeds, positions))
+        other = subject.call(runs.arguments_of(models, HISTORY.how, *some))
+    except OutputError:
+        return  # seen elsewhere
+    same, moved = (whole == again).all(axis=1).sum(), (whole[order] == other).all(axis=1).sum()
+    answers.notes.append(
+        f"seeds: the same call again gives {same} of {PROBES} requests the same tokens; another batch, place and order "
+        f"{moved} of {len(order)}."
+    )
+
+
+def note_impossible_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
+    """Report whether drafts with q = 0 are accepted: drafts that are drawn from q never have it."""
+    if "draft_logits" not in subject.takes:
+        return
+    models, random = settings.models(ALIKE), settings.random("q = 0")
+    drafts = np.zeros((PROBES, models.num_draft_tokens), dtype=np.int64)
+    states = np.zeros((PROBES, models.num_draft_tokens + 1), dtype=np.int64)
+    arguments = runs.arguments_of(models, HISTORY.how, drafts, states, *runs.fresh(PROBES, random))
+    assert arguments.draft_logits is not None
+    arguments.draft_logits[:, :, 0] = -np.inf
+    try:
+        tokens = subject.call(arguments)
+    except OutputError as error:
+        answers.notes.append(f"drafts with q = 0, which no drafter draws: {str(error).splitlines()[0]}")
+        return
+    accepted = int((tokens[:, 1] != -1).sum())
+    if accepted > 0.9 * PROBES:
+        answers.notes.append(
+            f"drafts with q = 0: {accepted} of {PROBES} are accepted. No drafter draws them; but if rounding or truncation "
+            "makes a q of 0, they should be rejected."
+        )
+
+
+class Progress:
+    """A line on standard error, if it is wanted."""
+
+    def __init__(self, requests: int, wanted: bool) -> None:
+        self.requests, self.wanted = requests, wanted
+        self.done, self.what, self.shown = 0, "", -1.0
+
+    def say(self, what: str) -> None:
+        """Name what is being done."""
+        self.what = what
+        self.tick(0)
+
+    def tick(self, requests: int) -> None:
+        """Count requests; show it ten times a second at most."""
+        self.done += requests
+        now = time.monotonic()
+        if self.wanted and (not requests or now - self.shown > 0.1):
+            self.shown = now
+            share = min(1.0, self.done / self.requests)
+            print(f"\r{share:4.0%} {self.what:40}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.wanted:
+            print("\r" + " " * 46 + "\r", end="", file=sys.stderr, flush=True)

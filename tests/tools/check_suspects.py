@@ -1,0 +1,59 @@
+"""Every known mistake is seen and named first, and right verifiers are never accused: `python -m tests.tools.check_suspects`.
+
+Options: --seeds 10, --requests 200000, and mistakes by their ids. The table has, for each mistake, how often it was seen, how
+often it was named first, and what was named first otherwise. Right verifiers run five times as often.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+
+from specdecode.checking import check
+from specdecode.checking.mistakes import MISTAKES
+from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use
+
+RIGHT = {
+    "tokens": (TOKENS, None),
+    "tokens with their drafter": (TOKENS, Drafter()),
+    "blocks": (BLOCKS, Drafter()),
+    "strict": (STRICT, None),
+    "strict with shared noise": (STRICT, Drafter(use=Use.OWN)),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mistakes", nargs="*")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--requests", type=int, default=200_000)
+    options = parser.parse_args()
+    wrong, started = 0, time.perf_counter()
+    for name, mistake in MISTAKES.items():
+        if options.mistakes and name not in options.mistakes:
+            continue
+        seen, first, others = 0, 0, Counter()
+        for seed in range(options.seeds):
+            report = check(mistake.verifier, mistake.drafter, requests=options.requests, seed=seed, progress=False)
+            seen += not report.passed
+            first += report.suspects[:1] == [name]
+            if report.suspects[:1] != [name]:
+                others[tuple(report.suspects[:2])] += 1
+        wrong += (seen, first) != (options.seeds, options.seeds)
+        print(f"{name:36} seen {seen:2}  first {first:2}  {dict(others) or ''}", flush=True)
+    if not options.mistakes:
+        for name, (verifier, drafter) in RIGHT.items():
+            reports = [
+                check(verifier, drafter, requests=options.requests, seed=seed, progress=False)
+                for seed in range(5 * options.seeds)
+            ]
+            alarms = sum(not report.passed for report in reports)
+            least = min(each.p_value for report in reports for each in report.checks if each.p_value is not None)
+            wrong += alarms
+            print(f"right: {name:29} {alarms} alarms in {len(reports)} runs; smallest p-value {least:.2g}", flush=True)
+    print(f"{len(MISTAKES)} mistakes, {time.perf_counter() - started:.0f} s")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
