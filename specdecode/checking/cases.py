@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 HISTORY = Case(
-    "joint", 0.4, max_states=TREE, statistics=("joint", "first token", "token", "bonus token", "acceptance")
+    "joint", 0.38, max_states=TREE, statistics=("joint", "first token", "token", "bonus token", "acceptance")
 )
 TEMPERATURE = frozenset({"temperature"})
 LOGITS = frozenset({"draft_logits"})
@@ -54,12 +54,8 @@ CASES = (
     Case("ragged drafts", 0.05, how=How("ragged"), may_refuse=True),
 )
 
-SMALL_CALLS = "requests of a call", "calls"
-STEPS = "steps"
-INDEPENDENCE = (*SMALL_CALLS, STEPS)
-REQUESTS_PER_CALL = 4
-"""Of the checks of independence, which make many calls."""
-
+IN_A_CALL, IN_CALLS, STEPS = "requests of a call", "calls", "steps"
+INDEPENDENCE = (IN_A_CALL, IN_CALLS, STEPS)
 MOST_CALLS = 400
-STEPS_SHARE = 0.02
+STEPS_SHARE = 0.015
 ALIKE = Case("alike", 0.0, models.alike, max_states=1)

@@ -168,8 +168,8 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: "Progress
         ask_case(subject, case, settings, answers, shown)
         if case is HISTORY and "joint" not in answers.outcomes:
             return answers  # a verifier that fails here fails everywhere alike
-    if any(asks(only, name) for name in cases.SMALL_CALLS):
-        ask_small_calls(subject, settings, answers, shown)
+    if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
+        ask_calls(subject, settings, answers, shown)
     if asks(only, cases.STEPS):
         ask_steps(subject, settings, answers, shown)
     if only is None:
@@ -215,21 +215,21 @@ def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Gene
     return bool((probe.accepted == 0).all())
 
 
-def ask_small_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
+def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
     """Two requests of one call, and the same place of two calls, must be independent."""
     models, random = settings.models(ALIKE), settings.random(ALIKE.name)
-    calls = max(20, min(cases.MOST_CALLS, settings.requests // 500)) // 2 * 2
-    in_a_call, in_calls = cases.SMALL_CALLS
+    calls = max(50, min(cases.MOST_CALLS, settings.requests // 500))
     try:
-        first = runs.run_small_calls(subject, models, calls, cases.REQUESTS_PER_CALL, random, shown.tick)
+        neighbours = runs.run_small_calls(subject, models, calls, random, shown.tick)
+        places = runs.run_two_calls(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
     except OutputError as error:
-        answers.fail(in_a_call, error)
+        answers.fail(cases.IN_A_CALL, error)
         return
-    one, two = first[:, 0::2].ravel(), first[:, 1::2].ravel()
+    vocab = settings.vocab_size
     what = "first tokens of neighbours in a call are independent"
-    answers.findings.append(pairs(in_a_call, what, one, two, settings.vocab_size))
+    answers.findings.append(pairs(cases.IN_A_CALL, what, *neighbours.T, vocab))
     what = "first tokens in the same place of two calls are independent"
-    answers.findings.append(pairs(in_calls, what, first[0::2].ravel(), first[1::2].ravel(), settings.vocab_size))
+    answers.findings.append(pairs(cases.IN_CALLS, what, *places.T, vocab))
 
 
 def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
@@ -244,7 +244,7 @@ def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Pr
         answers.fail(cases.STEPS, error)
         return
     what = "first tokens of two steps with one seed are independent"
-    answers.findings.append(pairs(cases.STEPS, what, tokens[:, 0], tokens[:, 1], settings.vocab_size))
+    answers.findings.append(pairs(cases.STEPS, what, *tokens.T, settings.vocab_size))
 
 
 def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:

@@ -151,17 +151,29 @@ def joined(parts: list[Outcome]) -> Outcome:
 
 
 def run_small_calls(
-    subject: Subject, models: Models, calls: int, requests: int, random: np.random.Generator, tick: Tick | None = None
+    subject: Subject, models: Models, calls: int, random: np.random.Generator, tick: Tick | None = None
 ) -> Ids:
-    """Return the first token of each request in each of many small calls: [calls, requests]."""
-    first = []
-    for _ in range(calls):
-        seeds, positions = fresh(requests, random)
-        positions[:] = 7  # the same: then the seeds alone tell requests apart
-        first.append(run_step(subject, models, How(), seeds, positions, random).tokens[:, 0])
-        if tick is not None:
-            tick(requests)
-    return np.array(first)
+    """Return the first tokens of the two requests of each of many calls: [calls, 2]."""
+    return np.array([first_tokens(subject, models, 2, random, tick) for _ in range(calls)])
+
+
+def run_two_calls(
+    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None = None
+) -> Ids:
+    """Return the first tokens of two calls, one row a place: [requests, 2]."""
+    size = max(batches(requests, models))
+    return np.stack([first_tokens(subject, models, size, random, tick) for _ in range(2)], axis=1)
+
+
+def first_tokens(
+    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None
+) -> Ids:
+    """Return the first token of each request of one call. All have one position, so that seeds alone tell them apart."""
+    seeds, positions = fresh(requests, random)
+    positions[:] = 7
+    if tick is not None:
+        tick(requests)
+    return run_step(subject, models, How(), seeds, positions, random).tokens[:, 0]
 
 
 def run_two_steps(

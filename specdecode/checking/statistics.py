@@ -73,8 +73,11 @@ def independence(table: Counts | Floats) -> Fit:
     >>> independence(np.array([[30, 20], [20, 30]]))  # p-value: chi-square of 4.0271 / 1.015 with 1 degree
     Fit(p_value=0.0463..., degrees=1, size=100, impossible=0)
     """
-    table = pooled_lines(pooled_lines(np.asarray(table, dtype=np.float64)).T).T
+    table = np.asarray(table, dtype=np.float64)
     total = table.sum()
+    while min(table.shape) > 1 and table.sum(axis=1).min() * table.sum(axis=0).min() < LEAST_EXPECTED * total:
+        by_rows = table.sum(axis=1).min() < table.sum(axis=0).min()
+        table = smallest_joined(table) if by_rows else smallest_joined(table.T).T
     if min(table.shape) < 2:
         return Fit(1.0, 0, int(total))
     rows, columns = table.sum(axis=1), table.sum(axis=0)
@@ -84,16 +87,10 @@ def independence(table: Counts | Floats) -> Fit:
     return Fit(float(chi2.sf(statistic / correction, degrees)), degrees, int(total))
 
 
-def pooled_lines(table: Floats) -> Floats:
-    """Add up the smallest rows until every cell of a row expects enough."""
-    shares = table.sum(axis=0) / max(1.0, table.sum())
-    least = LEAST_EXPECTED / max(float(shares[shares > 0].min(initial=1.0)), 1e-3)
-    table = table[:, shares > 0]
+def smallest_joined(table: Floats) -> Floats:
+    """Add up the two smallest rows."""
     table = table[np.argsort(table.sum(axis=1), kind="stable")]
-    while len(table) > 1 and table[0].sum() < least:
-        table = np.concatenate([table[:1] + table[1:2], table[2:]])
-        table = table[np.argsort(table.sum(axis=1), kind="stable")]
-    return table
+    return np.concatenate([table[:1] + table[1:2], table[2:]])
 
 
 def deviance(observed: Floats, expected: Floats) -> float:
