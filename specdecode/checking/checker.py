@@ -114,7 +114,9 @@ def check(
     answers = ask(subject, settings, only, shown)
     tests = sum(each.p_value is not None for each in answers.findings)
     threshold = FALSE_ALARM / max(1, tests)
-    checks = [Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings]
+    checks = [
+        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
+    ]
     suspects = []
     if not all(each.passed for each in checks):
         shown.say("comparing with known mistakes")
@@ -207,10 +209,16 @@ def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers,
 
 
 def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Generator) -> bool:
-    """Return whether requests without any draft are answered by one token each."""
+    """Return whether requests without any draft are answered by one token each.
+
+    Raises:
+        OutputError: the verifier raised.
+    """
     try:
         probe = runs.run(subject, models, runs.How("none"), PROBES, random)
-    except OutputError:
+    except OutputError as error:
+        if error.raised:
+            raise
         return False
     return bool((probe.accepted == 0).all())
 

@@ -78,7 +78,14 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
         index = farthest(counts, expected)
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
         seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}"
-    return Finding(name_of(case, "joint"), fit.p_value, True, what, "; ".join(filter(None, (difference(counts, expected), seen))), fit)
+    return Finding(
+        name_of(case, "joint"),
+        fit.p_value,
+        True,
+        what,
+        "; ".join(filter(None, (difference(counts, expected), seen))),
+        fit,
+    )
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
@@ -94,7 +101,9 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     counts = np.bincount(cells, minlength=expected.size).reshape(expected.shape)
     fit = goodness_of_fit(counts, expected)
     totals = counts.sum(axis=1, keepdims=True)
-    state, value = divmod(farthest(counts.ravel(), (expected * totals / max(1, totals.sum())).ravel()), models.vocab_size)
+    state, value = divmod(
+        farthest(counts.ravel(), (expected * totals / max(1, totals.sum())).ravel()), models.vocab_size
+    )
     seen = f"after {text_of(models, state, place)}, token {value}: "
     seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
     statistic = "first token" if place == 0 else f"token {place + 1}"
@@ -131,8 +140,12 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     notes: tuple[str, ...] = ()
     if mean < WASTE * by_tokens:
         share = mean / by_tokens
-        notes = (f"{case.name}: it accepts {share:.0%} of the drafts that token verification accepts. This is waste, no error.",)
-    return Finding(name_of(case, "acceptance"), p_value, True, what, "more than an exact method can accept", None, notes)
+        notes = (
+            f"{case.name}: it accepts {share:.0%} of the drafts that token verification accepts. This is waste, no error.",
+        )
+    return Finding(
+        name_of(case, "acceptance"), p_value, True, what, "more than an exact method can accept", None, notes
+    )
 
 
 def pairs(name: str, what: str, one: Counts, two: Counts, vocab_size: int) -> Finding:
@@ -153,7 +166,9 @@ def difference(counts: Counts, expected: Floats) -> str:
 def farthest(counts: NDArray[np.int64], expected: Floats) -> int:
     """Return the cell that is most unlikely to be as it is."""
     mean = expected * counts.sum()
-    return int(np.argmax(np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0))))
+    return int(
+        np.argmax(np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0)))
+    )
 
 
 def said(count: int, total: int, probability: float) -> str:

@@ -211,78 +211,106 @@ def overflowing(logits: Logits, temperature: float) -> Floats:
 
 ACCEPTANCE = {
     "accept_everything": Mistake(
-        "every draft is accepted, whatever the target says.", "vllm-ascend",
+        "every draft is accepted, whatever the target says.",
+        "vllm-ascend",
         "Compare a uniform number with p / q at every draft; check that a kernel is not a stub.",
         Verifier(accepts=lambda step: np.ones(step.drafts.shape, dtype=bool)),
     ),
     "accept_inverted_ratio": Mistake(
-        "drafts are accepted with q / p.", "p and q are swapped between papers and engines",
+        "drafts are accepted with q / p.",
+        "p and q are swapped between papers and engines",
         "Accept with min(1, p / q): p is the target's.",
         Verifier(accepts=lambda step: step.uniforms() * step.of_drafts(step.target) < step.of_drafts(step.draft)),
     ),
     "accept_complement": Mistake(
-        "drafts are accepted where they should be rejected.", EASY, "Accept if u < p / q, not if u > p / q.",
+        "drafts are accepted where they should be rejected.",
+        EASY,
+        "Accept if u < p / q, not if u > p / q.",
         Verifier(accepts=lambda step: step.uniforms() >= ratio(step)),
     ),
     "accept_with_target_probability": Mistake(
         "drafts that were drawn are accepted with p(x), as a point mass would be, but the residual is max(0, p - q).",
-        "drafts drawn and judged as a point mass", "Divide by q(x); or treat q as a point mass in both places.",
+        "drafts drawn and judged as a point mass",
+        "Divide by q(x); or treat q as a point mass in both places.",
         Verifier(accepts=lambda step: step.uniforms() < step.of_drafts(step.target)),
     ),
     "accept_if_likelier": Mistake(
-        "a draft is accepted if p >= q, and never by chance.", EASY, "If p < q, accept with probability p / q.",
+        "a draft is accepted if p >= q, and never by chance.",
+        EASY,
+        "If p < q, accept with probability p / q.",
         Verifier(accepts=lambda step: ratio(step) >= 1),
     ),
     "accept_if_likely": Mistake(
         f"a draft is accepted if p(x) is at least {THRESHOLD}, whatever q is, else by p / q.",
-        "thresholds for lossy acceptance, such as SGLang's threshold_single", "Leave such thresholds at their neutral value.",
+        "thresholds for lossy acceptance, such as SGLang's threshold_single",
+        "Leave such thresholds at their neutral value.",
         Verifier(accepts=lambda step: (step.of_drafts(step.target) >= THRESHOLD) | (step.uniforms() < ratio(step))),
     ),
     "accept_argmax": Mistake(
         "a draft is accepted if it is the target's argmax, but the other tokens are drawn.",
-        "greedy acceptance under sampling", "Compare with the target's own sample, or accept with min(1, p / q).",
+        "greedy acceptance under sampling",
+        "Compare with the target's own sample, or accept with min(1, p / q).",
         Verifier(
-            accepts=lambda step: step.target[:, :-1].argmax(axis=2) == step.drafts, recovered=lambda s, n: s.row(s.target, n)
+            accepts=lambda step: step.target[:, :-1].argmax(axis=2) == step.drafts,
+            recovered=lambda s, n: s.row(s.target, n),
         ),
     ),
     "uniform_without_logarithm": Mistake(
-        "the uniform number is compared with log p - log q, without its logarithm.", EASY,
+        "the uniform number is compared with log p - log q, without its logarithm.",
+        EASY,
         "Compare log u with log p - log q.",
         Verifier(accepts=lambda step: step.uniforms() < np.log(np.maximum(ratio(step), 1e-300))),
     ),
     "one_uniform_for_all_drafts": Mistake(
-        "one uniform number decides about all drafts of a step.", "a public report of a serving engine",
-        "Draw a number for each draft.", Verifier(accepts=one_uniform),
+        "one uniform number decides about all drafts of a step.",
+        "a public report of a serving engine",
+        "Draw a number for each draft.",
+        Verifier(accepts=one_uniform),
     ),
 }
 
 RECOVERED = {
     "recovered_from_target": Mistake(
-        "after a rejection the recovered token is drawn from p, not from the residual.", "several public reports",
-        "Draw it with weights max(0, p - q).", Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
+        "after a rejection the recovered token is drawn from p, not from the residual.",
+        "several public reports",
+        "Draw it with weights max(0, p - q).",
+        Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
     ),
     "recovered_from_absolute_difference": Mistake(
-        "the recovered token is drawn from |p - q|.", "a public report", "Draw it with weights max(0, p - q).",
+        "the recovered token is drawn from |p - q|.",
+        "a public report",
+        "Draw it with weights max(0, p - q).",
         Verifier(recovered=lambda step, accepted: abs(difference(step, accepted))),
     ),
     "recovered_from_draft": Mistake(
-        "the recovered token is drawn from q.", EASY, "Draw it with weights max(0, p - q).",
+        "the recovered token is drawn from q.",
+        EASY,
+        "Draw it with weights max(0, p - q).",
         Verifier(recovered=lambda step, accepted: step.row(step.draft, accepted)),
     ),
     "recovered_from_reversed_difference": Mistake(
-        "the recovered token is drawn from max(0, q - p).", EASY, "Draw it with weights max(0, p - q).",
-        Verifier(recovered=lambda step, accepted: or_target(step, accepted, np.maximum(0, -difference(step, accepted)))),
+        "the recovered token is drawn from max(0, q - p).",
+        EASY,
+        "Draw it with weights max(0, p - q).",
+        Verifier(
+            recovered=lambda step, accepted: or_target(step, accepted, np.maximum(0, -difference(step, accepted)))
+        ),
     ),
     "recovered_argmax": Mistake(
-        "the recovered token is the argmax of the residual.", EASY, "Draw it with the residual's weights.",
+        "the recovered token is the argmax of the residual.",
+        EASY,
+        "Draw it with the residual's weights.",
         Verifier(recovered=lambda step, accepted: argmax(residual(step, accepted))),
     ),
     "recovered_target_argmax": Mistake(
-        "the recovered token is the argmax of p.", "greedy fallbacks", "Draw it with weights max(0, p - q).",
+        "the recovered token is the argmax of p.",
+        "greedy fallbacks",
+        "Draw it with weights max(0, p - q).",
         Verifier(recovered=lambda step, accepted: argmax(step.row(step.target, accepted))),
     ),
     "recovered_from_logits": Mistake(
-        "the recovered token is drawn from the softmax of the difference of the logits.", EASY,
+        "the recovered token is drawn from the softmax of the difference of the logits.",
+        EASY,
         "Subtract probabilities, not logits: max(0, p - q).",
         Verifier(
             recovered=lambda step, n: np.asarray(
@@ -291,57 +319,79 @@ RECOVERED = {
         ),
     ),
     "recovered_from_next_row": Mistake(
-        "the residual is that of the row after the rejected draft.", "the residual of the wrong row, a public report",
-        "Use row i of both models for draft i.", Verifier(recovered=lambda step, n: residual(step, np.minimum(n + 1, step.num_drafts))),
+        "the residual is that of the row after the rejected draft.",
+        "the residual of the wrong row, a public report",
+        "Use row i of both models for draft i.",
+        Verifier(recovered=lambda step, n: residual(step, np.minimum(n + 1, step.num_drafts))),
     ),
     "recovered_from_first_row": Mistake(
-        "the residual is that of the step's first row.", "the residual of the wrong row, a public report",
-        "Use row i of both models for draft i.", Verifier(recovered=lambda step, accepted: residual(step, 0 * accepted)),
+        "the residual is that of the step's first row.",
+        "the residual of the wrong row, a public report",
+        "Use row i of both models for draft i.",
+        Verifier(recovered=lambda step, accepted: residual(step, 0 * accepted)),
     ),
     "recovered_draft_kept": Mistake(
-        "the rejected draft itself is emitted.", EASY, "Emit a token of the residual in its place.",
+        "the rejected draft itself is emitted.",
+        EASY,
+        "Emit a token of the residual in its place.",
         Verifier(emit=emit_rejected),
     ),
     "recovered_with_the_accept_noise": Mistake(
-        "the number that rejected the draft is used again to draw the recovered token.", EASY,
-        "Use a number of its own for each decision.", Verifier(emit=same_uniform),
+        "the number that rejected the draft is used again to draw the recovered token.",
+        EASY,
+        "Use a number of its own for each decision.",
+        Verifier(emit=same_uniform),
     ),
     "siblings_without_residual": Mistake(
         "after a rejection another draft of the same row is accepted by the same p / q.",
-        "TensorRT-LLM's trees at one time", "Judge the next sibling by the residual, not by p.", Verifier(emit=sibling),
+        "TensorRT-LLM's trees at one time",
+        "Judge the next sibling by the residual, not by p.",
+        Verifier(emit=sibling),
     ),
 }
 
 BONUS = {
     "bonus_from_last_draft_row": Mistake(
-        "the bonus token is drawn from the row of the last draft.", "a public report",
+        "the bonus token is drawn from the row of the last draft.",
+        "a public report",
         "Row i judges draft i; the bonus token comes from row K.",
         Verifier(bonus=lambda step: step.row(step.target, np.maximum(step.given - 1, 0))),
     ),
     "bonus_from_first_row": Mistake(
-        "the bonus token is drawn from the first row.", EASY, "The bonus token comes from row K.",
+        "the bonus token is drawn from the first row.",
+        EASY,
+        "The bonus token comes from row K.",
         Verifier(bonus=lambda step: step.row(step.target, 0)),
     ),
     "bonus_from_draft": Mistake(
-        "the bonus token is drawn from the draft model.", EASY, "The bonus token comes from p, row K.",
-        Verifier(bonus=lambda step: step.row(step.draft if step.num_drafts else step.target, np.maximum(step.given - 1, 0))),
+        "the bonus token is drawn from the draft model.",
+        EASY,
+        "The bonus token comes from p, row K.",
+        Verifier(
+            bonus=lambda step: step.row(step.draft if step.num_drafts else step.target, np.maximum(step.given - 1, 0))
+        ),
     ),
     "bonus_argmax": Mistake(
-        "the bonus token is the argmax.", "greedy fallbacks", "Draw it from p, row K.",
+        "the bonus token is the argmax.",
+        "greedy fallbacks",
+        "Draw it from p, row K.",
         Verifier(bonus=lambda step: argmax(step.row(step.target, step.given))),
     ),
     "bonus_without_temperature": Mistake(
-        "the bonus token is drawn at temperature 1.", "a public report of a serving engine",
+        "the bonus token is drawn at temperature 1.",
+        "a public report of a serving engine",
         "Divide the last row's logits by the temperature, too.",
         Verifier(bonus=lambda step: step.row(unscaled(step.target_logits, step.temperature), step.given)),
     ),
     "bonus_truncated": Mistake(
-        f"the bonus token alone is truncated, as by min-p {MIN_P}.", "min_p applied to the bonus token alone, a public report",
+        f"the bonus token alone is truncated, as by min-p {MIN_P}.",
+        "min_p applied to the bonus token alone, a public report",
         "Truncate every row alike, before the drafts are judged.",
         Verifier(bonus=lambda step: min_p(step.row(step.target, step.given))),
     ),
     "bonus_from_last_slot": Mistake(
-        "a request with fewer drafts than others draws its bonus token from the last row.", EASY,
+        "a request with fewer drafts than others draws its bonus token from the last row.",
+        EASY,
         "Draw it from the row after the request's own last draft.",
         Verifier(bonus=lambda step: step.row(step.target, step.num_drafts)),
     ),
@@ -349,99 +399,132 @@ BONUS = {
 
 ROWS = {
     "target_rows_shifted": Mistake(
-        "each draft is judged by the target's next row.", EASY, "The row that was computed before draft i was read judges it.",
+        "each draft is judged by the target's next row.",
+        EASY,
+        "The row that was computed before draft i was read judges it.",
         Verifier(changes=shifted_target),
     ),
     "first_draft_row_for_all": Mistake(
-        "each draft is judged by the draft model's first row.", EASY, "Use row i of the draft for draft i.",
+        "each draft is judged by the draft model's first row.",
+        EASY,
+        "Use row i of the draft for draft i.",
         Verifier(changes=first_draft_row),
     ),
     "previous_draft_row": Mistake(
-        "each draft is judged by the draft model's row before.", EASY, "Use row i of the draft for draft i.",
+        "each draft is judged by the draft model's row before.",
+        EASY,
+        "Use row i of the draft for draft i.",
         Verifier(changes=previous_draft_row),
     ),
     "softmax_of_probabilities": Mistake(
-        "probabilities are passed through softmax again.", "probabilities taken for logits",
-        "Pass raw logits, or log-probabilities.", Verifier(target_probs=twice, draft_probs=twice),
+        "probabilities are passed through softmax again.",
+        "probabilities taken for logits",
+        "Pass raw logits, or log-probabilities.",
+        Verifier(target_probs=twice, draft_probs=twice),
     ),
     "last_token_unreachable": Mistake(
-        "the last id of the vocabulary is never emitted by the target.", EASY, "Look for an off-by-one at the end of the row.",
+        "the last id of the vocabulary is never emitted by the target.",
+        EASY,
+        "Look for an off-by-one at the end of the row.",
         Verifier(target_probs=without_last_token),
     ),
     "always_greedy": Mistake(
-        "the target's argmax is emitted at every temperature.", "SGLang on ROCm", "Draw at temperatures above 0.",
+        "the target's argmax is emitted at every temperature.",
+        "SGLang on ROCm",
+        "Draw at temperatures above 0.",
         Verifier(target_probs=lambda logits, temperature: softmax(logits, 0)),
     ),
     "target_truncated": Mistake(
         "the target's less likely tokens are left out (here: the less likely half).",
-        "a truncation that plain decoding does not have", "Truncate as plain decoding does, or not at all.",
+        "a truncation that plain decoding does not have",
+        "Truncate as plain decoding does, or not at all.",
         Verifier(target_probs=most_likely_half),
     ),
     "draft_truncated_when_judged": Mistake(
         "q is truncated (here: to its likelier half), but the drafts were drawn before that.",
-        "q taken after truncation, a public report", "Judge drafts by the distribution that they were drawn from.",
+        "q taken after truncation, a public report",
+        "Judge drafts by the distribution that they were drawn from.",
         Verifier(draft_probs=most_likely_half),
     ),
 }
 
 TEMPERATURES = {
     "temperature_for_target_alone": Mistake(
-        "the temperature is applied to the target's logits alone.", "a public report of a serving engine",
-        "Divide the draft's logits, too, as they were when the drafts were drawn.", Verifier(draft_probs=unscaled),
+        "the temperature is applied to the target's logits alone.",
+        "a public report of a serving engine",
+        "Divide the draft's logits, too, as they were when the drafts were drawn.",
+        Verifier(draft_probs=unscaled),
     ),
     "temperature_for_draft_alone": Mistake(
-        "the temperature is applied to the draft's logits alone.", EASY, "Divide the target's logits, too.",
+        "the temperature is applied to the draft's logits alone.",
+        EASY,
+        "Divide the target's logits, too.",
         Verifier(target_probs=unscaled),
     ),
     "temperature_ignored": Mistake(
-        "every temperature but 0 counts as 1.", "an uninitialised temperature, vLLM on CPU", "Divide all logits by it.",
+        "every temperature but 0 counts as 1.",
+        "an uninitialised temperature, vLLM on CPU",
+        "Divide all logits by it.",
         Verifier(target_probs=unscaled, draft_probs=unscaled),
     ),
     "temperature_multiplied": Mistake(
-        "logits are multiplied by the temperature.", EASY, "Divide by it.",
+        "logits are multiplied by the temperature.",
+        EASY,
+        "Divide by it.",
         Verifier(target_probs=multiplied, draft_probs=multiplied),
     ),
 }
 
 NO_LOGITS = {
     "draft_left_in_residual": Mistake(
-        "without draft logits, the rejected draft is left in the residual.", EASY,
+        "without draft logits, the rejected draft is left in the residual.",
+        EASY,
         "A draft without logits is a point mass: the residual is p without it.",
         Verifier(
             recovered=lambda step, n: residual(step, n) if step.draft_logits is not None else step.row(step.target, n)
         ),
     ),
     "uniform_draft_assumed": Mistake(
-        "without draft logits, q is taken to be uniform.", EASY, "A draft without logits is a point mass: q(x) = 1.",
+        "without draft logits, q is taken to be uniform.",
+        EASY,
+        "A draft without logits is a point mass: q(x) = 1.",
         Verifier(certain=lambda drafts, vocab_size: np.full((*drafts.shape, vocab_size), 1 / vocab_size)),
     ),
 }
 
 BLOCK = {
     "block_residual_unscaled": Mistake(
-        "block verification, but the recovered token is drawn from max(0, p - q), without the running ratio.", EASY,
-        "Draw it with weights max(0, c p - q).", Verifier(BLOCKS.target_probs, accepts=BLOCKS.accepts, count=BLOCKS.count),
+        "block verification, but the recovered token is drawn from max(0, p - q), without the running ratio.",
+        EASY,
+        "Draw it with weights max(0, c p - q).",
+        Verifier(BLOCKS.target_probs, accepts=BLOCKS.accepts, count=BLOCKS.count),
     ),
     "block_ratio_not_cut": Mistake(
-        "block verification, but the running ratio is not cut at 1.", EASY, "c = min(1, c p / q) after every draft.",
+        "block verification, but the running ratio is not cut at 1.",
+        EASY,
+        "c = min(1, c p / q) after every draft.",
         Verifier(
             accepts=lambda step: step.uniforms() < uncut_acceptance(step), count=BLOCKS.count, recovered=uncut_residual
         ),
     ),
     "block_accepts_with_ratio": Mistake(
-        "block verification, but each length is accepted with its running ratio.", EASY,
+        "block verification, but each length is accepted with its running ratio.",
+        EASY,
         "Accept length i < K with A / (A + 1 - c), where A is the mass of max(0, c p - q).",
         Verifier(
             accepts=lambda step: step.uniforms() < mass_over_ratio(step), count=BLOCKS.count, recovered=BLOCKS.recovered
         ),
     ),
     "block_stops_at_first_failure": Mistake(
-        "block verification, but the search stops at the first length that fails.", EASY,
+        "block verification, but the search stops at the first length that fails.",
+        EASY,
         "A failure at one length does not end the search: take the largest length that is accepted.",
         Verifier(accepts=BLOCKS.accepts, recovered=BLOCKS.recovered),
     ),
     "block_one_uniform": Mistake(
-        "block verification, but one uniform number decides about all lengths.", EASY, "Draw a number for each length.",
+        "block verification, but one uniform number decides about all lengths.",
+        EASY,
+        "Draw a number for each length.",
         Verifier(
             accepts=lambda step: step.uniform(0, Use.ACCEPT)[:, None] < block_acceptance(step),
             count=BLOCKS.count,
@@ -452,7 +535,8 @@ BLOCK = {
 
 OWN_SAMPLES = {
     "strict_one_noise_for_all_rows": Mistake(
-        "drafts are compared with the target's own samples, but these are drawn with one number for all rows.", EASY,
+        "drafts are compared with the target's own samples, but these are drawn with one number for all rows.",
+        EASY,
         "Draw each position's sample with noise of its own.",
         Verifier(
             accepts=lambda step: strict_shared(step)[:, :-1] == step.drafts,
@@ -461,7 +545,8 @@ OWN_SAMPLES = {
         ),
     ),
     "strict_draws_again": Mistake(
-        "a draft that differs from the target's own sample is replaced by a second sample.", EASY,
+        "a draft that differs from the target's own sample is replaced by a second sample.",
+        EASY,
         "Emit the very sample that the draft was compared with.",
         Verifier(accepts=STRICT.accepts, recovered=lambda step, accepted: step.row(step.target, accepted)),
     ),
@@ -470,27 +555,38 @@ OWN_SAMPLES = {
 DRAFTS = {
     "drafts_are_argmax": Mistake(
         "drafts are the argmax of their logits, but are judged by their probability.",
-        "jaymody/speculative-sampling issue 3", "Draw the drafts, or pass no draft logits.",
-        TOKENS, Drafter(probs=lambda logits, temperature: softmax(logits, 0)),
+        "jaymody/speculative-sampling issue 3",
+        "Draw the drafts, or pass no draft logits.",
+        TOKENS,
+        Drafter(probs=lambda logits, temperature: softmax(logits, 0)),
     ),
     "drafts_without_temperature": Mistake(
-        "drafts are drawn at temperature 1, and judged at the temperature.", EASY,
-        "Draw drafts at the temperature that they are judged at.", TOKENS, Drafter(probs=unscaled),
+        "drafts are drawn at temperature 1, and judged at the temperature.",
+        EASY,
+        "Draw drafts at the temperature that they are judged at.",
+        TOKENS,
+        Drafter(probs=unscaled),
     ),
     "drafts_truncated": Mistake(
         "drafts are drawn from a truncated row (here: its likelier half), and judged by the whole one.",
-        "q taken before truncation, a public report", "Judge drafts by the distribution that they were drawn from.",
-        TOKENS, Drafter(probs=most_likely_half),
+        "q taken before truncation, a public report",
+        "Judge drafts by the distribution that they were drawn from.",
+        TOKENS,
+        Drafter(probs=most_likely_half),
     ),
     "drafts_left_out": Mistake(
         "drafts are drawn, and left out if they are unlikely (here: below 0.2).",
         "confidence thresholds and grammars that are applied after drawing",
         "Decide before the draft is drawn, or verify it in any case.",
-        TOKENS, Drafter(left_out=lambda probs, tokens: probs[np.arange(len(tokens)), tokens] < 0.2),
+        TOKENS,
+        Drafter(left_out=lambda probs, tokens: probs[np.arange(len(tokens)), tokens] < 0.2),
     ),
     "recovered_with_the_drafts_noise": Mistake(
-        "the noise that drew the draft is used again for the recovered token.", "vLLM pull request 54282",
-        "Use noise of its own for the recovered token.", Verifier(emit=own_noise), Drafter(),
+        "the noise that drew the draft is used again for the recovered token.",
+        "vLLM pull request 54282",
+        "Use noise of its own for the recovered token.",
+        Verifier(emit=own_noise),
+        Drafter(),
     ),
 }
 

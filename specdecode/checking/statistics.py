@@ -62,7 +62,9 @@ def homogeneity(one: Counts, other: Counts) -> Fit:
     together = table.sum(axis=0)
     order = np.argsort(together, kind="stable")
     small = int((together < 2 * LEAST_EXPECTED).sum())
-    groups = np.concatenate([together[order][:small].cumsum() // (2 * LEAST_EXPECTED), len(cell) + np.arange(small, len(cell))])
+    groups = np.concatenate(
+        [together[order][:small].cumsum() // (2 * LEAST_EXPECTED), len(cell) + np.arange(small, len(cell))]
+    )
     _, group = np.unique(groups, return_inverse=True)
     return independence(np.array([np.bincount(group, weights) for weights in table[:, order]]))._replace(size=len(one))
 

@@ -37,7 +37,12 @@ class Arguments(NamedTuple):
         one = slice(index, index + 1)
         logits = None if self.draft_logits is None else self.draft_logits[one]
         return Arguments(
-            self.target_logits[one], self.draft_token_ids[one], logits, self.temperature, self.seeds[one], self.positions[one]
+            self.target_logits[one],
+            self.draft_token_ids[one],
+            logits,
+            self.temperature,
+            self.seeds[one],
+            self.positions[one],
         )
 
 

@@ -16,7 +16,7 @@ from specdecode.checking.mistakes import MISTAKES, Mistake
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
 from specdecode.checking.statistics import homogeneity
-from specdecode.checking.subject import Ids, OutputError, Subject
+from specdecode.checking.subject import Ids, Subject
 
 if TYPE_CHECKING:
     from specdecode.checking.checker import Settings
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 FITS = 1e-5
 """A mistake is left out if it differs with a smaller p-value, in all or in one case."""
 
-FIRST_LOOK = 20_000
-"""Requests of the first comparison, which leaves most mistakes out."""
+LOOKS = (2_000, 20_000)
+"""Requests of the first comparisons, which leave most mistakes out."""
 
 MOST = 4
 """Named at most."""
@@ -55,24 +55,19 @@ def by_distribution(subject: Subject, settings: "Settings", outcomes: Mapping[st
     return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
-def compared(
-    mistake: Mistake, subject: Subject, settings: "Settings", outcomes: Mapping[str, Outcome]
-) -> float | None:
+def compared(mistake: Mistake, subject: Subject, settings: "Settings", outcomes: Mapping[str, Outcome]) -> float | None:
     """Return how far the mistake is from what was seen, in standard deviations, or None if it does not fit."""
     simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
     statistic, degrees = 0.0, 0
     cases = [case for case in CASES if case.name in outcomes]
     looks = [(case, len(outcomes[case.name].tokens)) for case in cases]
     if cases and cases[0] is HISTORY:
-        looks.insert(0, (HISTORY, min(FIRST_LOOK, looks[0][1])))
+        looks = [(HISTORY, look) for look in LOOKS if look < looks[0][1]] + looks
     for case, requests in looks:
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
-        try:
-            own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
-        except OutputError:
-            return None
-        fit = homogeneity(cells(models, seen)[:requests], cells(models, own))
+        own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
+        fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         if fit.p_value < FITS:
             return None
         if requests == len(seen.tokens):
@@ -83,12 +78,13 @@ def compared(
     return (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
 
 
-def cells(models: Models, outcome: Outcome) -> Ids:
+def cells(models: Models, outcome: Outcome, requests: int) -> Ids:
     """Number what is compared: accepted drafts, first draft, draft at the first rejection, last token."""
+    outcome = Outcome(*(each[:requests] for each in outcome))
     accepted, vocab = outcome.accepted, models.vocab_size + 1
-    requests = np.arange(len(accepted))
+    rows = np.arange(len(accepted))
     drafts = np.pad(outcome.drafts, ((0, 0), (0, 1)), constant_values=-1) + 1
     number = accepted
-    for part in (drafts[:, 0], drafts[requests, accepted], outcome.tokens[requests, accepted]):
+    for part in (drafts[:, 0], drafts[rows, accepted], outcome.tokens[rows, accepted]):
         number = number * vocab + part
     return number

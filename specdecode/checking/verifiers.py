@@ -235,7 +235,13 @@ class Verifier:
         return np.where(slots < count, padded, np.where(slots == count, last[:, None], -1))
 
     def step(
-        self, target_logits: Logits, draft_token_ids: Ids, draft_logits: Logits | None, temperature: float, seeds: Ids, positions: Ids
+        self,
+        target_logits: Logits,
+        draft_token_ids: Ids,
+        draft_logits: Logits | None,
+        temperature: float,
+        seeds: Ids,
+        positions: Ids,
     ) -> Step:
         """Compute what is known before anything is decided."""
         drafts = np.maximum(draft_token_ids, 0)
