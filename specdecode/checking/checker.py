@@ -60,7 +60,7 @@ class Answers:
 
     def fail(self, name: str, error: OutputError) -> None:
         """Take an error as the answer."""
-        self.findings.append(Finding(name, None, False, str(error)))
+        self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
 
 
 def check(
@@ -78,11 +78,11 @@ def check(
     """Verify many requests with small models, and compare the tokens with what the target alone would say.
 
     Args:
-        verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or None,
-            *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token, then -1.
-            What a verifier does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
-        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it too leaves out what it
-            does not take. None: drafts are drawn from the softmax of their logits.
+        verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
+            None, *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token,
+            then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it, too, leaves out
+            what it does not take. None: drafts are drawn from the softmax of their logits.
         num_draft_tokens: K.
         vocab_size: V, 2 or more.
         requests: how many are verified in all.
@@ -122,7 +122,9 @@ def check(
         shown.say("comparing with known mistakes")
         failed = [each for each in checks if not each.passed]
         asked, names = {each.name for each in checks}, {each.name for each in failed}
-        suspects = by_signature(asked, names)
+        suspects = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)] or by_signature(
+            asked, names
+        )
         if not suspects and not names & set(cases.INDEPENDENCE) and all(each.p_value is not None for each in failed):
             suspects = by_distribution(subject, settings, answers.outcomes)
     shown.end()
@@ -235,9 +237,9 @@ def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Pr
         return
     vocab = settings.vocab_size
     what = "first tokens of neighbours in a call are independent"
-    answers.findings.append(pairs(cases.IN_A_CALL, what, *neighbours.T, vocab))
+    answers.findings.append(pairs(cases.IN_A_CALL, what, neighbours, vocab))
     what = "first tokens in the same place of two calls are independent"
-    answers.findings.append(pairs(cases.IN_CALLS, what, *places.T, vocab))
+    answers.findings.append(pairs(cases.IN_CALLS, what, places, vocab))
 
 
 def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
@@ -252,7 +254,7 @@ def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Pr
         answers.fail(cases.STEPS, error)
         return
     what = "first tokens of two steps with one seed are independent"
-    answers.findings.append(pairs(cases.STEPS, what, *tokens.T, settings.vocab_size))
+    answers.findings.append(pairs(cases.STEPS, what, tokens, settings.vocab_size))
 
 
 def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:

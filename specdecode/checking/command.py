@@ -4,10 +4,10 @@ import json
 from argparse import ArgumentParser, Namespace
 
 EPILOG = """\
-SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton), transformers,
-vllm, vllm:block, sglang, flashinfer. The function takes (target_logits [n, K + 1, V], draft_token_ids [n, K],
-draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and returns [n, K + 1] ids: the
-accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
+SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
+transformers, vllm, vllm:block, sglang, flashinfer. The function takes (target_logits [n, K + 1, V], draft_token_ids [n, K],
+draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and returns [n, K + 1] ids:
+the accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
 
 
 def add_options(command: ArgumentParser) -> None:

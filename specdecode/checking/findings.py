@@ -28,6 +28,8 @@ class Finding(NamedTuple):
 
     fit: Fit | None = None
     notes: tuple[str, ...] = ()
+    suspect: str = ""
+    """The id of the known mistake that an error shows."""
 
     def verdict(self, threshold: float) -> bool:
         """Return whether it passes."""
@@ -91,9 +93,9 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     """One token, where all tokens before it are accepted drafts.
 
-    Whatever the method is, it must then be distributed as p. With the probability of (the text x is drafted and accepted, then
-    comes v) added to that of (a shorter text was accepted, and the target went on with the rest of x and v), which is
-    proportional to p(v | x), the sum is P(x) p(v | x).
+    Whatever the exact method is, it must then be distributed as p. The text x and the token v after it come about in two
+    ways: x is accepted and v emitted, or less was accepted and the target itself went on to x and v. Together they have
+    the probability P(x) p(v | x), and the second way is proportional to p(v | x), so the first one is, too.
     """
     there = outcome.accepted >= place
     expected = models.target_probs[place]
@@ -110,7 +112,7 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     what = "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted drafts"
     if place == models.num_draft_tokens:
         statistic, what = "bonus token", "the token after all drafts were accepted"
-    notes = ()
+    notes: tuple[str, ...] = ()
     if place == models.num_draft_tokens and place and not there.any() and len(there) > 1000:
         notes = (f"{case.name}: no bonus token was seen in {len(there):,} requests.",)
     return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
@@ -148,8 +150,9 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     )
 
 
-def pairs(name: str, what: str, one: Counts, two: Counts, vocab_size: int) -> Finding:
-    """Two tokens that must be independent, whatever their distribution is."""
+def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
+    """Pairs of tokens, [n, 2], that must be independent, whatever their distribution is."""
+    one, two = tokens.T
     fit = independence(np.bincount(one * vocab_size + two, minlength=vocab_size**2).reshape(vocab_size, vocab_size))
     shares = [np.bincount(tokens, minlength=vocab_size) / len(tokens) for tokens in (one, two)]
     expected = float((shares[0] * shares[1]).sum())

@@ -1,11 +1,12 @@
 """Known mistakes: each is a right verifier with one part replaced, a sentence, where it was seen, and what to do."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdecode.checking import verifiers
 from specdecode.checking.models import softmax
+from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     BLOCKS,
     STRICT,
@@ -26,7 +27,6 @@ from specdecode.checking.verifiers import (
     residual,
     running_ratios,
 )
-from specdecode.checking.subject import Ids
 
 EASY = "easily made; no public report known to us"
 THRESHOLD = 0.3
@@ -118,7 +118,7 @@ def previous_draft_row(step: Step) -> Step:
 
 
 def difference(step: Step, accepted: Ids) -> Floats:
-    """p - q of the row of the rejected draft."""
+    """Return p - q of the row of the rejected draft."""
     return step.row(step.target, accepted) - step.row(step.draft, accepted)
 
 
@@ -138,15 +138,6 @@ def emit_rejected(step: Step, weights: Floats, accepted: Ids) -> Ids:
     """Return the draft even where it was rejected."""
     padded = np.column_stack([step.drafts, step.drafts[:, :0].sum(axis=1)])
     return np.where(accepted < step.given, padded[step.requests, accepted], pick(weights, step.uniform(0, Use.EMIT)))
-
-
-def sibling(step: Step, weights: Floats, accepted: Ids) -> Ids:
-    """Try a second draft of the same row by p / q, and only then draw from the residual."""
-    p, q = step.row(step.target, accepted), step.row(step.draft, accepted)
-    other = pick(q, step.uniform(0, Use.SIBLING))[:, None]
-    chance = np.take_along_axis(p, other, axis=1) / np.maximum(np.take_along_axis(q, other, axis=1), 1e-300)
-    taken = (accepted < step.given) & (step.uniform(1, Use.SIBLING) < chance[:, 0])
-    return np.where(taken, other[:, 0], pick(weights, step.uniform(0, Use.EMIT)))
 
 
 def strict_shared(step: Step) -> Ids:
@@ -199,12 +190,23 @@ def without_position(seeds: Ids, positions: Ids, offset: int, use: int) -> Float
 
 
 def overflowing(logits: Logits, temperature: float) -> Floats:
-    """exp without subtracting the maximum; what float32 makes of it."""
+    """Leave the row's maximum in the exponential; what float32 makes of it."""
     if temperature == 0:
         return softmax(logits, 0)
     with np.errstate(all="ignore"):
         weights = np.exp(logits / np.float32(temperature))
-        return np.nan_to_num(weights / weights.sum(axis=-1, keepdims=True), nan=0.0).astype(np.float64)
+        probs: Floats = np.nan_to_num(weights / weights.sum(axis=-1, keepdims=True), nan=0.0).astype(np.float64)
+        return probs
+
+
+@dataclass(frozen=True)
+class GoesOn(Verifier):
+    """Keeps the drafts after a rejected one."""
+
+    def __call__(self, target_logits: Logits, draft_token_ids: Ids, *others: Any, **options: Any) -> Ids:
+        """Return ids that are no output of a verification."""
+        token_ids = super().__call__(target_logits, draft_token_ids, *others, **options)
+        return np.where(token_ids == -1, np.pad(draft_token_ids, ((0, 0), (0, 1)), constant_values=-1), token_ids)
 
 
 # --- The list ----------------------------------------------------------------------------------------------------------
@@ -271,9 +273,10 @@ ACCEPTANCE = {
 
 RECOVERED = {
     "recovered_from_target": Mistake(
-        "after a rejection the recovered token is drawn from p, not from the residual.",
-        "several public reports",
-        "Draw it with weights max(0, p - q).",
+        "after a rejection the recovered token is drawn from p, not from the residual. To accept another draft of the "
+        "same row by the same p / q comes to the same.",
+        "several public reports; TensorRT-LLM's trees at one time",
+        "Draw it with weights max(0, p - q); judge a sibling in a tree by them, too.",
         Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
     ),
     "recovered_from_absolute_difference": Mistake(
@@ -324,6 +327,16 @@ RECOVERED = {
         "Use row i of both models for draft i.",
         Verifier(recovered=lambda step, n: residual(step, np.minimum(n + 1, step.num_drafts))),
     ),
+    "recovered_from_next_target_row": Mistake(
+        "the residual has p of the row after the rejected draft, and q of its own.",
+        "the residual of the wrong row, a public report",
+        "Use row i of both models for draft i.",
+        Verifier(
+            recovered=lambda step, n: or_target(
+                step, n, np.maximum(0, step.row(step.target, n + 1) - step.row(step.draft, n))
+            )
+        ),
+    ),
     "recovered_from_first_row": Mistake(
         "the residual is that of the step's first row.",
         "the residual of the wrong row, a public report",
@@ -336,17 +349,18 @@ RECOVERED = {
         "Emit a token of the residual in its place.",
         Verifier(emit=emit_rejected),
     ),
+    "goes_on_after_a_rejection": Mistake(
+        "after the recovered token further drafts are emitted.",
+        EASY,
+        "Stop at the first rejection: the drafts after it follow a text that is not there.",
+        GoesOn(),
+        signature=frozenset({"an error"}),
+    ),
     "recovered_with_the_accept_noise": Mistake(
         "the number that rejected the draft is used again to draw the recovered token.",
         EASY,
         "Use a number of its own for each decision.",
         Verifier(emit=same_uniform),
-    ),
-    "siblings_without_residual": Mistake(
-        "after a rejection another draft of the same row is accepted by the same p / q.",
-        "TensorRT-LLM's trees at one time",
-        "Judge the next sibling by the residual, not by p.",
-        Verifier(emit=sibling),
     ),
 }
 

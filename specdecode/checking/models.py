@@ -1,8 +1,8 @@
 """Pairs of small models whose output can be enumerated.
 
-The text so far is a *state*. Row s of `target[i]` is the target's logits in state s after i tokens, and `following[i][s, v]` is
-the state after token v. While there are few texts each has a state of its own, so that every row depends on the whole history.
-Where there are too many, several texts share a state, chosen at random: rows still depend on all tokens before.
+The text so far is a *state*. Row s of `target[i]` is the target's logits in state s after i tokens, and `following[i][s, v]`
+is the state after token v. While there are few texts each has a state of its own, so that every row depends on the whole
+history. Where there are too many, several texts share a state, chosen at random: rows still depend on all tokens before.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ def softmax(logits: NDArray[np.floating], temperature: float = 1.0) -> Floats:
     """Return the distribution of each row in float64; at temperature 0 the point mass on the argmax."""
     exact = logits.astype(np.float64)
     if temperature == 0:
-        return np.eye(logits.shape[-1])[exact.argmax(axis=-1)]
+        certain: Floats = np.eye(logits.shape[-1])[exact.argmax(axis=-1)]
+        return certain
     weights = np.exp((exact - exact.max(axis=-1, keepdims=True)) / temperature)
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
 
@@ -51,7 +52,7 @@ class Models:
 
     @property
     def vocab_size(self) -> int:
-        return self.target[0].shape[1]
+        return int(self.target[0].shape[1])
 
     @cached_property
     def target_probs(self) -> list[Floats]:
@@ -63,9 +64,10 @@ class Models:
 
     def final_states(self, probs: list[Floats]) -> Floats:
         """Return the distribution of the state after as many tokens as there are tables."""
-        reached = np.ones(1)
+        reached: Floats = np.ones(1)
         for rows, following in zip(probs, self.following):
-            reached = np.bincount(following.ravel(), weights=(reached[:, None] * rows).ravel())
+            weights = (reached[:, None] * rows).ravel()
+            reached = np.bincount(following.ravel(), weights).astype(np.float64)
         return reached
 
     def most_accepted(self, draft_probs: list[Floats]) -> tuple[float, float] | None:
@@ -123,7 +125,7 @@ def ordinary(target: Logits, draft: Logits, random: np.random.Generator) -> tupl
 
 def similar(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
     """Models that often agree on the most likely token."""
-    return target, target + (draft - target) / 2
+    return target, (target + (draft - target) / 2).astype(np.float32)
 
 
 def zeros(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:

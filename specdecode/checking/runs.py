@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
     @property
     def accepted(self) -> Ids:
-        return (self.tokens != -1).sum(axis=1) - 1
+        return np.asarray((self.tokens != -1).sum(axis=1) - 1)
 
 
 def draw(probs: NDArray[np.float64], random: np.random.Generator) -> Ids:

@@ -1,8 +1,8 @@
 """The tests behind the checks: p-values that hold at one in a billion, and how small an error a test sees.
 
-G = 2 sum O ln(O / E) is compared with chi-square. Far out in the tail it is much closer to it than Pearson's statistic, whose
-terms (O - E)^2 / E give a small E too much weight. Cells that expect fewer than 10 are pooled, and Williams' correction
-takes away what is left at small sizes. An outcome that is impossible needs no test: one is proof.
+G = 2 sum O ln(O / E) is compared with chi-square. Far out in the tail it is much closer to it than Pearson's statistic,
+whose terms (O - E)^2 / E give a small E too much weight. Cells that expect fewer than 10 are pooled, and Williams'
+correction takes away what is left at small sizes. An outcome that is impossible needs no test: one is proof.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,7 @@
 """What is checked: a verifier, and perhaps a drafter, called with what they take; what comes back is looked at closely."""
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,15 +12,18 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 
 VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
+AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
 
 class OutputError(Exception):
     """The verifier or the drafter raised, or what it returned is not what verification returns."""
 
-    def __init__(self, message: str, raised: bool = False) -> None:
+    def __init__(self, message: str, raised: bool = False, suspect: str = "") -> None:
         super().__init__(message)
         self.raised = raised
+        self.suspect = suspect
+        """The id of the known mistake that it shows, if it does."""
 
 
 class Arguments(NamedTuple):
@@ -106,7 +110,7 @@ class Subject:
             if self.draft_logits_name:
                 keywords[self.draft_logits_name] = logits
             else:
-                positional.append(logits)  # type: ignore[arg-type]
+                positional.append(logits)
         try:
             with np.errstate(all="ignore"):
                 output = self.verify(*positional, **keywords)
@@ -155,9 +159,8 @@ class Subject:
         bad = (output < -1) | (output >= logits.shape[1])
         if bad.any():
             index = int(bad.argmax())
-            raise OutputError(
-                f"draft: expected ids from -1 to {logits.shape[1] - 1}, got {output[index]} for logits {array(logits[index])}"
-            )
+            most, row = logits.shape[1] - 1, array(logits[index])
+            raise OutputError(f"draft: expected ids from -1 to {most}, got {output[index]} for logits {row}")
         return output.astype(np.int64)
 
 
@@ -173,17 +176,17 @@ def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Param
 
 def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
     """Return which options a drafter takes."""
-    first, *others = [*parameters_of("draft", draft), None]
-    rest = [each for each in others if each is not None]
-    if any(each.kind == each.VAR_KEYWORD for each in rest):
+    parameters = parameters_of("draft", draft)
+    options = parameters[1:]
+    required = {each.name for each in options if each.default is each.empty and each.kind < each.VAR_KEYWORD}
+    if any(each.kind == each.VAR_KEYWORD for each in options):
         return frozenset(DRAFTER_OPTIONS)
-    required = {each.name for each in rest if each.default is each.empty}
-    if first is None or required - set(DRAFTER_OPTIONS):
+    if not parameters or required - set(DRAFTER_OPTIONS):
         raise ValueError(
             "draft: expected a function of (draft_logits) and of any of temperature, seeds, positions and offset, "
             f"got one of {inspect.signature(draft)}"
         )
-    return frozenset(each.name for each in rest) & set(DRAFTER_OPTIONS)
+    return frozenset(each.name for each in options) & set(DRAFTER_OPTIONS)
 
 
 def as_array(output: Any) -> NDArray[Any]:
@@ -225,31 +228,29 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
         "at least one token": length == 0,
         "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
         "no more tokens than drafts and one": length > given + 1,
-        "every token but the last to be the draft in its place: after a rejection comes one token, then -1": (
-            (ids[:, :-1] != drafts) & before_last
-        ).any(axis=1),
+        AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
     }
     for expected, bad in problems.items():
         if bad.any():
             index = int(bad.argmax())
-            raise OutputError(
-                f"verify: expected {expected}, got {ids[index].tolist()} for drafts {drafts[index].tolist()} "
-                f"({int(bad.sum())} of {requests} requests)\n{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
-            )
+            what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
+            call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
+            suspect = "goes_on_after_a_rejection" if expected == AFTER_REJECTION else ""
+            raise OutputError(f"verify: expected {expected},\n  {what}\n{call}", suspect=suspect)
     return ids
 
 
 def given_drafts(drafts: Ids) -> Ids:
     """Count each request's drafts before its first -1."""
-    return np.cumprod(drafts != -1, axis=1).sum(axis=1)
+    return np.asarray(np.cumprod(drafts != -1, axis=1).sum(axis=1))
 
 
 def array(values: Any) -> str:
-    """Write numbers as Python reads them, in full where they are few."""
+    """Write numbers as Python reads them, to four decimals, where they are few."""
     if isinstance(values, float | int):
         return repr(values)
     if values.size > 60:
         return f"<{values.dtype} {list(values.shape)}>"
-    numbers = np.array2string(values, separator=", ", precision=9, max_line_width=10**9, floatmode="unique")
-    numbers = " ".join(numbers.split()).replace("inf", "np.inf").replace("nan", "np.nan")
+    numbers = np.array2string(values, separator=", ", precision=4, max_line_width=10**9, suppress_small=True)
+    numbers = re.sub(r"\s+", " ", numbers).replace("[ ", "[").replace("inf", "np.inf").replace("nan", "np.nan")
     return f"np.array({numbers}, dtype=np.{values.dtype})"

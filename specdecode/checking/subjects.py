@@ -145,7 +145,7 @@ def transformers() -> Loaded:
 
 
 def vllm(method: str = "standard") -> Loaded:
-    """vLLM's `rejection_sample` on packed rows; `vllm:block` is its block verification."""
+    """Call vLLM's `rejection_sample` on packed rows; `vllm:block` is its block verification."""
     import torch
 
     only(method in ("standard", "block"), f"subject: expected vllm, vllm:standard or vllm:block, got vllm:{method}")

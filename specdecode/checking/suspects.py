@@ -75,7 +75,7 @@ def compared(mistake: Mistake, subject: Subject, settings: "Settings", outcomes:
             degrees += fit.degrees
     if degrees and chi2.sf(statistic, degrees) < FITS:
         return None
-    return (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
+    return float((statistic - degrees) / max(1.0, (2 * degrees) ** 0.5))
 
 
 def cells(models: Models, outcome: Outcome, requests: int) -> Ids:

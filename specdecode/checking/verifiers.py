@@ -1,8 +1,8 @@
 """A right verifier, in parts that a mistake can replace one at a time.
 
 Read `Verifier.__call__` first: accept some drafts, then draw one token with weights that depend on whether a draft was
-rejected. The parts are functions of a `Step`, which has everything that is known. Random numbers are a hash of seed, position,
-offset and use, so that each use has numbers of its own.
+rejected. The parts are functions of a `Step`, which has everything that is known. Random numbers are a hash of seed,
+position, offset and use, so that each use has numbers of its own.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,7 @@ class Use(IntEnum):
     ACCEPT = 1
     EMIT = 2
     DRAFT = 3
-    SIBLING = 4
-    OWN = 5
+    OWN = 4
 
 
 class Step(NamedTuple):
@@ -59,7 +58,7 @@ class Step(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        return self.drafts.shape[1]
+        return int(self.drafts.shape[1])
 
     def of_drafts(self, rows: Floats) -> Floats:
         """Return what rows [n, K or more, V] say of each draft: [n, K]."""
@@ -74,7 +73,7 @@ class Step(NamedTuple):
         """Return a row of each request: [n, V]; offsets beyond the rows mean the last one."""
         if not rows.shape[1]:
             return np.zeros((len(rows), rows.shape[2]))
-        return rows[self.requests, np.clip(offsets, 0, rows.shape[1] - 1)]
+        return np.asarray(rows[self.requests, np.clip(offsets, 0, rows.shape[1] - 1)])
 
 
 def hashed(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
@@ -104,7 +103,7 @@ def point_mass(tokens: Ids, vocab_size: int) -> Floats:
 
 
 def ratio(step: Step) -> Floats:
-    """p / q of each draft."""
+    """Return p / q of each draft."""
     p, q = step.of_drafts(step.target), step.of_drafts(step.draft)
     return np.asarray(np.divide(p, q, out=np.zeros_like(p), where=q > 0))
 
@@ -116,7 +115,7 @@ def accept_by_ratio(step: Step) -> Bools:
 
 def leading(step: Step, accepts: Bools) -> Ids:
     """Count accepted drafts up to the first rejection."""
-    return np.minimum(np.cumprod(accepts, axis=1).sum(axis=1), step.given)
+    return np.asarray(np.minimum(np.cumprod(accepts, axis=1).sum(axis=1), step.given))
 
 
 def residual(step: Step, accepted: Ids) -> Floats:
@@ -130,7 +129,7 @@ def or_target(step: Step, accepted: Ids, weights: Floats) -> Floats:
 
 
 def last_row(step: Step) -> Floats:
-    """p of the row after the last draft."""
+    """Return p of the row after the last draft."""
     return step.row(step.target, step.given)
 
 

@@ -1,7 +1,7 @@
-"""Every known mistake is seen and named first, and right verifiers are never accused: `python -m tests.tools.check_suspects`.
+"""Every known mistake is seen and named first, and right verifiers are not accused: `python -m tests.tools.check_suspects`.
 
-Options: --seeds 10, --requests 200000, and mistakes by their ids. The table has, for each mistake, how often it was seen, how
-often it was named first, and what was named first otherwise. Right verifiers run five times as often.
+Options: --seeds 10, --requests 200000, and mistakes by their ids. The table has, for each mistake, how often it was seen,
+how often it was named first, and what was named first otherwise. Right verifiers run five times as often.
 """
 
 import argparse
