@@ -3,64 +3,22 @@
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specdecode.checking import cases, runs
 from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
-from specdecode.checking.findings import Finding, findings, pairs
-from specdecode.checking.models import Models, make_models
+from specdecode.checking.findings import findings, pairs
+from specdecode.checking.models import Models
+from specdecode.checking.notes import PROBES, drafts_fit, note_drafts, note_impossible_drafts, note_seeds
 from specdecode.checking.report import Check, Report
-from specdecode.checking.statistics import goodness_of_fit
+from specdecode.checking.settings import Answers, Progress, Settings
 from specdecode.checking.subject import OutputError, Subject
 from specdecode.checking.suspects import by_distribution, by_signature
 
 FALSE_ALARM = 1e-6
 """Of a whole run, whatever the number of its tests."""
-
-PROBES = 64
-"""Requests of a question whose answer is seen in each of them."""
-
-
-class Settings(NamedTuple):
-    """The size of a run."""
-
-    num_draft_tokens: int
-    vocab_size: int
-    requests: int
-    seed: int
-
-    def models(self, case: Case) -> Models:
-        """Return a case's models; they are the same in every run of one size, so that its power is, too."""
-        drafts = self.num_draft_tokens if case.num_draft_tokens is None else case.num_draft_tokens
-        return make_models(drafts, self.vocab_size, case.max_states, case.shape, case.temperature, number(case.name))
-
-    def random(self, name: str, purpose: int = 0) -> np.random.Generator:
-        """Return a generator of a question's own, so that it gives the same alone."""
-        return np.random.default_rng([self.seed, number(name), purpose])
-
-    def size(self, share: float) -> int:
-        """Return how many requests are a share of all."""
-        return max(1, round(share * self.requests))
-
-
-def number(name: str) -> int:
-    """Return a number for a name."""
-    return int.from_bytes(name.encode(), "little") % 2**63
-
-
-class Answers:
-    """What is known so far."""
-
-    def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.notes: list[str] = []
-        self.outcomes: dict[str, runs.Outcome] = {}
-
-    def fail(self, name: str, error: OutputError) -> None:
-        """Take an error as the answer."""
-        self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
 
 
 def check(
@@ -162,7 +120,7 @@ def asks(only: str | None, name: str) -> bool:
     return name == HISTORY.name and main
 
 
-def ask(subject: Subject, settings: Settings, only: str | None, shown: "Progress") -> Answers:
+def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress) -> Answers:
     """Ask every question."""
     answers = Answers()
     for case in CASES:
@@ -185,7 +143,7 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: "Progress
     return answers
 
 
-def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: "Progress") -> None:
+def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Run a case and apply its statistics."""
     if case.needs - subject.takes:
         answers.notes.append(f"{case.name}: not asked, because verify takes no {', '.join(sorted(case.needs))}.")
@@ -225,7 +183,7 @@ def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Gene
     return bool((probe.accepted == 0).all())
 
 
-def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
+def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Two requests of one call, and the same place of two calls, must be independent."""
     models, random = settings.models(ALIKE), settings.random(ALIKE.name)
     calls = max(50, min(cases.MOST_CALLS, settings.requests // 500))
@@ -242,7 +200,7 @@ def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: "Pr
     answers.findings.append(pairs(cases.IN_CALLS, what, places, vocab))
 
 
-def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Progress") -> None:
+def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Two steps of a request with one seed must be independent."""
     if not {"seeds", "positions"} <= subject.takes:
         answers.notes.append(f"{cases.STEPS}: not asked, because verify does not take seeds and positions.")
@@ -255,97 +213,3 @@ def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: "Pr
         return
     what = "first tokens of two steps with one seed are independent"
     answers.findings.append(pairs(cases.STEPS, what, tokens, settings.vocab_size))
-
-
-def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:
-    """Return whether drafts are distributed as their logits say: else the bounds on acceptance do not hold."""
-    expected = models.final_states(models.draft_probs)
-    counts = np.bincount(outcome.draft_states[:, -1], minlength=len(expected))
-    complete = bool((outcome.given == models.num_draft_tokens).all())
-    return complete and goodness_of_fit(counts[None], expected[None]).p_value > FALSE_ALARM
-
-
-def note_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
-    """Report drafts of another distribution: exact for some methods, such as strict, and wrong for others."""
-    for case in CASES:
-        outcome = answers.outcomes.get(case.name)
-        if subject.draft is None or outcome is None or case.how.drafts != "drawn":
-            continue
-        if not drafts_fit(settings.models(case), outcome):
-            answers.notes.append(
-                f"{case.name}: draft does not draw from the softmax of draft_logits / temperature. Only a verifier that "
-                "does not divide by their probability can be right with it."
-            )
-            return
-
-
-def note_seeds(subject: Subject, settings: Settings, answers: Answers) -> None:
-    """Report whether a seed fixes the tokens, in every batch, place and order."""
-    if "seeds" not in subject.takes:
-        return
-    models, random = settings.models(HISTORY), settings.random("seeds")
-    seeds, positions = runs.fresh(PROBES, random)
-    order = random.permutation(PROBES)[: PROBES // 2]
-    try:
-        drafts, states = runs.draft(subject, models, HISTORY.how, seeds, positions, random)
-        whole = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
-        again = subject.call(runs.arguments_of(models, HISTORY.how, drafts, states, seeds, positions))
-        some = (each[order] for each in (drafts, states, seeds, positions))
-        other = subject.call(runs.arguments_of(models, HISTORY.how, *some))
-    except OutputError:
-        return  # seen elsewhere
-    same, moved = (whole == again).all(axis=1).sum(), (whole[order] == other).all(axis=1).sum()
-    answers.notes.append(
-        f"seeds: the same call again gives {same} of {PROBES} requests the same tokens; another batch, place and order "
-        f"{moved} of {len(order)}."
-    )
-
-
-def note_impossible_drafts(subject: Subject, settings: Settings, answers: Answers) -> None:
-    """Report whether drafts with q = 0 are accepted: drafts that are drawn from q never have it."""
-    if "draft_logits" not in subject.takes:
-        return
-    models, random = settings.models(ALIKE), settings.random("q = 0")
-    drafts = np.zeros((PROBES, models.num_draft_tokens), dtype=np.int64)
-    states = np.zeros((PROBES, models.num_draft_tokens + 1), dtype=np.int64)
-    arguments = runs.arguments_of(models, HISTORY.how, drafts, states, *runs.fresh(PROBES, random))
-    assert arguments.draft_logits is not None
-    arguments.draft_logits[:, :, 0] = -np.inf
-    try:
-        tokens = subject.call(arguments)
-    except OutputError as error:
-        answers.notes.append(f"drafts with q = 0, which no drafter draws: {str(error).splitlines()[0]}")
-        return
-    accepted = int((tokens[:, 1] != -1).sum())
-    if accepted > 0.9 * PROBES:
-        answers.notes.append(
-            f"drafts with q = 0: {accepted} of {PROBES} are accepted. No drafter draws them; but if rounding or truncation "
-            "makes a q of 0, they should be rejected."
-        )
-
-
-class Progress:
-    """A line on standard error, if it is wanted."""
-
-    def __init__(self, requests: int, wanted: bool) -> None:
-        self.requests, self.wanted = requests, wanted
-        self.done, self.what, self.shown = 0, "", -1.0
-
-    def say(self, what: str) -> None:
-        """Name what is being done."""
-        self.what = what
-        self.tick(0)
-
-    def tick(self, requests: int) -> None:
-        """Count requests; show it ten times a second at most."""
-        self.done += requests
-        now = time.monotonic()
-        if self.wanted and (not requests or now - self.shown > 0.1):
-            self.shown = now
-            share = min(1.0, self.done / self.requests)
-            print(f"\r{share:4.0%} {self.what:40}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self.wanted:
-            print("\r" + " " * 46 + "\r", end="", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ from what was seen by more than chance; of those that fit, the one that differs 
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.stats import chi2
@@ -15,11 +14,9 @@ from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE
 from specdecode.checking.mistakes import MISTAKES, Mistake
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
+from specdecode.checking.settings import Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Ids, Subject
-
-if TYPE_CHECKING:
-    from specdecode.checking.checker import Settings
 
 FITS = 1e-5
 """A mistake is left out if it differs with a smaller p-value, in all or in one case."""
@@ -43,7 +40,7 @@ def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
 
 
-def by_distribution(subject: Subject, settings: "Settings", outcomes: Mapping[str, Outcome]) -> list[str]:
+def by_distribution(subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> list[str]:
     """Return the ids of the mistakes whose distribution fits, likeliest first."""
     distances: dict[str, float] = {}
     for name, mistake in MISTAKES.items():
@@ -55,7 +52,7 @@ def by_distribution(subject: Subject, settings: "Settings", outcomes: Mapping[st
     return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
-def compared(mistake: Mistake, subject: Subject, settings: "Settings", outcomes: Mapping[str, Outcome]) -> float | None:
+def compared(mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> float | None:
     """Return how far the mistake is from what was seen, in standard deviations, or None if it does not fit."""
     simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
     statistic, degrees = 0.0, 0
