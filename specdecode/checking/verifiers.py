@@ -64,6 +64,10 @@ class Step(NamedTuple):
         """Return what rows [n, K or more, V] say of each draft: [n, K]."""
         return np.asarray(np.take_along_axis(rows[:, : self.num_drafts], self.drafts[:, :, None], axis=2)[:, :, 0])
 
+    def draft_at(self, offsets: Ids) -> Ids:
+        """Return each request's draft in a place: [n]; offsets beyond the drafts mean the last one."""
+        return self.row(self.drafts[:, :, None].astype(np.float64), offsets)[:, 0].astype(np.int64)
+
     def uniforms(self, use: int = Use.ACCEPT) -> Floats:
         """Return one for each draft: [n, K]."""
         columns = [self.uniform(i, use) for i in range(self.num_drafts)]

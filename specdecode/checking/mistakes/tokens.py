@@ -133,6 +133,22 @@ RECOVERED = {
         "Emit a token of the residual in its place.",
         Verifier(emit=emit_rejected),
     ),
+    "recovered_minus_one_probability": Mistake(
+        "the residual subtracts q at the rejected draft alone, though q has other tokens, too.",
+        "rotalabs-accel 1.1.1",
+        "Subtract the whole row: max(0, p - q).",
+        Verifier(
+            recovered=lambda step, n: or_target(
+                step,
+                n,
+                np.maximum(
+                    0,
+                    step.row(step.target, n)
+                    - step.row(step.draft, n) * point_mass(step.draft_at(n), step.target.shape[2]),
+                ),
+            )
+        ),
+    ),
     "goes_on_after_a_rejection": Mistake(
         "after the recovered token further drafts are emitted.",
         EASY,
