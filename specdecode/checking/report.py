@@ -81,7 +81,7 @@ class Report:
 
     def verdict(self) -> str:
         """Say how sure this is."""
-        alarm = f"A check fails if its p-value is below {self.threshold:.1g}; that happens to a right verifier in one run of a million."
+        alarm = f"A check fails if its p-value is below {self.threshold:.1g}. A right verifier fails once in a million runs."
         if not self.passed:
             return alarm
         return f"{alarm} An error of the total variation in the table is seen with probability .999."

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.stats import chi2, ncx2
+from scipy.special import chdtrc, chdtri, chndtrinc
 
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -51,7 +50,7 @@ def goodness_of_fit(counts: Counts, probabilities: Floats) -> Fit:
         statistic += deviance(observed, expected) / correction
         degrees += len(observed) - 1
         size += int(total)
-    p_value = 0.0 if impossible else float(chi2.sf(statistic, degrees)) if degrees else 1.0
+    p_value = 0.0 if impossible else float(chdtrc(degrees, statistic)) if degrees else 1.0
     return Fit(p_value, degrees, size, impossible)
 
 
@@ -66,11 +65,14 @@ def homogeneity(one: Counts, other: Counts) -> Fit:
         [together[order][:small].cumsum() // (2 * LEAST_EXPECTED), len(cell) + np.arange(small, len(cell))]
     )
     _, group = np.unique(groups, return_inverse=True)
-    return independence(np.array([np.bincount(group, weights) for weights in table[:, order]]))._replace(size=len(one))
+    pooled_table = np.array([np.bincount(group, weights) for weights in table[:, order]])
+    return independence(pooled_table, keep_rows=True)._replace(size=len(one))
 
 
-def independence(table: Counts | Floats) -> Fit:
+def independence(table: Counts | Floats, keep_rows: bool = False) -> Fit:
     """Test whether the rows of a table of counts have one distribution: the totals are taken as given.
+
+    Rows and columns that expect too little are added up; rows only if they need not be kept.
 
     >>> independence(np.array([[30, 20], [20, 30]]))  # p-value: chi-square of 4.0271 / 1.015 with 1 degree
     Fit(p_value=0.0463..., degrees=1, size=100, impossible=0)
@@ -78,7 +80,7 @@ def independence(table: Counts | Floats) -> Fit:
     table = np.asarray(table, dtype=np.float64)
     total = table.sum()
     while min(table.shape) > 1 and table.sum(axis=1).min() * table.sum(axis=0).min() < LEAST_EXPECTED * total:
-        by_rows = table.sum(axis=1).min() < table.sum(axis=0).min()
+        by_rows = not keep_rows and table.sum(axis=1).min() < table.sum(axis=0).min()
         table = smallest_joined(table) if by_rows else smallest_joined(table.T).T
     if min(table.shape) < 2:
         return Fit(1.0, 0, int(total))
@@ -86,7 +88,7 @@ def independence(table: Counts | Floats) -> Fit:
     degrees = (len(rows) - 1) * (len(columns) - 1)
     statistic = deviance(table, np.outer(rows, columns) / total)
     correction = 1 + ((total / rows).sum() - 1) * ((total / columns).sum() - 1) / (6 * total * degrees)
-    return Fit(float(chi2.sf(statistic / correction, degrees)), degrees, int(total))
+    return Fit(float(chdtrc(degrees, statistic / correction)), degrees, int(total))
 
 
 def smallest_joined(table: Floats) -> Floats:
@@ -139,9 +141,5 @@ def detectable(degrees: int, size: int, threshold: float) -> float:
     """
     if not degrees or not size:
         return 1.0
-    critical = chi2.isf(threshold, degrees)
-
-    def missed(noncentrality: float) -> float:
-        return float(ncx2.cdf(critical, degrees, noncentrality)) - (1 - POWER)
-
-    return min(1.0, float(np.sqrt(brentq(missed, 1e-3, 4 * critical + 400) / (4 * size))))
+    noncentrality = chndtrinc(chdtri(degrees, threshold), degrees, 1 - POWER)
+    return min(1.0, float(np.sqrt(noncentrality / (4 * size))))

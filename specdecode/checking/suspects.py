@@ -8,7 +8,7 @@ from what was seen by more than chance; of those that fit, the one that differs 
 from collections.abc import Mapping
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.special import chdtrc, chdtri
 
 from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE
 from specdecode.checking.mistakes import MISTAKES, Mistake
@@ -36,7 +36,7 @@ def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     if failed & set(INDEPENDENCE):
         asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
     if "requests of a call" in failed:
-        asked, failed = asked - {"steps"}, failed - {"steps"}  # it takes for granted what failed
+        asked = failed = {"requests of a call"}  # the others take for granted what failed
     return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
 
 
@@ -68,9 +68,9 @@ def compared(mistake: Mistake, subject: Subject, settings: Settings, outcomes: M
         if fit.p_value < FITS:
             return None
         if requests == len(seen.tokens):
-            statistic += float(chi2.isf(fit.p_value, fit.degrees)) if fit.degrees else 0.0
+            statistic += float(chdtri(fit.degrees, fit.p_value)) if fit.degrees else 0.0
             degrees += fit.degrees
-    if degrees and chi2.sf(statistic, degrees) < FITS:
+    if degrees and chdtrc(degrees, statistic) < FITS:
         return None
     return float((statistic - degrees) / max(1.0, (2 * degrees) ** 0.5))
 
