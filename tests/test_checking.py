@@ -99,7 +99,7 @@ def test_what_a_verifier_does_not_take_is_left_out():
     report = check(student(), requests=5_000)
     assert report.passed, str(report)
     assert {"temperature 0.6", "greedy", "steps", "ragged drafts"} & set(by_name(report)) == set()
-    assert sum("not asked" in note for note in report.notes) >= 5
+    assert sum("not asked" in note for note in report.notes) >= 3
 
 
 def test_a_verifier_without_draft_logits_is_right_if_it_treats_drafts_as_certain():
@@ -137,6 +137,7 @@ HIDDEN = {
     "bonus_from_last_slot": 100_000,
     "temperature_for_target_alone": 100_000,
     "block_residual_unscaled": 100_000,
+    "block_one_uniform": 100_000,
     "drafts_without_temperature": 100_000,
 }
 """What changes little, and only in a case with few of the requests, needs larger runs."""

@@ -90,7 +90,7 @@ def check(
     return Report(
         checks,
         suspects,
-        answers.notes + [note for each in answers.findings for note in each.notes],
+        answers.all_notes(),
         name or getattr(verify, "__name__", type(verify).__name__),
         {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
         threshold,
@@ -147,20 +147,21 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
 def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Run a case and apply its statistics."""
     if case.needs - subject.takes:
-        answers.notes.append(f"{case.name}: not asked, because verify takes no {', '.join(sorted(case.needs))}.")
+        answers.leave_out(case.name, f"verify takes no {', '.join(sorted(case.needs))}.")
         return
     models, random = settings.models(case), settings.random(case.name)
     try:
         if case.how.drafts == "ragged" and not takes_ragged_drafts(subject, models, random):
-            answers.notes.append(
-                f"{case.name}: not asked. A request whose drafts are all -1 must get one token, from its first row. If your "
-                "requests may have fewer drafts than others, this is an error: is -1 used as an index?"
+            answers.leave_out(
+                case.name,
+                "a request whose drafts are all -1 gets no token, or more than one. Do yours have fewer drafts than others? "
+                "Then this is an error: is -1 used as an index?",
             )
             return
         outcome = runs.run(subject, models, case.how, settings.size(case.share), random, shown.tick)
     except OutputError as error:
         if case.may_refuse and error.raised:
-            answers.notes.append(f"{case.name}: not asked, because {str(error).splitlines()[0]}.")
+            answers.leave_out(case.name, f"{str(error).splitlines()[0]}.")
         else:
             answers.fail(case.name, error)
         return
@@ -218,7 +219,7 @@ def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
 def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
     """Two steps of a request with one seed must be independent."""
     if not {"seeds", "positions"} <= subject.takes:
-        answers.notes.append(f"{cases.STEPS}: not asked, because verify does not take seeds and positions.")
+        answers.leave_out(cases.STEPS, "verify does not take seeds and positions.")
         return
     models, random = settings.models(ALIKE), settings.random(cases.STEPS)
     try:

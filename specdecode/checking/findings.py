@@ -31,6 +31,9 @@ class Finding(NamedTuple):
     suspect: str = ""
     """The id of the known mistake that an error shows."""
 
+    certain: bool = False
+    """Whether there is only one right outcome: then one other is proof."""
+
     def verdict(self, threshold: float) -> bool:
         """Return whether it passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
@@ -39,8 +42,10 @@ class Finding(NamedTuple):
         """Say what was compared, and how small an error would have been seen, or what was."""
         if not self.verdict(threshold):
             return "\n".join(filter(None, (self.what, self.seen)))
-        if self.fit is None or not self.fit.degrees:
+        if self.fit is None:
             return self.what
+        if not self.fit.degrees:
+            return self.what + ("" if self.certain else "; too few requests to tell")
         return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
 
 
@@ -75,19 +80,15 @@ def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
     fit = goodness_of_fit(counts[None], expected[None])
     vocab, length = models.vocab_size, models.num_draft_tokens + 1
     what = f"the {length} tokens together" if length > 1 else "the token"
+    if certain := bool(expected.max() == 1):
+        what = "every token is the only possible one"
     seen = ""
     if len(expected) == vocab**length:
         index = farthest(counts, expected)
         text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
         seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}"
-    return Finding(
-        name_of(case, "joint"),
-        fit.p_value,
-        True,
-        what,
-        "; ".join(filter(None, (difference(counts, expected), seen))),
-        fit,
-    )
+    seen = "; ".join(filter(None, (difference(counts, expected), seen)))
+    return Finding(name_of(case, "joint"), fit.p_value, True, what, seen, fit, certain=certain)
 
 
 def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
@@ -109,7 +110,7 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     seen = f"after {text_of(models, state, place)}, token {value}: "
     seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
     statistic = "first token" if place == 0 else f"token {place + 1}"
-    what = "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted drafts"
+    what = "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
     if place == models.num_draft_tokens:
         statistic, what = "bonus token", "the token after all drafts were accepted"
     notes: tuple[str, ...] = ()

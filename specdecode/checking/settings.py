@@ -46,7 +46,18 @@ class Answers:
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
+        self.not_asked: dict[str, list[str]] = {}
+        """Names of questions, by the reason."""
         self.outcomes: dict[str, runs.Outcome] = {}
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note that a question was not asked."""
+        self.not_asked.setdefault(reason, []).append(name)
+
+    def all_notes(self) -> list[str]:
+        """Return what is to be reported beside the checks."""
+        left_out = [f"not asked: {', '.join(names)}: {reason}" for reason, names in self.not_asked.items()]
+        return left_out + self.notes + [note for each in self.findings for note in each.notes]
 
     def fail(self, name: str, error: OutputError) -> None:
         """Take an error as the answer."""
