@@ -16,6 +16,7 @@ from specdecode.checking.cases import CASES, HISTORY
 from specdecode.checking.mistakes import MISTAKES
 from specdecode.checking.settings import Settings
 from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
+from tests.conftest import ON_GPU
 from tests.support.enumeration import Case, normalised, sequence_distribution
 from tests.support.exactness import accepted_distribution, accepted_distribution_of_blocks, overlap
 
@@ -479,9 +480,10 @@ def test_what_cannot_run_is_status_2_and_says_why(subject, message, file, tmp_pa
 # ---- Subjects ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["eager", *["triton"] * ON_GPU])
 @pytest.mark.parametrize("method", ["probabilistic", "block", "strict"])
-def test_this_packages_methods_are_right(method):
-    subject = subjects.load(f"specdecode:{method}:eager")
+def test_this_packages_methods_are_right(method, backend):
+    subject = subjects.load(f"specdecode:{method}:{backend}")
     report = check(subject.verify, subject.draft, requests=40_000, name=subject.name)
     assert report.passed, str(report)
     assert {case.name for case in CASES} <= set(by_name(report))  # none is left out

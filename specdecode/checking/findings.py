@@ -110,7 +110,9 @@ def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
     seen = f"after {text_of(models, state, place)}, token {value}: "
     seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
     statistic = "first token" if place == 0 else f"token {place + 1}"
-    what = "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
+    what = (
+        "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
+    )
     if place == models.num_draft_tokens:
         statistic, what = "bonus token", "the token after all drafts were accepted"
     notes: tuple[str, ...] = ()

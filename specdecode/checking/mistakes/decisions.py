@@ -67,7 +67,7 @@ def uncut_acceptance(step: Step) -> Floats:
 ACCEPTANCE = {
     "accept_everything": Mistake(
         "every draft is accepted, whatever the target says.",
-        "vllm-ascend",
+        "vllm-ascend issue 13730",
         "Compare a uniform number with p / q at every draft; check that a kernel is not a stub.",
         Verifier(accepts=lambda step: np.ones(step.drafts.shape, dtype=bool)),
     ),

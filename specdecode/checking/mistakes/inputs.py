@@ -140,7 +140,7 @@ ROWS = {
     ),
     "always_greedy": Mistake(
         "the target's argmax is emitted at every temperature.",
-        "SGLang on ROCm",
+        "SGLang on ROCm, pull request 31214; LiteRT-LM issue 3017",
         "Draw at temperatures above 0.",
         Verifier(target_probs=lambda logits, temperature: softmax(logits, 0)),
     ),
@@ -222,7 +222,7 @@ DRAFTS = {
     ),
     "drafts_truncated": Mistake(
         "drafts are drawn from a truncated row (here: its likelier half), and judged by the whole one.",
-        "q taken before truncation, a public report",
+        "transformers issue 47932",
         "Judge drafts by the distribution that they were drawn from.",
         TOKENS,
         Drafter(probs=most_likely_half),
@@ -247,7 +247,7 @@ DRAFTS = {
 NOISE = {
     "one_noise_for_a_call": Mistake(
         "all requests of a call have the same random numbers.",
-        "a public report",
+        "TensorRT-LLM issue 19487: requests without a seed share one stream",
         "Draw for each request, or make its seed part of the key.",
         Verifier(noise=in_one_call),
         signature=frozenset({"requests of a call"}),

@@ -59,7 +59,7 @@ RECOVERED = {
     "recovered_from_target": Mistake(
         "after a rejection the recovered token is drawn from p, not from the residual. To accept another draft of the "
         "same row by the same p / q comes to the same.",
-        "several public reports; TensorRT-LLM's trees at one time",
+        "several public reports, such as Spec-RL issue 14; TensorRT-LLM's trees at one time",
         "Draw it with weights max(0, p - q); judge a sibling in a tree by them, too.",
         Verifier(recovered=lambda step, accepted: step.row(step.target, accepted)),
     ),
@@ -188,7 +188,7 @@ BONUS = {
     ),
     "bonus_argmax": Mistake(
         "the bonus token is the argmax.",
-        "greedy fallbacks",
+        "kronk pull request 788",
         "Draw it from p, row K.",
         Verifier(bonus=lambda step: argmax(step.row(step.target, step.given))),
     ),
