@@ -302,6 +302,7 @@ def test_an_error_in_a_rare_case_leaves_the_other_checks():
         ({"vocab_size": 1}, "vocab_size: expected an integer of at least 2, got 1"),
         ({"requests": 1.5}, "requests: expected an integer of at least 100, got 1.5"),
         ({"only": "everything"}, "only: expected the name of a check"),
+        ({"verify": student(), "only": "steps"}, "only: expected a question that can be asked, got 'steps'; not asked"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
@@ -453,6 +454,34 @@ def test_the_command_has_json_a_drafter_and_one_question(file, capsys):
     assert report["settings"] == {"drafts": 3, "vocabulary": 5, "requests": 2000, "seed": 0}
 
 
+SHARING = """
+import numpy as np
+from specdecode.checking.verifiers import TOKENS, Drafter
+drawn = []
+
+def draft(draft_logits, *, temperature, seeds, positions, offset):
+    drawn.append(offset)
+    return Drafter()(draft_logits, temperature=temperature, seeds=seeds, positions=positions, offset=offset)
+
+def verify(target_logits, draft_token_ids, draft_logits, *, temperature, seeds, positions):
+    assert drawn
+    return TOKENS(target_logits, draft_token_ids, draft_logits, temperature=temperature, seeds=seeds, positions=positions)
+"""
+
+
+def test_a_verifier_and_a_drafter_of_one_file_share_what_is_in_it(tmp_path, capsys):
+    (tmp_path / "both.py").write_text(SHARING)
+    path = tmp_path / "both.py"
+    assert (
+        cli.main(["check", f"{path}:verify", "--draft", f"{path}:draft", "--only", "joint", "--requests", "500"]) == 0
+    )
+
+
+def test_a_vocabulary_of_a_real_size_can_be_asked_about():
+    report = check(TOKENS, vocab_size=20_000, num_draft_tokens=1, requests=300, only="joint")
+    assert report.passed
+
+
 def test_progress_is_shown_if_asked_for(file, capsys):
     assert cli.main(["check", file(False), "--requests", "2000", "--progress"]) == 0
     assert "padding" in capsys.readouterr().err
@@ -464,6 +493,7 @@ def test_progress_is_shown_if_asked_for(file, capsys):
         ("nobody.py:verify", "expected a Python file"),
         ("{file}:nothing", "expected a function of"),
         ("{broken}:verify", "raised ZeroDivisionError"),
+        ("{leaving}:verify", "raised SystemExit"),
         ("nobody", "expected file.py:function, or one of specdecode, transformers, vllm"),
         ("specdecode:block:eager:more", "expected specdecode:[method]:[backend], got"),
         ("specdecode:greedy", "method: "),
@@ -472,8 +502,12 @@ def test_progress_is_shown_if_asked_for(file, capsys):
 )
 def test_what_cannot_run_is_status_2_and_says_why(subject, message, file, tmp_path, capsys):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaving.py").write_text("exit(0)")
     mine = file(False).removesuffix(":verify")
-    assert cli.main(["check", subject.format(file=mine, broken=tmp_path / "broken.py")]) == 2
+    assert (
+        cli.main(["check", subject.format(file=mine, broken=tmp_path / "broken.py", leaving=tmp_path / "leaving.py")])
+        == 2
+    )
     assert message in capsys.readouterr().err
 
 

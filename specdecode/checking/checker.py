@@ -54,7 +54,8 @@ def check(
         The report; `report.passed` says whether everything is right.
 
     Raises:
-        ValueError: an argument is out of range, or the signature of a function is another one.
+        ValueError: an argument is out of range, the signature of a function is another one, or the only question cannot
+            be asked.
 
     >>> import numpy as np
     >>> def verify(target_logits, draft_token_ids):
@@ -139,8 +140,11 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
         note_drafts(subject, settings, answers)
         note_seeds(subject, settings, answers)
         note_impossible_drafts(subject, settings, answers)
-    elif any(each.name == only for each in answers.findings):
+        return answers
+    if any(each.name == only for each in answers.findings):
         answers.findings = [each for each in answers.findings if each.name == only]
+    if not answers.findings:
+        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {' '.join(answers.all_notes())}")
     return answers
 
 

@@ -2,6 +2,8 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import ModuleType
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
@@ -47,8 +49,9 @@ def run(options: Namespace) -> int:
         from specdecode.checking.subjects import load
     except ImportError as error:
         raise ValueError(f"check needs {error.name}: pip install 'specdecode[check]'") from None
-    subject = load(options.subject)
-    draft = load(options.draft).verify if options.draft else subject.draft
+    files: dict[Path, ModuleType] = {}
+    subject = load(options.subject, files)
+    draft = load(options.draft, files).verify if options.draft else subject.draft
     report = check(
         subject.verify,
         draft,

@@ -12,6 +12,9 @@ from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models, make_models
 from specdecode.checking.subject import OutputError
 
+MOST_LOGITS = 2**22
+"""Of one table of a model."""
+
 
 class Settings(NamedTuple):
     """The size of a run."""
@@ -24,7 +27,8 @@ class Settings(NamedTuple):
     def models(self, case: Case) -> Models:
         """Return a case's models; they are the same in every run of one size, so that its power is, too."""
         drafts = self.num_draft_tokens if case.num_draft_tokens is None else case.num_draft_tokens
-        return make_models(drafts, self.vocab_size, case.max_states, case.shape, case.temperature, number(case.name))
+        states = max(1, min(case.max_states, MOST_LOGITS // self.vocab_size))
+        return make_models(drafts, self.vocab_size, states, case.shape, case.temperature, number(case.name))
 
     def random(self, name: str, purpose: int = 0) -> np.random.Generator:
         """Return a generator of a question's own, so that it gives the same alone."""

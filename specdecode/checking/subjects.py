@@ -29,15 +29,19 @@ class Loaded(NamedTuple):
     name: str
 
 
-def load(name: str) -> Loaded:
+def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
     """Return a subject by its name, or a function by `file.py:name`.
+
+    Args:
+        name: of the subject.
+        files: what was run before, so that functions of one file share what is in it.
 
     Raises:
         ValueError: there is none of that name, or what it needs is not installed.
     """
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
-        return Loaded(load_function(Path(file), function), None, name)
+        return Loaded(load_function(Path(file), function, {} if files is None else files), None, name)
     first, *options = name.split(":")
     if first not in SUBJECTS:
         known = ", ".join(SUBJECTS)
@@ -55,24 +59,31 @@ def usage(name: str) -> str:
     return ":".join([name, *(f"[{each}]" for each in inspect.signature(SUBJECTS[name]).parameters)])
 
 
-def load_function(file: Path, name: str) -> Function:
-    """Run a file and return one of its functions."""
+def load_function(file: Path, name: str, files: dict[Path, ModuleType]) -> Function:
+    """Run a file, if it has not been run before, and return one of its functions."""
     if not file.is_file():
         raise ValueError(f"subject: expected a Python file, got {str(file)!r}, which is none")
-    sys.path.insert(0, str(file.parent.resolve()))  # so that it can import its neighbours
-    specification = importlib.util.spec_from_file_location(file.stem, file)
+    if file not in files:
+        files[file] = run_file(file)
+    function: Function | None = getattr(files[file], name, None)
+    if not callable(function):
+        raise ValueError(f"subject: expected a function of {file}, got {name!r}, which it does not have")
+    return function
+
+
+def run_file(file: Path) -> ModuleType:
+    """Run a file as a module, which can import its neighbours."""
+    sys.path.insert(0, str(file.parent.resolve()))
+    specification = importlib.util.spec_from_file_location(f"checked_{file.stem}", file)
     assert specification is not None
     assert specification.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(specification)
-    sys.modules[file.stem] = module
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module
     try:
         specification.loader.exec_module(module)
-    except Exception as error:  # whatever a file does when it is run
+    except (Exception, SystemExit) as error:  # whatever a file does when it is run
         raise ValueError(f"subject: {file} raised {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"subject: expected a function of {file}, got {name!r}, which it does not have")
-    function: Function = getattr(module, name)
-    return function
+    return module
 
 
 def only(condition: bool, what: str) -> None:
