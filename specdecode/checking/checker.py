@@ -77,16 +77,11 @@ def check(
     checks = [
         Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
     ]
-    suspects = []
-    if not all(each.passed for each in checks):
+    if all(each.passed for each in checks):
+        suspects = []
+    else:
         shown.say("comparing with known mistakes")
-        failed = [each for each in checks if not each.passed]
-        asked, names = {each.name for each in checks}, {each.name for each in failed}
-        suspects = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)] or by_signature(
-            asked, names
-        )
-        if not suspects and not names & set(cases.INDEPENDENCE) and all(each.p_value is not None for each in failed):
-            suspects = by_distribution(subject, settings, answers.outcomes)
+        suspects = suspects_of(subject, settings, answers, checks)
     shown.end()
     return Report(
         checks,
@@ -97,6 +92,17 @@ def check(
         threshold,
         time.perf_counter() - started,
     )
+
+
+def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: list[Check]) -> list[str]:
+    """Return the known mistakes that fit: those that an error shows, else by what failed, else by the distribution."""
+    shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
+    failed = [each for each in checks if not each.passed]
+    names = {each.name for each in failed}
+    known = shown or by_signature({each.name for each in checks}, names)
+    if known or names & set(cases.INDEPENDENCE) or any(each.p_value is None for each in failed):
+        return known  # distributions tell nothing where requests are not independent, or an error stopped the run
+    return by_distribution(subject, settings, answers.outcomes)
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
