@@ -16,7 +16,7 @@ RIGHT = {
     "strict": (STRICT, None),
     "strict-with-shared-noise": (STRICT, Drafter(use=Use.OWN)),
 }
-SIZES = {"K1-V2": (1, 2), "K3-V5": (3, 5), "K6-V4": (6, 4), "K2-V100": (2, 100)}
+SIZES = {"K1-V2": (1, 2), "K6-V4": (6, 4), "K2-V100": (2, 100)}
 
 
 def by_name(report):
@@ -61,6 +61,11 @@ def test_right_verifiers_pass_at_every_size_and_are_accused_of_nothing(name, siz
     assert report.suspects == []
 
 
+def test_a_vocabulary_of_a_real_size_can_be_asked_about():
+    report = check(TOKENS, vocab_size=20_000, num_draft_tokens=1, requests=300, only="joint")
+    assert report.passed
+
+
 def test_a_run_of_the_default_size_asks_all_questions():
     report = check(TOKENS, Drafter())
     assert report.passed, str(report)
@@ -75,10 +80,10 @@ def test_fifty_runs_of_right_verifiers_give_no_alarm_and_uniform_p_values():
     p_values = []
     for seed in range(50):
         verifier, drafter = list(RIGHT.values())[seed % len(RIGHT)]
-        report = check(verifier, drafter, requests=4_000, seed=seed)
+        report = check(verifier, drafter, requests=3_000, seed=seed)
         assert report.passed, str(report)
         p_values += [each.p_value for each in report.checks if 0 < each.p_value < 1 and "accept" not in each.name]
-    assert len(p_values) > 500
+    assert len(p_values) > 400
     # The discrete ones, of few requests, are near 1 a little too often; what counts is that none are small too often.
     for limit in (0.1, 0.01, 0.001):
         assert binom.sf(sum(p < limit for p in p_values) - 1, len(p_values), limit) > 1e-4
@@ -127,7 +132,9 @@ HIDDEN = {
     "bonus_from_last_slot": 100_000,
     "temperature_for_target_alone": 100_000,
     "block_residual_unscaled": 100_000,
-    "block_one_uniform": 100_000,
+    "block_one_uniform": 60_000,
+    "draft_left_in_residual": 60_000,
+    "strict_draws_again": 60_000,
     "drafts_without_temperature": 100_000,
 }
 """What changes little, and only in a case with few of the requests, needs larger runs."""
@@ -137,10 +144,10 @@ HIDDEN = {
 def test_every_listed_mistake_is_seen(name, monkeypatch):
     monkeypatch.setattr(checker, "by_distribution", lambda *arguments: [])
     mistake = MISTAKES[name]
-    assert not check(mistake.verifier, mistake.drafter, requests=HIDDEN.get(name, 20_000)).passed
+    assert not check(mistake.verifier, mistake.drafter, requests=HIDDEN.get(name, 10_000)).passed
 
 
-@pytest.mark.parametrize("name", sorted(set(MISTAKES) - set(HIDDEN))[::7])
+@pytest.mark.parametrize("name", sorted(set(MISTAKES) - set(HIDDEN))[::8])
 def test_a_listed_mistake_is_named_first(name):
     """Some of them, once; `tests.tools.check_suspects` does it for all, with ten seeds."""
     mistake = MISTAKES[name]

@@ -87,11 +87,6 @@ def test_a_verifier_and_a_drafter_of_one_file_share_what_is_in_it(tmp_path, caps
     )
 
 
-def test_a_vocabulary_of_a_real_size_can_be_asked_about():
-    report = check(TOKENS, vocab_size=20_000, num_draft_tokens=1, requests=300, only="joint")
-    assert report.passed
-
-
 def test_progress_is_shown_if_asked_for(file, capsys):
     assert cli.main(["check", file(False), "--requests", "2000", "--progress"]) == 0
     assert "padding" in capsys.readouterr().err
