@@ -176,7 +176,7 @@ def vllm(method: str = "standard") -> Loaded:
         rows = on_gpu(target_logits[slots, offsets])
         sampled, counts = module.rejection_sample(
             rows / temperature if temperature > 0 else rows,  # as its processors leave them
-            None if draft_logits is None else on_gpu(draft_logits),
+            None if draft_logits is None or num_drafts == 0 else on_gpu(draft_logits),
             on_gpu(fed),
             on_gpu(np.cumsum([0, *(given + 1)]), torch.int32),
             on_gpu(positions[slots] + offsets),
