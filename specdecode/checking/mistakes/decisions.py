@@ -23,11 +23,6 @@ from specdecode.checking.verifiers import (
 THRESHOLD = 0.3
 
 
-def argmax(weights: Floats) -> Floats:
-    """Put all weight on the largest."""
-    return point_mass(weights.argmax(axis=1), weights.shape[1])
-
-
 def one_uniform(step: Step) -> Bools:
     """Compare every draft with one number."""
     return np.asarray(step.uniform(0, Use.ACCEPT)[:, None] < ratio(step))
@@ -39,7 +34,7 @@ def strict_shared(step: Step) -> Ids:
     return np.stack([pick(step.target[:, i], step.uniform(0, Use.OWN)) for i in rows], axis=1)
 
 
-def mass_over_ratio(step: Step) -> Floats:
+def ratios_alone(step: Step) -> Floats:
     """Accept each length of a block with its ratio."""
     return running_ratios(step)[:, 1:]
 
@@ -130,7 +125,7 @@ BLOCK = {
         "block verification, but the recovered token is drawn from max(0, p - q), without the running ratio.",
         EASY,
         "Draw it with weights max(0, c p - q).",
-        Verifier(BLOCKS.target_probs, accepts=BLOCKS.accepts, count=BLOCKS.count),
+        Verifier(accepts=BLOCKS.accepts, count=BLOCKS.count),
     ),
     "block_ratio_not_cut": Mistake(
         "block verification, but the running ratio is not cut at 1.",
@@ -145,7 +140,7 @@ BLOCK = {
         EASY,
         "Accept length i < K with A / (A + 1 - c), where A is the mass of max(0, c p - q).",
         Verifier(
-            accepts=lambda step: step.uniforms() < mass_over_ratio(step), count=BLOCKS.count, recovered=BLOCKS.recovered
+            accepts=lambda step: step.uniforms() < ratios_alone(step), count=BLOCKS.count, recovered=BLOCKS.recovered
         ),
     ),
     "block_stops_at_first_failure": Mistake(

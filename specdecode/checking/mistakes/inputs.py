@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specdecode.checking.mistakes.record import EASY, Mistake
+from specdecode.checking.mistakes.record import EASY, Mistake, unscaled
 from specdecode.checking.models import softmax
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
@@ -35,11 +35,6 @@ def most_likely_half(logits: Logits, temperature: float) -> Floats:
 def argmax(weights: Floats) -> Floats:
     """Put all weight on the largest."""
     return point_mass(weights.argmax(axis=1), weights.shape[1])
-
-
-def unscaled(logits: Logits, temperature: float) -> Floats:
-    """Leave the temperature out, unless it is 0."""
-    return softmax(logits, 0 if temperature == 0 else 1)
 
 
 def multiplied(logits: Logits, temperature: float) -> Floats:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from specdecode.checking.mistakes.record import EASY, Mistake
-from specdecode.checking.models import softmax
+from specdecode.checking.mistakes.record import EASY, Mistake, unscaled
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, point_mass, residual
 
@@ -23,11 +22,6 @@ def argmax(weights: Floats) -> Floats:
     return point_mass(weights.argmax(axis=1), weights.shape[1])
 
 
-def unscaled(logits: Logits, temperature: float) -> Floats:
-    """Leave the temperature out, unless it is 0."""
-    return softmax(logits, 0 if temperature == 0 else 1)
-
-
 def difference(step: Step, accepted: Ids) -> Floats:
     """Return p - q of the row of the rejected draft."""
     return step.row(step.target, accepted) - step.row(step.draft, accepted)
@@ -41,8 +35,7 @@ def same_uniform(step: Step, weights: Floats, accepted: Ids) -> Ids:
 
 def emit_rejected(step: Step, weights: Floats, accepted: Ids) -> Ids:
     """Return the draft even where it was rejected."""
-    padded = np.column_stack([step.drafts, step.drafts[:, :0].sum(axis=1)])
-    return np.where(accepted < step.given, padded[step.requests, accepted], pick(weights, step.uniform(0, Use.EMIT)))
+    return np.where(accepted < step.given, step.draft_at(accepted), pick(weights, step.uniform(0, Use.EMIT)))
 
 
 @dataclass(frozen=True)
