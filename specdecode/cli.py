@@ -1,6 +1,7 @@
-"""The command line: `specdecode demo`, `specdecode generate` and `specdecode solve`.
+"""The command line: `specdecode demo`, `specdecode generate`, `specdecode solve` and `specdecode check`.
 
-This file only reads the options. What imports PyTorch is in `commands`, which is imported when a command runs.
+This file only reads the options. What imports PyTorch is in `commands`, which is imported when a command runs; `check` does
+without.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdecode import __version__
+from specdecode.checking import command
 from specdecode.demo import TARGET
 
 METHODS = ("strict", "probabilistic", "block")
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     try:
         options = parser().parse_args(arguments)
+        if options.run == "run_check":
+            return command.run(options)
         commands = import_module("specdecode.commands")
         getattr(commands, options.run)(options, commands.make_console())
     except KeyboardInterrupt:
@@ -66,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
     solve.add_argument("--shape", choices=SHAPES, help="(default: decay for a rate, minimum_variance for a length)")
     solve.add_argument("--min-decay", type=float, default=0.85, help="of the shape decay (default %(default)s)")
     solve.set_defaults(run="run_solve")
+
+    check = commands.add_parser("check", help="tell what is wrong with a verifier, yours or an engine's")
+    command.add_options(check)
+    check.set_defaults(run="run_check")
     return top
 
 

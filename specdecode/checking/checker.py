@@ -1,0 +1,241 @@
+"""Ask a verifier all questions, and report the answers."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from specdecode.checking import cases, runs
+from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
+from specdecode.checking.findings import Finding, findings, pairs
+from specdecode.checking.models import Models
+from specdecode.checking.notes import PROBES, drafts_fit, note_drafts, note_impossible_drafts, note_seeds
+from specdecode.checking.report import Check, Report
+from specdecode.checking.settings import Answers, Progress, Settings
+from specdecode.checking.statistics import homogeneity
+from specdecode.checking.subject import Ids, OutputError, Subject
+from specdecode.checking.suspects import by_distribution, by_signature
+
+FALSE_ALARM = 1e-6
+"""Of a whole run, whatever the number of its tests."""
+
+
+def check(
+    verify: Callable[..., Any],
+    draft: Callable[..., Any] | None = None,
+    *,
+    num_draft_tokens: int = 3,
+    vocab_size: int = 5,
+    requests: int = 200_000,
+    seed: int = 0,
+    only: str | None = None,
+    progress: bool | None = None,
+    name: str = "",
+) -> Report:
+    """Verify many requests with small models, and compare the tokens with what the target alone would say.
+
+    Args:
+        verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
+            None, *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token,
+            then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it, too, leaves out
+            what it does not take. None: drafts are drawn from the softmax of their logits.
+        num_draft_tokens: K.
+        vocab_size: V, 2 or more.
+        requests: how many are verified in all.
+        seed: of the drafts and of all other random numbers of the checker.
+        only: ask this question alone, a name of the report's.
+        progress: whether to show progress on standard error; None: if it is a terminal.
+        name: how the report calls the verifier.
+
+    Returns:
+        The report; `report.passed` says whether everything is right.
+
+    Raises:
+        ValueError: an argument is out of range, the signature of a function is another one, or the only question cannot
+            be asked.
+
+    >>> import numpy as np
+    >>> def verify(target_logits, draft_token_ids):
+    ...     token = (target_logits[:, 0] + random.gumbel(size=target_logits[:, 0].shape)).argmax(axis=1)
+    ...     return np.concatenate([token[:, None], np.full(draft_token_ids.shape, -1)], axis=1)
+    >>> random = np.random.default_rng(0)
+    >>> report = check(verify, requests=20_000)  # it samples from the target and accepts no draft: a waste, but no error
+    >>> report.passed, report.suspects
+    (True, [])
+    """
+    started = time.perf_counter()
+    settings = Settings(num_draft_tokens, vocab_size, requests, seed)
+    check_settings(settings, only)
+    subject = Subject.of(verify, draft)
+    shown = Progress(requests, sys.stderr.isatty() if progress is None else progress)
+    answers = ask(subject, settings, only, shown)
+    tests = sum(each.p_value is not None for each in answers.findings)
+    threshold = FALSE_ALARM / max(1, tests)
+    checks = [
+        Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
+    ]
+    if all(each.passed for each in checks):
+        suspects = []
+    else:
+        shown.say("comparing with known mistakes")
+        suspects = suspects_of(subject, settings, answers, checks)
+    shown.end()
+    return Report(
+        checks,
+        suspects,
+        answers.all_notes(),
+        name or getattr(verify, "__name__", type(verify).__name__),
+        {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
+        threshold,
+        time.perf_counter() - started,
+    )
+
+
+def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: list[Check]) -> list[str]:
+    """Return the known mistakes that fit: those that an error shows, else by what failed, else by the distribution."""
+    shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
+    failed = [each for each in checks if not each.passed]
+    names = {each.name for each in failed}
+    known = shown or by_signature({each.name for each in checks}, names)
+    if known or names & set(cases.INDEPENDENCE) or any(each.p_value is None for each in failed):
+        return known  # distributions tell nothing where requests are not independent, or an error stopped the run
+    return by_distribution(subject, settings, answers.outcomes)
+
+
+def check_settings(settings: Settings, only: str | None) -> None:
+    """Raise if an argument is out of range."""
+    least = {"num_draft_tokens": 1, "vocab_size": 2, "requests": 100, "seed": 0}
+    for name, value in settings._asdict().items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
+            raise ValueError(f"{name}: expected an integer of at least {least[name]}, got {value!r}")
+    if only is not None and not any(asks(only, name) for name in question_names()):
+        raise ValueError(f"only: expected the name of a check, such as {', '.join(question_names())}, got {only!r}")
+
+
+def question_names() -> list[str]:
+    """Return the names of all cases."""
+    return [*(case.name for case in CASES), *cases.INDEPENDENCE]
+
+
+def asks(only: str | None, name: str) -> bool:
+    """Return whether a question is to be asked: a check of the main case is named without it."""
+    if only is None or only == name or only.startswith(f"{name}:"):
+        return True
+    main = only in ("first token", "bonus token", "acceptance") or (only.startswith("token ") and only[6:].isdigit())
+    return name == HISTORY.name and main
+
+
+def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress) -> Answers:
+    """Ask every question."""
+    answers = Answers()
+    for case in CASES:
+        if not asks(only, case.name):
+            continue
+        shown.say(case.name)
+        ask_case(subject, case, settings, answers, shown)
+        if case is HISTORY and "joint" not in answers.outcomes:
+            return answers  # a verifier that fails here fails everywhere alike
+    if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
+        ask_calls(subject, settings, answers, shown)
+    if asks(only, cases.STEPS):
+        ask_steps(subject, settings, answers, shown)
+    if only is None:
+        note_drafts(subject, settings, answers)
+        note_seeds(subject, settings, answers)
+        note_impossible_drafts(subject, settings, answers)
+        return answers
+    if any(each.name == only for each in answers.findings):
+        answers.findings = [each for each in answers.findings if each.name == only]
+    if not answers.findings:
+        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {' '.join(answers.all_notes())}")
+    return answers
+
+
+def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: Progress) -> None:
+    """Run a case and apply its statistics."""
+    if case.needs - subject.takes:
+        answers.leave_out(case.name, f"verify takes no {', '.join(sorted(case.needs))}.")
+        return
+    models, random = settings.models(case), settings.random(case.name)
+    try:
+        if case.how.drafts == "ragged" and not takes_ragged_drafts(subject, models, random):
+            answers.leave_out(
+                case.name,
+                "a request whose drafts are all -1 gets no token, or more than one. Do yours have fewer drafts than others? "
+                "Then this is an error: is -1 used as an index?",
+            )
+            return
+        outcome = runs.run(subject, models, case.how, settings.size(case.share), random, shown.tick)
+    except OutputError as error:
+        if case.may_refuse and error.raised:
+            answers.leave_out(case.name, f"{str(error).splitlines()[0]}.")
+        else:
+            answers.fail(case.name, error)
+        return
+    answers.outcomes[case.name] = outcome
+    drawn = subject.draft is None or case.how.drafts == "argmax" or drafts_fit(models, outcome)
+    answers.findings += findings(case, models, outcome, drawn)
+
+
+def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Generator) -> bool:
+    """Return whether requests without any draft are answered by one token each.
+
+    Raises:
+        OutputError: the verifier raised.
+    """
+    try:
+        probe = runs.run(subject, models, runs.How("none"), PROBES, random)
+    except OutputError as error:
+        if error.raised:
+            raise
+        return False
+    return bool((probe.accepted == 0).all())
+
+
+def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+    """Two requests of one call, and the same place of two calls, must be independent."""
+    models, random = settings.models(ALIKE), settings.random(ALIKE.name)
+    calls = max(50, min(cases.MOST_CALLS, settings.requests // 500))
+    try:
+        neighbours = runs.run_small_calls(subject, models, calls, random, shown.tick)
+        places = runs.run_two_calls(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
+    except OutputError as error:
+        answers.fail(cases.IN_A_CALL, error)
+        return
+    vocab = settings.vocab_size
+    what = "first tokens of neighbours in a call are independent"
+    answers.findings.append(pairs(cases.IN_A_CALL, what, neighbours, vocab))
+    what = "first tokens in the same place of different calls are independent"
+    answers.findings.append(calls_differ(pairs(cases.IN_CALLS, what, places, vocab), neighbours[:, 0], places.ravel()))
+
+
+def calls_differ(paired: Finding, in_first_place: Ids, in_any: Ids) -> Finding:
+    """Add a second test: over many calls the first place has the tokens that any place has.
+
+    Where every call starts with the same noise, it has fewer.
+    """
+    fit = homogeneity(in_first_place, in_any)
+    before = 1.0 if paired.p_value is None else paired.p_value
+    if fit.p_value >= before:
+        return paired._replace(p_value=min(1.0, 2 * before))
+    shares = [np.bincount(tokens).max() / len(tokens) for tokens in (in_first_place, in_any)]
+    seen = f"the first place of a call has one token in {shares[0]:.1%} of calls, any place in {shares[1]:.1%}"
+    return paired._replace(p_value=min(1.0, 2 * fit.p_value), seen=seen)
+
+
+def ask_steps(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+    """Two steps of a request with one seed must be independent."""
+    if not {"seeds", "positions"} <= subject.takes:
+        answers.leave_out(cases.STEPS, "verify does not take seeds and positions.")
+        return
+    models, random = settings.models(ALIKE), settings.random(cases.STEPS)
+    try:
+        tokens = runs.run_two_steps(subject, models, settings.size(cases.STEPS_SHARE), random, shown.tick)
+    except OutputError as error:
+        answers.fail(cases.STEPS, error)
+        return
+    what = "first tokens of two steps with one seed are independent"
+    answers.findings.append(pairs(cases.STEPS, what, tokens, settings.vocab_size))

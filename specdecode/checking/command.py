@@ -1,0 +1,67 @@
+"""`specdecode check`: a verifier in a file, or one that is installed."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from types import ModuleType
+
+EPILOG = """\
+SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
+transformers, vllm, vllm:block, sglang, flashinfer. The function takes (target_logits [n, K + 1, V], draft_token_ids [n, K],
+draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and returns [n, K + 1] ids:
+the accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
+
+
+def add_options(command: ArgumentParser) -> None:
+    """Add the options of `check`."""
+    command.epilog = EPILOG
+    command.add_argument("subject", metavar="SUBJECT", help="what to check, see below")
+    command.add_argument(
+        "--draft",
+        metavar="FILE:FUNCTION",
+        help="a drafter: (draft_logits [n, V], *, temperature, seeds, positions, offset)",
+    )
+    command.add_argument(
+        "--drafts", type=int, default=3, metavar="K", help="draft tokens per step (default %(default)s)"
+    )
+    command.add_argument(
+        "--vocab", type=int, default=5, metavar="V", help="tokens of the vocabulary (default %(default)s)"
+    )
+    command.add_argument(
+        "--requests", type=int, default=200_000, help="how many are verified in all (default %(default)s)"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of the checker's random numbers (default %(default)s)")
+    command.add_argument("--only", metavar="NAME", help="ask one question alone, a name of the report's")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument(
+        "--progress", action="store_true", default=None, help="show progress, also if standard error is no terminal"
+    )
+
+
+def run(options: Namespace) -> int:
+    """Check, print the report and return the exit status.
+
+    Raises:
+        ValueError: it cannot run.
+    """
+    try:
+        from specdecode.checking.checker import check
+        from specdecode.checking.subjects import load
+    except ImportError as error:
+        raise ValueError(f"check needs {error.name}: pip install 'specdecode[check]'") from None
+    files: dict[Path, ModuleType] = {}
+    subject = load(options.subject, files)
+    draft = load(options.draft, files).verify if options.draft else subject.draft
+    report = check(
+        subject.verify,
+        draft,
+        num_draft_tokens=options.drafts,
+        vocab_size=options.vocab,
+        requests=options.requests,
+        seed=options.seed,
+        only=options.only,
+        progress=options.progress,
+        name=subject.name,
+    )
+    print(json.dumps(report.as_dict(), indent=2) if options.json else report)
+    return int(not report.passed)

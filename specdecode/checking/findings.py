@@ -1,0 +1,182 @@
+"""From outcomes to findings: what each statistic of a case compares, and how it is said."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdecode.checking.cases import Case
+from specdecode.checking.models import Models, softmax
+from specdecode.checking.runs import Outcome
+from specdecode.checking.statistics import Counts, Fit, Floats, detectable, goodness_of_fit, independence, mean_above
+
+WASTE = 0.75
+"""Fewer accepted drafts than this share of what token verification accepts are noted."""
+
+
+class Finding(NamedTuple):
+    """One test, before it is known how many there are."""
+
+    name: str
+    p_value: float | None
+    passed: bool
+    """What counts if there is no p-value."""
+
+    what: str
+    seen: str = ""
+    """How it differs, said if it failed."""
+
+    fit: Fit | None = None
+    notes: tuple[str, ...] = ()
+    suspect: str = ""
+    """The id of the known mistake that an error shows."""
+
+    certain: bool = False
+    """Whether there is only one right outcome: then one other is proof."""
+
+    def verdict(self, threshold: float) -> bool:
+        """Return whether it passes."""
+        return self.passed if self.p_value is None else self.p_value >= threshold
+
+    def detail(self, threshold: float) -> str:
+        """Say what was compared, and how small an error would have been seen, or what was."""
+        if not self.verdict(threshold):
+            return "\n".join(filter(None, (self.what, self.seen)))
+        if self.fit is None:
+            return self.what
+        if not self.fit.degrees:
+            return self.what + ("" if self.certain else "; too few requests to tell")
+        return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
+
+
+def findings(case: Case, models: Models, outcome: Outcome, drafts_are_drawn: bool) -> list[Finding]:
+    """Apply the statistics of a case."""
+    found = []
+    for statistic in case.statistics:
+        if statistic == "joint":
+            found.append(joint(case, models, outcome))
+        elif statistic == "first token":
+            found.append(token(case, models, outcome, 0))
+        elif statistic == "token":
+            found += [token(case, models, outcome, i) for i in range(1, models.num_draft_tokens)]
+        elif statistic == "bonus token" and models.num_draft_tokens:
+            found.append(token(case, models, outcome, models.num_draft_tokens))
+        elif statistic == "acceptance" and models.num_draft_tokens and drafts_are_drawn:
+            found.append(acceptance(case, models, outcome))
+    return found
+
+
+def name_of(case: Case, statistic: str) -> str:
+    """Name a check: the main case's by their statistics alone."""
+    if statistic == "joint":
+        return case.name
+    return statistic if case.name == "joint" else f"{case.name}: {statistic}"
+
+
+def joint(case: Case, models: Models, outcome: Outcome) -> Finding:
+    """The K + 1 tokens together. They lead to a state each, or few texts share one."""
+    expected = models.final_states(models.target_probs)
+    counts = np.bincount(outcome.states[:, -1], minlength=len(expected))
+    fit = goodness_of_fit(counts[None], expected[None])
+    vocab, length = models.vocab_size, models.num_draft_tokens + 1
+    what = f"the {length} tokens together" if length > 1 else "the token"
+    if certain := bool(expected.max() == 1):
+        what = "every token is the only possible one"
+    seen = ""
+    if len(expected) == vocab**length:
+        index = farthest(counts, expected)
+        text = [int(index // vocab**i % vocab) for i in reversed(range(length))]
+        seen = f"tokens {text}: {said(counts[index], counts.sum(), expected[index])}"
+    seen = "; ".join(filter(None, (difference(counts, expected), seen)))
+    return Finding(name_of(case, "joint"), fit.p_value, True, what, seen, fit, certain=certain)
+
+
+def token(case: Case, models: Models, outcome: Outcome, place: int) -> Finding:
+    """One token, where all tokens before it are accepted drafts.
+
+    Whatever the exact method is, it must then be distributed as p. The text x and the token v after it come about in two
+    ways: x is accepted and v emitted, or less was accepted and the target itself went on to x and v. Together they have
+    the probability P(x) p(v | x), and the second way is proportional to p(v | x), so the first one is, too.
+    """
+    there = outcome.accepted >= place
+    expected = models.target_probs[place]
+    cells = outcome.states[there, place] * models.vocab_size + outcome.tokens[there, place]
+    counts = np.bincount(cells, minlength=expected.size).reshape(expected.shape)
+    fit = goodness_of_fit(counts, expected)
+    totals = counts.sum(axis=1, keepdims=True)
+    state, value = divmod(
+        farthest(counts.ravel(), (expected * totals / max(1, totals.sum())).ravel()), models.vocab_size
+    )
+    seen = f"after {text_of(models, state, place)}, token {value}: "
+    seen += said(counts[state, value], int(totals[state, 0]), expected[state, value])
+    statistic = "first token" if place == 0 else f"token {place + 1}"
+    what = (
+        "the first token alone" if place == 0 else f"token {place + 1}, after {place} accepted draft{'s' * (place > 1)}"
+    )
+    if place == models.num_draft_tokens:
+        statistic, what = "bonus token", "the token after all drafts were accepted"
+    notes: tuple[str, ...] = ()
+    if place == models.num_draft_tokens and place and not there.any() and len(there) > 1000:
+        notes = (f"{case.name}: no bonus token was seen in {len(there):,} requests.",)
+    return Finding(name_of(case, statistic), fit.p_value, True, what, seen, fit, notes)
+
+
+def text_of(models: Models, state: int, length: int) -> str:
+    """Say which text a state is."""
+    if len(models.target[length]) < models.vocab_size**length:
+        return "some texts"
+    return str([int(state // models.vocab_size**i % models.vocab_size) for i in reversed(range(length))])
+
+
+def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
+    """The number of accepted drafts, which is bounded for every exact method."""
+    draft_probs = models.draft_probs
+    if case.how.drafts == "argmax":
+        draft_probs = [softmax(rows, 0) for rows in models.draft]
+    most = models.most_accepted(draft_probs)
+    mean, requests = float(outcome.accepted.mean()), len(outcome.accepted)
+    what = f"{mean:.3f} accepted drafts a step"
+    if most is None:
+        return Finding(name_of(case, "acceptance"), None, True, f"{what}; too many texts to say what is possible")
+    by_tokens, best = most
+    what += f"; token verification {by_tokens:.3f}, an exact method {best:.3f} at most"
+    scale = models.num_draft_tokens
+    p_value = mean_above(mean / scale, best / scale, requests)
+    notes: tuple[str, ...] = ()
+    if mean < WASTE * by_tokens:
+        share = mean / by_tokens
+        notes = (
+            f"{case.name}: it accepts {share:.0%} of the drafts that token verification accepts. This is waste, no error.",
+        )
+    return Finding(
+        name_of(case, "acceptance"), p_value, True, what, "more than an exact method can accept", None, notes
+    )
+
+
+def pairs(name: str, what: str, tokens: Counts, vocab_size: int) -> Finding:
+    """Pairs of tokens, [n, 2], that must be independent, whatever their distribution is."""
+    one, two = tokens.T
+    fit = independence(np.bincount(one * vocab_size + two, minlength=vocab_size**2).reshape(vocab_size, vocab_size))
+    shares = [np.bincount(tokens, minlength=vocab_size) / len(tokens) for tokens in (one, two)]
+    expected = float((shares[0] * shares[1]).sum())
+    return Finding(name, fit.p_value, True, what, f"equal in {(one == two).mean():.1%}, expected {expected:.1%}", fit)
+
+
+def difference(counts: Counts, expected: Floats) -> str:
+    """Estimate the total variation."""
+    distance = float(abs(counts / max(1, counts.sum()) - expected).sum() / 2)
+    impossible = int(counts[expected == 0].sum())
+    return f"total variation {distance:.3f}" + (f", {impossible:,} outcomes that are impossible" if impossible else "")
+
+
+def farthest(counts: NDArray[np.int64], expected: Floats) -> int:
+    """Return the cell that is most unlikely to be as it is."""
+    mean = expected * counts.sum()
+    return int(
+        np.argmax(np.where(mean > 0, (counts - mean) ** 2 / np.maximum(mean, 1), np.where(counts > 0, np.inf, 0)))
+    )
+
+
+def said(count: int, total: int, probability: float) -> str:
+    """Compare a count with its probability."""
+    return f"{count / max(1, total):.4f}, expected {probability:.4f} ({count:,} of {total:,})"

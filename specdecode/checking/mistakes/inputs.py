@@ -1,0 +1,278 @@
+"""Mistakes in what is decided by: rows, temperatures, drafts, random numbers."""
+
+import numpy as np
+
+from specdecode.checking.mistakes.record import EASY, Mistake, unscaled
+from specdecode.checking.models import softmax
+from specdecode.checking.subject import Ids
+from specdecode.checking.verifiers import (
+    TOKENS,
+    Drafter,
+    Floats,
+    Logits,
+    Step,
+    Use,
+    Verifier,
+    hashed,
+    pick,
+    point_mass,
+    residual,
+)
+
+
+def sorted_rank(probs: Floats) -> Ids:
+    """Return the rank of each token, 0 for the most likely."""
+    return np.asarray((-probs).argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable"))
+
+
+def most_likely_half(logits: Logits, temperature: float) -> Floats:
+    """Keep the larger half of a row's tokens."""
+    probs = softmax(logits, temperature)
+    kept = np.where(sorted_rank(probs) < (probs.shape[-1] + 1) // 2, probs, 0)
+    return np.asarray(kept / kept.sum(axis=-1, keepdims=True))
+
+
+def argmax(weights: Floats) -> Floats:
+    """Put all weight on the largest."""
+    return point_mass(weights.argmax(axis=1), weights.shape[1])
+
+
+def multiplied(logits: Logits, temperature: float) -> Floats:
+    """Multiply by the temperature."""
+    return softmax(logits, 0 if temperature == 0 else 1 / temperature)
+
+
+def twice(logits: Logits, temperature: float) -> Floats:
+    """Apply the softmax to probabilities."""
+    return softmax(softmax(logits, 0 if temperature == 0 else 1), temperature)
+
+
+def without_last_token(logits: Logits, temperature: float) -> Floats:
+    """Leave the last id out."""
+    probs = softmax(logits, temperature)
+    probs[..., -1] = 0
+    return np.asarray(probs / np.maximum(probs.sum(axis=-1, keepdims=True), 1e-300))
+
+
+def shifted_target(step: Step) -> Step:
+    """Judge each draft by the target row after it."""
+    rows = np.concatenate([step.target[:, 1:], step.target[:, -1:]], axis=1)
+    return step._replace(target=rows)
+
+
+def first_draft_row(step: Step) -> Step:
+    return step._replace(draft=np.broadcast_to(step.draft[:, :1], step.draft.shape))
+
+
+def previous_draft_row(step: Step) -> Step:
+    return step._replace(draft=np.concatenate([step.draft[:, :1], step.draft[:, :-1]], axis=1))
+
+
+def own_noise(step: Step, weights: Floats, accepted: Ids) -> Ids:
+    """Draw with the number that drew the draft."""
+    numbers = np.column_stack([step.uniforms(Use.DRAFT), step.uniform(0, Use.EMIT)])
+    return pick(weights, numbers[step.requests, accepted])
+
+
+def in_one_call(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    """Give all requests of a call the numbers of its first."""
+    return np.broadcast_to(hashed(seeds[:1], positions[:1], offset, use), seeds.shape)
+
+
+def by_slot(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    """Leave the seed out: the place in the batch decides."""
+    return hashed(np.arange(len(seeds)), np.zeros_like(positions), offset, use)
+
+
+def by_slot_and_position(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    return hashed(np.arange(len(seeds)), positions, offset, use)
+
+
+def without_position(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    return hashed(seeds, np.zeros_like(positions), offset, use)
+
+
+def overflowing(logits: Logits, temperature: float) -> Floats:
+    """Leave the row's maximum in the exponential; what float32 makes of it."""
+    if temperature == 0:
+        return softmax(logits, 0)
+    with np.errstate(all="ignore"):
+        weights = np.exp(logits / np.float32(temperature))
+        probs: Floats = np.nan_to_num(weights / weights.sum(axis=-1, keepdims=True), nan=0.0).astype(np.float64)
+        return probs
+
+
+ROWS = {
+    "target_rows_shifted": Mistake(
+        "each draft is judged by the target's next row.",
+        EASY,
+        "The row that was computed before draft i was read judges it.",
+        Verifier(changes=shifted_target),
+    ),
+    "first_draft_row_for_all": Mistake(
+        "each draft is judged by the draft model's first row.",
+        EASY,
+        "Use row i of the draft for draft i.",
+        Verifier(changes=first_draft_row),
+    ),
+    "previous_draft_row": Mistake(
+        "each draft is judged by the draft model's row before.",
+        EASY,
+        "Use row i of the draft for draft i.",
+        Verifier(changes=previous_draft_row),
+    ),
+    "softmax_of_probabilities": Mistake(
+        "probabilities are passed through softmax again.",
+        "probabilities taken for logits",
+        "Pass raw logits, or log-probabilities.",
+        Verifier(target_probs=twice, draft_probs=twice),
+    ),
+    "last_token_unreachable": Mistake(
+        "the last id of the vocabulary is never emitted by the target.",
+        EASY,
+        "Look for an off-by-one at the end of the row.",
+        Verifier(target_probs=without_last_token),
+    ),
+    "always_greedy": Mistake(
+        "the target's argmax is emitted at every temperature.",
+        "SGLang on ROCm, pull request 31214; LiteRT-LM issue 3017",
+        "Draw at temperatures above 0.",
+        Verifier(target_probs=lambda logits, temperature: softmax(logits, 0)),
+    ),
+    "target_truncated": Mistake(
+        "the target's less likely tokens are left out (here: the less likely half).",
+        "a truncation that plain decoding does not have",
+        "Truncate as plain decoding does, or not at all.",
+        Verifier(target_probs=most_likely_half),
+    ),
+    "draft_truncated_when_judged": Mistake(
+        "q is truncated (here: to its likelier half), but the drafts were drawn before that.",
+        "q taken after truncation, a public report",
+        "Judge drafts by the distribution that they were drawn from.",
+        Verifier(draft_probs=most_likely_half),
+    ),
+}
+
+
+TEMPERATURES = {
+    "temperature_for_target_alone": Mistake(
+        "the temperature is applied to the target's logits alone.",
+        "a public report of a serving engine",
+        "Divide the draft's logits, too, as they were when the drafts were drawn.",
+        Verifier(draft_probs=unscaled),
+    ),
+    "temperature_for_draft_alone": Mistake(
+        "the temperature is applied to the draft's logits alone.",
+        EASY,
+        "Divide the target's logits, too.",
+        Verifier(target_probs=unscaled),
+    ),
+    "temperature_ignored": Mistake(
+        "every temperature but 0 counts as 1.",
+        "an uninitialised temperature, vLLM on CPU",
+        "Divide all logits by it.",
+        Verifier(target_probs=unscaled, draft_probs=unscaled),
+    ),
+    "temperature_multiplied": Mistake(
+        "logits are multiplied by the temperature.",
+        EASY,
+        "Divide by it.",
+        Verifier(target_probs=multiplied, draft_probs=multiplied),
+    ),
+}
+
+
+NO_LOGITS = {
+    "draft_left_in_residual": Mistake(
+        "without draft logits, the rejected draft is left in the residual.",
+        EASY,
+        "A draft without logits is a point mass: the residual is p without it.",
+        Verifier(
+            recovered=lambda step, n: residual(step, n) if step.draft_logits is not None else step.row(step.target, n)
+        ),
+    ),
+    "uniform_draft_assumed": Mistake(
+        "without draft logits, q is taken to be uniform.",
+        EASY,
+        "A draft without logits is a point mass: q(x) = 1.",
+        Verifier(certain=lambda drafts, vocab_size: np.full((*drafts.shape, vocab_size), 1 / vocab_size)),
+    ),
+}
+
+
+DRAFTS = {
+    "drafts_are_argmax": Mistake(
+        "drafts are the argmax of their logits, but are judged by their probability.",
+        "jaymody/speculative-sampling issue 3",
+        "Draw the drafts, or pass no draft logits.",
+        TOKENS,
+        Drafter(probs=lambda logits, temperature: softmax(logits, 0)),
+    ),
+    "drafts_without_temperature": Mistake(
+        "drafts are drawn at temperature 1, and judged at the temperature.",
+        EASY,
+        "Draw drafts at the temperature that they are judged at.",
+        TOKENS,
+        Drafter(probs=unscaled),
+    ),
+    "drafts_truncated": Mistake(
+        "drafts are drawn from a truncated row (here: its likelier half), and judged by the whole one.",
+        "transformers issue 47932",
+        "Judge drafts by the distribution that they were drawn from.",
+        TOKENS,
+        Drafter(probs=most_likely_half),
+    ),
+    "drafts_left_out": Mistake(
+        "drafts are drawn, and left out if they are unlikely (here: below 0.2).",
+        "confidence thresholds and grammars that are applied after drawing",
+        "Decide before the draft is drawn, or verify it in any case.",
+        TOKENS,
+        Drafter(left_out=lambda probs, tokens: probs[np.arange(len(tokens)), tokens] < 0.2),
+    ),
+    "recovered_with_the_drafts_noise": Mistake(
+        "the noise that drew the draft is used again for the recovered token.",
+        "vLLM pull request 54282",
+        "Use noise of its own for the recovered token.",
+        Verifier(emit=own_noise),
+        Drafter(),
+    ),
+}
+
+
+NOISE = {
+    "one_noise_for_a_call": Mistake(
+        "all requests of a call have the same random numbers.",
+        "TensorRT-LLM issue 19487: requests without a seed share one stream",
+        "Draw for each request, or make its seed part of the key.",
+        Verifier(noise=in_one_call),
+        signature=frozenset({"requests of a call"}),
+    ),
+    "noise_starts_again_at_every_call": Mistake(
+        "every call has the same random numbers, a request's depending on its place alone.",
+        "seeds that depend on the slot, a public report",
+        "Make the generator once, or use each request's seed.",
+        Verifier(noise=by_slot),
+        signature=frozenset({"calls", "steps"}),
+    ),
+    "noise_by_slot": Mistake(
+        "a request's random numbers depend on its place and position, not on its seed.",
+        "seeds that depend on the slot or the batch, a public report",
+        "Use each request's seed.",
+        Verifier(noise=by_slot_and_position),
+        signature=frozenset({"calls"}),
+    ),
+    "positions_do_not_advance": Mistake(
+        "two steps of a request with one seed have the same random numbers.",
+        "a public report of a serving engine",
+        "Make the absolute position part of what the noise depends on.",
+        Verifier(noise=without_position),
+        signature=frozenset({"steps"}),
+    ),
+    "softmax_overflows": Mistake(
+        "the softmax does not subtract the row's maximum, and overflows.",
+        "float16 overflow",
+        "Subtract the maximum before the exponential.",
+        Verifier(target_probs=overflowing, draft_probs=overflowing),
+        signature=frozenset({"large logits"}),
+    ),
+}

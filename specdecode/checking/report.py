@@ -1,0 +1,93 @@
+"""What a run found, as a table that can be pasted into a bug report."""
+
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question and its answer."""
+
+    name: str
+    passed: bool
+    p_value: float | None
+    """None: it was decided without statistics."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answers of one run.
+
+    Attributes:
+        checks: each question, most telling first.
+        suspects: ids of known mistakes that fit what was seen, likeliest first.
+        notes: what is reported without being required, and what was not asked.
+        subject: what was checked.
+        settings: the arguments of the run.
+        threshold: a check fails if its p-value is below.
+        seconds: how long it took.
+    """
+
+    checks: list[Check]
+    suspects: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    subject: str = ""
+    settings: dict[str, int] = field(default_factory=dict)
+    threshold: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def __str__(self) -> str:
+        """Return the table."""
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines = [
+            f"specdecode check {self.subject}: {'right' if self.passed else 'WRONG'}",
+            ", ".join(f"{name} {value:,}" for name, value in self.settings.items()),
+            "",
+        ]
+        for check in self.checks:
+            p_value = "" if check.p_value is None else f"p = {check.p_value:.2g}"
+            first, *others = check.detail.splitlines() or [""]
+            lines.append(f"{'ok  ' if check.passed else 'FAIL'}  {check.name:{width}}  {p_value:12}  {first}".rstrip())
+            lines += [f"      {line}" for line in others]
+        lines.append("")
+        lines += wrapped(self.verdict())
+        if self.suspects:
+            from specdecode.checking.mistakes import MISTAKES  # not where a report is only read
+
+            lines += ["", "This looks like:"]
+            for number, name in enumerate(self.suspects, 1):
+                mistake = MISTAKES[name]
+                lines += wrapped(f"{number}. {name}: {mistake.sentence}", "   ", first="")
+                lines += wrapped(f"Remedy: {mistake.remedy} Seen: {mistake.source}.", "   ")
+        elif not self.passed:
+            lines += ["", "No mistake in the list fits what was seen."]
+        for note in self.notes:
+            lines += wrapped(f"Note: {note}", "      ", first="")
+        return "\n".join(lines)
+
+    def verdict(self) -> str:
+        """Say how sure this is."""
+        alarm = f"A check fails if its p-value is below {self.threshold:.1g}. A right verifier fails once in a million runs."
+        if not self.passed:
+            return alarm
+        return f"{alarm} An error of the total variation in the table is seen with probability .999."
+
+
+def wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:
+    """Break a text into lines."""
+    start = indent if first is None else first
+    return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False)

@@ -1,0 +1,191 @@
+"""Run a subject on models: draft, verify, and let the target alone continue what is shorter than K + 1 tokens."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdecode.checking.models import Models
+from specdecode.checking.subject import Arguments, Ids, Subject, given_drafts
+
+Tick = Callable[[int], None]
+
+MOST_REQUESTS = 8192
+MOST_LOGITS = 2**24
+"""Of one call."""
+
+
+class How(NamedTuple):
+    """How a case calls the verifier."""
+
+    drafts: str = "drawn"
+    """"drawn" from the draft model, "argmax" of it, "ragged": drawn, each request with a number of its own, or "none"."""
+
+    draft_logits: bool = True
+
+
+class Outcome(NamedTuple):
+    """What came back, one row a request."""
+
+    drafts: Ids
+    """[n, K], -1 where there is none."""
+
+    draft_states: Ids
+    """[n, K + 1]: the state before each draft, and after the last."""
+
+    tokens: Ids
+    """[n, K + 1], -1 after the last."""
+
+    completed: Ids
+    """[n, K + 1]: the same, continued by the target."""
+
+    states: Ids
+    """[n, K + 2]: the state before each token, and after the last."""
+
+    @property
+    def given(self) -> Ids:
+        return given_drafts(self.drafts)
+
+    @property
+    def accepted(self) -> Ids:
+        return np.asarray((self.tokens != -1).sum(axis=1) - 1)
+
+
+def draw(probs: NDArray[np.float64], random: np.random.Generator) -> Ids:
+    """Draw a token from each row."""
+    sums = probs.cumsum(axis=1)
+    token = (sums <= random.random((len(probs), 1)) * sums[:, -1:]).sum(axis=1)
+    return np.asarray(np.minimum(token, probs.shape[1] - 1), dtype=np.int64)
+
+
+def draft(
+    subject: Subject, models: Models, how: How, seeds: Ids, positions: Ids, random: np.random.Generator
+) -> tuple[Ids, Ids]:
+    """Return drafts and the states that they lead through."""
+    num_drafts, requests = models.num_draft_tokens, len(seeds)
+    drafts = np.zeros((requests, num_drafts), dtype=np.int64)
+    states = np.zeros((requests, num_drafts + 1), dtype=np.int64)
+    for i in range(num_drafts):
+        here = states[:, i]
+        if how.drafts == "argmax":
+            drafts[:, i] = models.draft[i].argmax(axis=1)[here]
+        elif subject.draft is not None:
+            options = {"temperature": models.temperature, "seeds": seeds, "positions": positions + i}
+            drafts[:, i] = subject.call_draft(models.draft[i][here], i, options)
+        else:
+            drafts[:, i] = draw(models.draft_probs[i][here], random)
+        states[:, i + 1] = models.following[i][here, np.maximum(drafts[:, i], 0)]
+    given = given_drafts(drafts)
+    if how.drafts == "ragged":
+        given = np.minimum(given, random.integers(0, num_drafts + 1, size=requests))
+    if how.drafts == "none":
+        given[:] = 0
+    drafts[np.arange(num_drafts) >= given[:, None]] = -1
+    return drafts, states
+
+
+def arguments_of(models: Models, how: How, drafts: Ids, states: Ids, seeds: Ids, positions: Ids) -> Arguments:
+    """Look up the rows that both models have along the drafts."""
+    target = np.stack([rows[states[:, i]] for i, rows in enumerate(models.target)], axis=1)
+    if not how.draft_logits:
+        logits = None
+    elif models.num_draft_tokens:
+        logits = np.stack([rows[states[:, i]] for i, rows in enumerate(models.draft)], axis=1)
+    else:
+        logits = np.zeros((len(seeds), 0, models.vocab_size), dtype=np.float32)
+    return Arguments(target, drafts, logits, float(models.temperature), seeds, positions)
+
+
+def complete(models: Models, tokens: Ids, random: np.random.Generator) -> tuple[Ids, Ids]:
+    """Let the target draw what is missing; return the tokens and their states."""
+    completed = tokens.copy()
+    states = np.zeros((len(tokens), tokens.shape[1] + 1), dtype=np.int64)
+    for i, rows in enumerate(models.target_probs):
+        here = states[:, i]
+        missing = completed[:, i] == -1
+        completed[missing, i] = draw(rows[here[missing]], random)
+        states[:, i + 1] = models.following[i][here, completed[:, i]]
+    return completed, states
+
+
+def run_step(
+    subject: Subject, models: Models, how: How, seeds: Ids, positions: Ids, random: np.random.Generator
+) -> Outcome:
+    """Verify one step of each request, in one call."""
+    drafts, draft_states = draft(subject, models, how, seeds, positions, random)
+    tokens = subject.call(arguments_of(models, how, drafts, draft_states, seeds, positions))
+    return Outcome(drafts, draft_states, tokens, *complete(models, tokens, random))
+
+
+def fresh(requests: int, random: np.random.Generator) -> tuple[Ids, Ids]:
+    """Return seeds that are all different, and positions."""
+    seeds = random.integers(2**62) + np.arange(requests, dtype=np.int64)
+    return random.permutation(seeds), random.integers(0, 10_000, size=requests)
+
+
+def run(
+    subject: Subject, models: Models, how: How, requests: int, random: np.random.Generator, tick: Tick | None = None
+) -> Outcome:
+    """Verify one step of many requests, in as few calls as memory allows."""
+    parts = []
+    for size in batches(requests, models):
+        parts.append(run_step(subject, models, how, *fresh(size, random), random))
+        if tick is not None:
+            tick(size)
+    return joined(parts)
+
+
+def batches(requests: int, models: Models) -> Iterator[int]:
+    """Cut requests into calls: the first is small, so that a mistake shows early."""
+    most = max(1, min(MOST_REQUESTS, MOST_LOGITS // ((models.num_draft_tokens + 1) * models.vocab_size)))
+    first = min(16, requests, most)
+    yield first
+    for start in range(first, requests, most):
+        yield min(most, requests - start)
+
+
+def joined(parts: list[Outcome]) -> Outcome:
+    """Put the requests of several calls together."""
+    return Outcome(*(np.concatenate(arrays) for arrays in zip(*parts)))
+
+
+def run_small_calls(
+    subject: Subject, models: Models, calls: int, random: np.random.Generator, tick: Tick | None = None
+) -> Ids:
+    """Return the first tokens of the two requests of each of many calls: [calls, 2]."""
+    return np.array([first_tokens(subject, models, 2, random, tick) for _ in range(calls)])
+
+
+def run_two_calls(
+    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None = None
+) -> Ids:
+    """Return the first tokens of two calls, one row a place: [requests, 2]."""
+    size = max(batches(requests, models))
+    return np.stack([first_tokens(subject, models, size, random, tick) for _ in range(2)], axis=1)
+
+
+def first_tokens(
+    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None
+) -> Ids:
+    """Return the first token of each request of one call. All have one position, so that seeds alone tell them apart."""
+    seeds, positions = fresh(requests, random)
+    positions[:] = 7
+    if tick is not None:
+        tick(requests)
+    return run_step(subject, models, How(), seeds, positions, random).tokens[:, 0]
+
+
+def run_two_steps(
+    subject: Subject, models: Models, requests: int, random: np.random.Generator, tick: Tick | None = None
+) -> Ids:
+    """Return the first token of two steps of each request, with one seed and the positions that follow: [requests, 2]."""
+    tokens: list[Any] = []
+    for size in batches(requests, models):
+        seeds, positions = fresh(size, random)
+        one = run_step(subject, models, How(), seeds, positions, random)
+        two = run_step(subject, models, How(), seeds, positions + one.accepted + 1, random)
+        tokens.append(np.stack([one.tokens[:, 0], two.tokens[:, 0]], axis=1))
+        if tick is not None:
+            tick(size)
+    return np.concatenate(tokens)

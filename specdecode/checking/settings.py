@@ -1,0 +1,95 @@
+"""How large a run is, what is known so far, and a line that shows how far it is."""
+
+import sys
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from specdecode.checking import runs
+from specdecode.checking.cases import Case
+from specdecode.checking.findings import Finding
+from specdecode.checking.models import Models, make_models
+from specdecode.checking.subject import OutputError
+
+MOST_LOGITS = 2**22
+"""Of one table of a model."""
+
+
+class Settings(NamedTuple):
+    """The size of a run."""
+
+    num_draft_tokens: int
+    vocab_size: int
+    requests: int
+    seed: int
+
+    def models(self, case: Case) -> Models:
+        """Return a case's models; they are the same in every run of one size, so that its power is, too."""
+        drafts = self.num_draft_tokens if case.num_draft_tokens is None else case.num_draft_tokens
+        states = max(1, min(case.max_states, MOST_LOGITS // self.vocab_size))
+        return make_models(drafts, self.vocab_size, states, case.shape, case.temperature, number(case.name))
+
+    def random(self, name: str, purpose: int = 0) -> np.random.Generator:
+        """Return a generator of a question's own, so that it gives the same alone."""
+        return np.random.default_rng([self.seed, number(name), purpose])
+
+    def size(self, share: float) -> int:
+        """Return how many requests are a share of all."""
+        return max(1, round(share * self.requests))
+
+
+def number(name: str) -> int:
+    """Return a number for a name."""
+    return int.from_bytes(name.encode(), "little") % 2**63
+
+
+class Answers:
+    """What is known so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+        self.not_asked: dict[str, list[str]] = {}
+        """Names of questions, by the reason."""
+        self.outcomes: dict[str, runs.Outcome] = {}
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note that a question was not asked."""
+        self.not_asked.setdefault(reason, []).append(name)
+
+    def all_notes(self) -> list[str]:
+        """Return what is to be reported beside the checks."""
+        left_out = [f"not asked: {', '.join(names)}: {reason}" for reason, names in self.not_asked.items()]
+        return left_out + self.notes + [note for each in self.findings for note in each.notes]
+
+    def fail(self, name: str, error: OutputError) -> None:
+        """Take an error as the answer."""
+        self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
+
+
+class Progress:
+    """A line on standard error, if it is wanted."""
+
+    def __init__(self, requests: int, wanted: bool) -> None:
+        self.requests, self.wanted = requests, wanted
+        self.done, self.what, self.shown = 0, "", -1.0
+
+    def say(self, what: str) -> None:
+        """Name what is being done."""
+        self.what = what
+        self.tick(0)
+
+    def tick(self, requests: int) -> None:
+        """Count requests; show it ten times a second at most."""
+        self.done += requests
+        now = time.monotonic()
+        if self.wanted and (not requests or now - self.shown > 0.1):
+            self.shown = now
+            share = min(1.0, self.done / self.requests)
+            print(f"\r{share:4.0%} {self.what:40}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.wanted:
+            print("\r" + " " * 46 + "\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,256 @@
+"""What is checked: a verifier, and perhaps a drafter, called with what they take; what comes back is looked at closely."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
+AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
+DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
+
+
+class OutputError(Exception):
+    """The verifier or the drafter raised, or what it returned is not what verification returns."""
+
+    def __init__(self, message: str, raised: bool = False, suspect: str = "") -> None:
+        super().__init__(message)
+        self.raised = raised
+        self.suspect = suspect
+        """The id of the known mistake that it shows, if it does."""
+
+
+class Arguments(NamedTuple):
+    """What a verifier is called with."""
+
+    target_logits: NDArray[np.float32]
+    draft_token_ids: Ids
+    draft_logits: NDArray[np.float32] | None
+    temperature: float
+    seeds: Ids
+    positions: Ids
+
+    def request(self, index: int) -> "Arguments":
+        """Return those of one request."""
+        one = slice(index, index + 1)
+        logits = None if self.draft_logits is None else self.draft_logits[one]
+        return Arguments(
+            self.target_logits[one],
+            self.draft_token_ids[one],
+            logits,
+            self.temperature,
+            self.seeds[one],
+            self.positions[one],
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A verifier and its drafter, and which arguments they take."""
+
+    verify: Callable[..., Any]
+    draft: Callable[..., Any] | None
+    takes: frozenset[str]
+    """Of temperature, seeds, positions, draft_logits."""
+
+    draft_logits_name: str | None
+    """How draft logits are passed: a keyword, or "" for the third positional argument."""
+
+    draft_takes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, verify: Callable[..., Any], draft: Callable[..., Any] | None = None) -> "Subject":
+        """Read the signatures.
+
+        Raises:
+            ValueError: they cannot be called as the contract says.
+        """
+        parameters = parameters_of("verify", verify)
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        names = {each.name for each in parameters}
+        anything = any(each.kind == each.VAR_KEYWORD for each in parameters)
+        known = {"draft_logits", *VERIFIER_OPTIONS}
+        logits_name = "draft_logits" if "draft_logits" in names or anything else None
+        required = [each for each in parameters if each.default is each.empty and each.kind < each.VAR_KEYWORD]
+        required = [each for each in required if each.kind != each.VAR_POSITIONAL]
+        if logits_name is None and len(positional) > 2 and positional[2].name not in known:
+            logits_name = ""  # it calls them otherwise
+        others = [each.name for each in required if each not in positional[: 3 if logits_name == "" else 2]]
+        takes_two = len(positional) >= 2 or any(each.kind == each.VAR_POSITIONAL for each in parameters)
+        if not takes_two or set(others) - known:
+            raise ValueError(
+                "verify: expected a function of (target_logits, draft_token_ids) and of any of draft_logits, temperature, "
+                f"seeds and positions, got one of ({', '.join(str(each) for each in parameters)})"
+            )
+        return cls(
+            verify,
+            draft,
+            frozenset(VERIFIER_OPTIONS if anything else names & set(VERIFIER_OPTIONS))
+            | ({"draft_logits"} if logits_name is not None else set()),
+            logits_name,
+            draft_options(draft) if draft is not None else frozenset(),
+        )
+
+    def call(self, arguments: Arguments) -> Ids:
+        """Verify; return [n, K + 1] ids that are sound.
+
+        Raises:
+            OutputError: the verifier raised, or what it returned is not sound.
+        """
+        positional = [arguments.target_logits.copy(), arguments.draft_token_ids.copy()]
+        keywords: dict[str, Any] = {name: getattr(arguments, name) for name in VERIFIER_OPTIONS if name in self.takes}
+        if self.draft_logits_name is not None:
+            logits = None if arguments.draft_logits is None else arguments.draft_logits.copy()
+            if self.draft_logits_name:
+                keywords[self.draft_logits_name] = logits
+            else:
+                positional.append(logits)
+        try:
+            with np.errstate(all="ignore"):
+                output = self.verify(*positional, **keywords)
+        except Exception as error:  # a black box can raise anything
+            raise OutputError(self.raised(arguments, error), raised=True) from error
+        return sound(output, arguments, self)
+
+    def raised(self, arguments: Arguments, error: Exception) -> str:
+        """Describe an exception with as few requests as show it."""
+        reason = f"{type(error).__name__}: {error}"
+        if len(arguments.seeds) > 1:
+            try:
+                self.call(arguments.request(0))
+            except OutputError as alone:
+                return str(alone)
+            reason += f" (the first of the {len(arguments.seeds)} requests alone raises nothing)"
+        return f"verify raised {reason}\n{self.shown(arguments, 0)}"
+
+    def shown(self, arguments: Arguments, index: int) -> str:
+        """Write the call with one request as Python."""
+        one = arguments.request(index)
+        parts = [array(one.target_logits), array(one.draft_token_ids)]
+        if self.draft_logits_name is not None:
+            logits = "None" if one.draft_logits is None else array(one.draft_logits)
+            parts.append(f"{self.draft_logits_name}={logits}" if self.draft_logits_name else logits)
+        parts += [f"{name}={array(getattr(one, name))}" for name in VERIFIER_OPTIONS if name in self.takes]
+        indent = "\n           "
+        return f"  called: verify({(',' + indent).join(parts)})"
+
+    def call_draft(self, logits: NDArray[np.float32], offset: int, options: dict[str, Any]) -> Ids:
+        """Draft one token for each request; -1 is no draft.
+
+        Raises:
+            OutputError: the drafter raised, or returned no such ids.
+        """
+        assert self.draft is not None
+        keywords = {name: value for name, value in ({**options, "offset": offset}).items() if name in self.draft_takes}
+        try:
+            with np.errstate(all="ignore"):
+                output = as_array(self.draft(logits.copy(), **keywords))
+        except Exception as error:
+            call = f"draft([{len(logits)}, {logits.shape[1]}] logits, offset={offset}, ...)"
+            raise OutputError(f"draft raised {type(error).__name__}: {error}\n  called: {call}", raised=True) from error
+        if output.shape != (len(logits),) or output.dtype.kind not in "iu":
+            raise OutputError(f"draft: expected [{len(logits)}] integer ids, got {output.dtype} {list(output.shape)}")
+        bad = (output < -1) | (output >= logits.shape[1])
+        if bad.any():
+            index = int(bad.argmax())
+            most, row = logits.shape[1] - 1, array(logits[index])
+            raise OutputError(f"draft: expected ids from -1 to {most}, got {output[index]} for logits {row}")
+        return output.astype(np.int64)
+
+
+def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of what must be a function."""
+    if not callable(function):
+        raise ValueError(f"{name}: expected a function, got {type(function).__name__}")
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        raise ValueError(f"{name}: expected a function whose signature Python can tell, got {function!r}") from None
+
+
+def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
+    """Return which options a drafter takes."""
+    parameters = parameters_of("draft", draft)
+    options = parameters[1:]
+    required = {each.name for each in options if each.default is each.empty and each.kind < each.VAR_KEYWORD}
+    if any(each.kind == each.VAR_KEYWORD for each in options):
+        return frozenset(DRAFTER_OPTIONS)
+    if not parameters or required - set(DRAFTER_OPTIONS):
+        raise ValueError(
+            "draft: expected a function of (draft_logits) and of any of temperature, seeds, positions and offset, "
+            f"got one of {inspect.signature(draft)}"
+        )
+    return frozenset(each.name for each in options) & set(DRAFTER_OPTIONS)
+
+
+def as_array(output: Any) -> NDArray[Any]:
+    """Return an array of what a verifier returned: an array, nested lists, or a tensor on any device."""
+    if hasattr(output, "detach"):  # PyTorch's, which this file does not import
+        output = output.detach().cpu()
+    return np.asarray(output)
+
+
+def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
+    """Return the output as int64, if it is [n, K + 1]: accepted drafts, one more token, then -1.
+
+    Raises:
+        OutputError: it is not.
+    """
+    drafts = arguments.draft_token_ids
+    requests, num_drafts = drafts.shape
+    vocab = arguments.target_logits.shape[2]
+    try:
+        ids = as_array(output)
+    except Exception as error:  # a ragged list, or an object that does not convert
+        raise OutputError(
+            f"verify: expected [{requests}, {num_drafts + 1}] integer ids, got {type(output).__name__}: {error}\n"
+            f"{subject.shown(arguments, 0)}"
+        ) from error
+    if ids.shape != (requests, num_drafts + 1) or ids.dtype.kind not in "iu":
+        raise OutputError(
+            f"verify: expected [{requests}, {num_drafts + 1}] integer ids, got {ids.dtype} {list(ids.shape)}\n"
+            f"{subject.shown(arguments, 0)}"
+        )
+    ids = ids.astype(np.int64)
+    ended = ids == -1
+    length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
+    slots = np.arange(num_drafts + 1)
+    given = given_drafts(drafts)
+    before_last = slots[:-1] < (length - 1)[:, None]
+    problems = {
+        f"ids from 0 to {vocab - 1}, or -1 after the last token": ((ids < -1) | (ids >= vocab)).any(axis=1),
+        "at least one token": length == 0,
+        "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
+        "no more tokens than drafts and one": length > given + 1,
+        AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
+    }
+    for expected, bad in problems.items():
+        if bad.any():
+            index = int(bad.argmax())
+            what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
+            call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
+            suspect = "goes_on_after_a_rejection" if expected == AFTER_REJECTION else ""
+            raise OutputError(f"verify: expected {expected},\n  {what}\n{call}", suspect=suspect)
+    return ids
+
+
+def given_drafts(drafts: Ids) -> Ids:
+    """Count each request's drafts before its first -1."""
+    return np.asarray(np.cumprod(drafts != -1, axis=1).sum(axis=1))
+
+
+def array(values: Any) -> str:
+    """Write numbers as Python reads them, to four decimals, where they are few."""
+    if isinstance(values, float | int):
+        return repr(values)
+    if values.size > 60:
+        return f"<{values.dtype} {list(values.shape)}>"
+    numbers = np.array2string(values, separator=", ", precision=4, max_line_width=10**9, suppress_small=True)
+    numbers = re.sub(r"\s+", " ", numbers).replace("[ ", "[").replace("inf", "np.inf").replace("nan", "np.nan")
+    return f"np.array({numbers}, dtype=np.{values.dtype})"

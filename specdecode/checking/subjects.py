@@ -1,0 +1,263 @@
+"""Ready-made subjects: this package's methods, and what other projects verify with, where they are installed.
+
+Each is called as its own project calls it. What that project does elsewhere, such as its greedy path, is not asked here: the
+subject raises a ValueError, and the report says so.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specdecode.checking.subject import given_drafts
+
+Function = Callable[..., Any]
+
+
+class Loaded(NamedTuple):
+    """A verifier, its drafter if it has one, and what the report calls it."""
+
+    verify: Function
+    draft: Function | None
+    name: str
+
+
+def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
+    """Return a subject by its name, or a function by `file.py:name`.
+
+    Args:
+        name: of the subject.
+        files: what was run before, so that functions of one file share what is in it.
+
+    Raises:
+        ValueError: there is none of that name, or what it needs is not installed.
+    """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return Loaded(load_function(Path(file), function, {} if files is None else files), None, name)
+    first, *options = name.split(":")
+    if first not in SUBJECTS:
+        known = ", ".join(SUBJECTS)
+        raise ValueError(f"subject: expected file.py:function, or one of {known}, got {name!r}")
+    try:
+        return SUBJECTS[first](*options)
+    except ImportError as error:
+        raise ValueError(f"subject: expected one whose project is installed, got {name!r}: {error}") from error
+    except TypeError as error:  # too many options
+        raise ValueError(f"subject: expected {usage(first)}, got {name!r}") from error
+
+
+def usage(name: str) -> str:
+    """Return how a subject's options are written."""
+    return ":".join([name, *(f"[{each}]" for each in inspect.signature(SUBJECTS[name]).parameters)])
+
+
+def load_function(file: Path, name: str, files: dict[Path, ModuleType]) -> Function:
+    """Run a file, if it has not been run before, and return one of its functions."""
+    if not file.is_file():
+        raise ValueError(f"subject: expected a Python file, got {str(file)!r}, which is none")
+    if file not in files:
+        files[file] = run_file(file)
+    function: Function | None = getattr(files[file], name, None)
+    if not callable(function):
+        raise ValueError(f"subject: expected a function of {file}, got {name!r}, which it does not have")
+    return function
+
+
+def run_file(file: Path) -> ModuleType:
+    """Run a file as a module, which can import its neighbours."""
+    sys.path.insert(0, str(file.parent.resolve()))
+    specification = importlib.util.spec_from_file_location(f"checked_{file.stem}", file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module
+    try:
+        specification.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever a file does when it is run
+        raise ValueError(f"subject: {file} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def only(condition: bool, what: str) -> None:
+    """Refuse what the project itself does elsewhere."""
+    if not condition:
+        raise ValueError(what)
+
+
+# --- This package ------------------------------------------------------------------------------------------------------
+
+
+def specdecode(method: str = "probabilistic", backend: str = "auto") -> Loaded:
+    """`RejectionSampler(method, backend)` with drafts of its own `draft`."""
+    import torch
+
+    from specdecode import RejectionSampler, __version__
+
+    sampler = RejectionSampler(method, backend=backend)  # type: ignore[arg-type]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def tensors(*arrays: Any) -> list[Any]:
+        return [None if each is None else torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in arrays]
+
+    def verify(
+        target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float, seeds: Any, positions: Any
+    ) -> Any:
+        target, tokens, draft, seeds, positions = tensors(
+            target_logits, draft_token_ids, draft_logits, seeds, positions
+        )
+        if tokens.shape[1] == 0:
+            draft = None  # no row
+        output = sampler(target, tokens, draft, temperature=temperature, seeds=seeds, positions=positions)
+        return output.token_ids
+
+    def draft(draft_logits: Any, *, temperature: float, seeds: Any, positions: Any, offset: int) -> Any:
+        logits, seeds, positions = tensors(draft_logits, seeds, positions)
+        return sampler.draft(logits, temperature=temperature, seeds=seeds, positions=positions, offset=offset).token_ids
+
+    return Loaded(verify, draft, f"specdecode {__version__} {method}, {backend}, {device}")
+
+
+# --- transformers ------------------------------------------------------------------------------------------------------
+
+
+def transformers() -> Loaded:
+    """The function that `generate` calls for each text, if it samples and the assistant gives logits."""
+    import torch
+
+    speculative_sampling = import_module("transformers.generation.utils")._speculative_sampling
+
+    def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
+        only(draft_logits is not None, "without draft logits generate compares with samples, in its own loop")
+        only(temperature > 0, "greedy decoding is in generate's own loop")
+        given = given_drafts(draft_token_ids)
+        only(bool((given > 0).all()), "without drafts generate samples, in its own loop")
+        token_ids = np.full((len(target_logits), target_logits.shape[1]), -1)
+        # Logits processors divide both models' logits by the temperature before.
+        target, draft = (torch.from_numpy(logits / np.float32(temperature)) for logits in (target_logits, draft_logits))
+        tokens = torch.from_numpy(draft_token_ids)
+        for request, count in enumerate(given.tolist()):
+            rows = target[request : request + 1, : count + 1], draft[request : request + 1, :count]
+            valid, _ = speculative_sampling(tokens[request : request + 1, :count], rows[1], count, rows[0])
+            token_ids[request, : valid.shape[1]] = valid[0].numpy()
+        return token_ids
+
+    return Loaded(verify, None, f"transformers {version('transformers')} _speculative_sampling")
+
+
+# --- Serving engines: they need a GPU ----------------------------------------------------------------------------------
+
+
+def vllm(method: str = "standard") -> Loaded:
+    """Call vLLM's `rejection_sample` on packed rows; `vllm:block` is its block verification."""
+    import torch
+
+    only(method in ("standard", "block"), f"subject: expected vllm, vllm:standard or vllm:block, got vllm:{method}")
+    module = import_module("vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils")
+
+    def verify(
+        target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float, seeds: Any, positions: Any
+    ) -> Any:
+        requests, num_drafts = draft_token_ids.shape
+        given = given_drafts(draft_token_ids)
+        slots, offsets = np.nonzero(np.arange(num_drafts + 1) <= given[:, None])
+        fed = np.pad(draft_token_ids, ((0, 0), (1, 0)))[slots, offsets]  # before a request's drafts, its last token
+
+        def on_gpu(array: Any, dtype: Any = None) -> Any:
+            return torch.from_numpy(np.ascontiguousarray(array)).to("cuda", dtype)
+
+        rows = on_gpu(target_logits[slots, offsets])
+        sampled, counts = module.rejection_sample(
+            rows / temperature if temperature > 0 else rows,  # as its processors leave them
+            None if draft_logits is None or num_drafts == 0 else on_gpu(draft_logits),
+            on_gpu(fed),
+            on_gpu(np.cumsum([0, *(given + 1)]), torch.int32),
+            on_gpu(positions[slots] + offsets),
+            on_gpu(np.arange(requests), torch.int32),
+            on_gpu(slots, torch.int32),
+            on_gpu(offsets, torch.int32),
+            torch.full((requests,), temperature, device="cuda"),
+            on_gpu(seeds),
+            num_drafts,
+            use_block_verification=method == "block",
+        )
+        past = torch.arange(num_drafts + 1, device="cuda") >= counts[:, None]  # never written
+        return sampled.masked_fill(past, -1)
+
+    return Loaded(verify, None, f"vLLM {version('vllm')} rejection_sample, {method}")
+
+
+def sglang() -> Loaded:
+    """SGLang's verification of a chain with draft probabilities."""
+    import torch
+
+    softmax = import_module("sglang.kernels.ops.sampling").softmax
+    verification = import_module("sglang.kernels.ops.speculative.verify_sampling").chain_speculative_sampling_triton
+
+    def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
+        only(draft_logits is not None, "without draft probabilities SGLang verifies otherwise")
+        only(temperature > 0, "greedy requests are verified by another kernel")
+        only(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+        batch, rows = target_logits.shape[:2]
+
+        def probabilities(logits: Any) -> Any:
+            flat = torch.from_numpy(logits).cuda().flatten(0, 1)
+            temperatures = torch.full((len(flat), 1), temperature, device="cuda")
+            return softmax(flat, temperatures).view(logits.shape)
+
+        predicts = torch.zeros(batch * rows, dtype=torch.int32, device="cuda")
+        index = torch.full((batch, rows), -1, dtype=torch.int32, device="cuda")
+        accepted = torch.empty(batch, dtype=torch.int32, device="cuda")
+        verification(
+            predicts=predicts,
+            accept_index=index,
+            accept_token_num=accepted,
+            candidates=torch.nn.functional.pad(torch.from_numpy(draft_token_ids), (1, 0)).cuda(),
+            retrive_index=torch.arange(batch * rows, device="cuda").view(batch, rows),
+            retrive_next_token=None,
+            retrive_next_sibling=None,
+            uniform_samples=torch.rand(batch, rows, device="cuda"),
+            uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
+            target_probs=probabilities(target_logits),
+            draft_probs=probabilities(draft_logits),
+            threshold_single=1.0,
+            threshold_acc=1.0,
+            deterministic=True,
+        )
+        emitted = torch.arange(rows, device="cuda") <= accepted[:, None]
+        return torch.where(emitted, predicts[index.clamp(min=0).long()].long(), -1)
+
+    return Loaded(verify, None, f"SGLang {version('sglang')} chain_speculative_sampling_triton")
+
+
+def flashinfer() -> Loaded:
+    """FlashInfer's verification of a chain."""
+    import torch
+
+    sampling = import_module("flashinfer.sampling")
+
+    def verify(target_logits: Any, draft_token_ids: Any, draft_logits: Any, *, temperature: float) -> Any:
+        only(draft_logits is not None, "it needs draft probabilities")
+        only(temperature > 0, "it takes probabilities, and no temperature 0")
+        only(bool((draft_token_ids >= 0).all()), "every request has as many drafts")
+
+        def probabilities(logits: Any) -> Any:
+            return sampling.softmax(torch.from_numpy(logits).cuda().flatten(0, 1), temperature).view(logits.shape)
+
+        tokens = torch.from_numpy(draft_token_ids).to("cuda", torch.int32)
+        output = sampling.chain_speculative_sampling(probabilities(draft_logits), tokens, probabilities(target_logits))
+        return output[0]
+
+    return Loaded(verify, None, f"FlashInfer {version('flashinfer-python')} chain_speculative_sampling")
+
+
+SUBJECTS: dict[str, Callable[..., Loaded]] = {
+    "specdecode": specdecode, "transformers": transformers, "vllm": vllm, "sglang": sglang, "flashinfer": flashinfer,
+}  # fmt: skip

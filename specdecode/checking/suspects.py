@@ -1,0 +1,87 @@
+"""Which known mistakes fit what was seen.
+
+Each mistake is a verifier, so it can be run on the same models. The number of accepted drafts, the draft at the first
+rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if in no case these differ
+from what was seen by more than chance; of those that fit, the one that differs least is the likeliest.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from scipy.special import chdtrc, chdtri
+
+from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE
+from specdecode.checking.mistakes import MISTAKES, Mistake
+from specdecode.checking.models import Models
+from specdecode.checking.runs import Outcome, run
+from specdecode.checking.settings import Settings
+from specdecode.checking.statistics import homogeneity
+from specdecode.checking.subject import Ids, Subject
+
+FITS = 1e-5
+"""A mistake is left out if it differs with a smaller p-value, in all or in one case."""
+
+LOOKS = (2_000, 20_000)
+"""Requests of the first comparisons, which leave most mistakes out."""
+
+MOST = 4
+"""Named at most."""
+
+
+def by_signature(asked: set[str], failed: set[str]) -> list[str]:
+    """Return the ids of the mistakes that are known by the checks that they make fail.
+
+    If requests are not independent, most other checks fail, too: only those of independence tell something.
+    """
+    if failed & set(INDEPENDENCE):
+        asked, failed = asked & set(INDEPENDENCE), failed & set(INDEPENDENCE)
+    if "requests of a call" in failed:
+        asked = failed = {"requests of a call"}  # the others take for granted what failed
+    return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
+
+
+def by_distribution(subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return the ids of the mistakes whose distribution fits, likeliest first."""
+    distances: dict[str, float] = {}
+    for name, mistake in MISTAKES.items():
+        if mistake.signature or (mistake.drafter is not None and subject.draft is None):
+            continue
+        distance = compared(mistake, subject, settings, outcomes)
+        if distance is not None:
+            distances[name] = distance
+    return sorted(distances, key=lambda name: distances[name])[:MOST]
+
+
+def compared(mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> float | None:
+    """Return how far the mistake is from what was seen, in standard deviations, or None if it does not fit."""
+    simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
+    statistic, degrees = 0.0, 0
+    cases = [case for case in CASES if case.name in outcomes]
+    looks = [(case, len(outcomes[case.name].tokens)) for case in cases]
+    if cases and cases[0] is HISTORY:
+        looks = [(HISTORY, look) for look in LOOKS if look < looks[0][1]] + looks
+    for case, requests in looks:
+        models, seen = settings.models(case), outcomes[case.name]
+        how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
+        own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
+        fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
+        if fit.p_value < FITS:
+            return None
+        if requests == len(seen.tokens):
+            statistic += float(chdtri(fit.degrees, fit.p_value)) if fit.degrees else 0.0
+            degrees += fit.degrees
+    if degrees and chdtrc(degrees, statistic) < FITS:
+        return None
+    return float((statistic - degrees) / max(1.0, (2 * degrees) ** 0.5))
+
+
+def cells(models: Models, outcome: Outcome, requests: int) -> Ids:
+    """Number what is compared: accepted drafts, first draft, draft at the first rejection, last token."""
+    outcome = Outcome(*(each[:requests] for each in outcome))
+    accepted, vocab = outcome.accepted, models.vocab_size + 1
+    rows = np.arange(len(accepted))
+    drafts = np.pad(outcome.drafts, ((0, 0), (0, 1)), constant_values=-1) + 1
+    number = accepted
+    for part in (drafts[:, 0], drafts[rows, accepted], outcome.tokens[rows, accepted]):
+        number = number * vocab + part
+    return number

@@ -1,0 +1,289 @@
+"""A right verifier, in parts that a mistake can replace one at a time.
+
+Read `Verifier.__call__` first: accept some drafts, then draw one token with weights that depend on whether a draft was
+rejected. The parts are functions of a `Step`, which has everything that is known. Random numbers are a hash of seed,
+position, offset and use, so that each use has numbers of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdecode.checking.models import softmax
+from specdecode.checking.subject import Ids, given_drafts
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Logits = NDArray[np.float32]
+Noise = Callable[[Ids, Ids, int, int], Floats]
+
+
+class Use(IntEnum):
+    """What a random number is for."""
+
+    ACCEPT = 1
+    EMIT = 2
+    DRAFT = 3
+    OWN = 4
+
+
+class Step(NamedTuple):
+    """One step of n requests."""
+
+    target_logits: Logits
+    draft_logits: Logits | None
+    target: Floats
+    """[n, K + 1, V] p of each row."""
+
+    draft: Floats
+    """[n, K, V] q of each row: a point mass on the draft where there are no draft logits."""
+
+    drafts: Ids
+    """[n, K]; 0 where there is none."""
+
+    given: Ids
+    """[n]: how many drafts each request has."""
+
+    temperature: float
+    uniform: Callable[[int, int], Floats]
+    """Of an offset in the step and a use: [n] independent random numbers, uniform on (0, 1)."""
+
+    @property
+    def requests(self) -> Ids:
+        return np.arange(len(self.drafts))
+
+    @property
+    def num_drafts(self) -> int:
+        return int(self.drafts.shape[1])
+
+    def of_drafts(self, rows: Floats) -> Floats:
+        """Return what rows [n, K or more, V] say of each draft: [n, K]."""
+        return np.asarray(np.take_along_axis(rows[:, : self.num_drafts], self.drafts[:, :, None], axis=2)[:, :, 0])
+
+    def draft_at(self, offsets: Ids) -> Ids:
+        """Return each request's draft in a place: [n]; offsets beyond the drafts mean the last one."""
+        return self.row(self.drafts[:, :, None].astype(np.float64), offsets)[:, 0].astype(np.int64)
+
+    def uniforms(self, use: int = Use.ACCEPT) -> Floats:
+        """Return one for each draft: [n, K]."""
+        columns = [self.uniform(i, use) for i in range(self.num_drafts)]
+        return np.stack(columns, axis=1) if columns else np.zeros(self.drafts.shape)
+
+    def row(self, rows: Floats, offsets: Ids | int) -> Floats:
+        """Return a row of each request: [n, V]; offsets beyond the rows mean the last one."""
+        if not rows.shape[1]:
+            return np.zeros((len(rows), rows.shape[2]))
+        return np.asarray(rows[self.requests, np.clip(offsets, 0, rows.shape[1] - 1)])
+
+
+def hashed(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
+    """Return a uniform number for each request: the finaliser of SplitMix64, one word after the other."""
+    state = np.zeros(len(seeds), dtype=np.uint64)
+    for word in (seeds, positions, np.full_like(seeds, offset), np.full_like(seeds, use)):
+        state = (state ^ word.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+
+
+def pick(weights: Floats, uniform: Floats) -> Ids:
+    """Draw a token from each row of weights."""
+    sums = weights.cumsum(axis=1)
+    token = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=1)
+    return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
+
+
+def point_mass(tokens: Ids, vocab_size: int) -> Floats:
+    """Return rows that are certain."""
+    return np.eye(vocab_size)[tokens]
+
+
+# --- The parts of token verification -----------------------------------------------------------------------------------
+
+
+def ratio(step: Step) -> Floats:
+    """Return p / q of each draft."""
+    p, q = step.of_drafts(step.target), step.of_drafts(step.draft)
+    return np.asarray(np.divide(p, q, out=np.zeros_like(p), where=q > 0))
+
+
+def accept_by_ratio(step: Step) -> Bools:
+    """Accept with probability min(1, p / q)."""
+    return np.asarray(step.uniforms() < ratio(step))
+
+
+def leading(step: Step, accepts: Bools) -> Ids:
+    """Count accepted drafts up to the first rejection."""
+    return np.asarray(np.minimum(np.cumprod(accepts, axis=1).sum(axis=1), step.given))
+
+
+def residual(step: Step, accepted: Ids) -> Floats:
+    """max(0, p - q) of the row of the rejected draft, or p if that is 0 everywhere."""
+    return or_target(step, accepted, np.maximum(0, step.row(step.target, accepted) - step.row(step.draft, accepted)))
+
+
+def or_target(step: Step, accepted: Ids, weights: Floats) -> Floats:
+    """Replace weights that are all 0 by p."""
+    return np.where(weights.sum(axis=1, keepdims=True) > 0, weights, step.row(step.target, accepted))
+
+
+def last_row(step: Step) -> Floats:
+    """Return p of the row after the last draft."""
+    return step.row(step.target, step.given)
+
+
+# --- The parts of block verification -----------------------------------------------------------------------------------
+
+
+def running_ratios(step: Step) -> Floats:
+    """c_0 ... c_K: [n, K + 1]."""
+    ratios, each = [np.ones(len(step.drafts))], ratio(step)
+    for i in range(step.num_drafts):
+        ratios.append(np.minimum(1, ratios[-1] * each[:, i]))
+    return np.stack(ratios, axis=1)
+
+
+def block_acceptance(step: Step) -> Floats:
+    """h_1 ... h_K: [n, K]."""
+    ratios = running_ratios(step)
+    result = ratios[:, 1:].copy()
+    for i in range(1, step.num_drafts):
+        mass = np.maximum(0, ratios[:, i, None] * step.target[:, i] - step.draft[:, i]).sum(axis=1)
+        h = np.where(ratios[:, i] == 1, 1, mass / np.maximum(mass + 1 - ratios[:, i], 1e-300))
+        result[:, i - 1] = np.where(i < step.given, h, ratios[:, i])
+    return result
+
+
+def accept_by_blocks(step: Step) -> Bools:
+    """Try each length on its own."""
+    return np.asarray(step.uniforms() < block_acceptance(step))
+
+
+def longest(step: Step, accepts: Bools) -> Ids:
+    """The largest length that is accepted."""
+    lengths = np.arange(1, step.num_drafts + 1)
+    return np.asarray(np.max(np.where(accepts & (lengths <= step.given[:, None]), lengths, 0), axis=1, initial=0))
+
+
+def block_residual(step: Step, accepted: Ids) -> Floats:
+    """max(0, c p - q) of the row after the accepted drafts."""
+    ratios = running_ratios(step)[step.requests, accepted]
+    weights = ratios[:, None] * step.row(step.target, accepted) - step.row(step.draft, accepted)
+    return or_target(step, accepted, np.maximum(0, weights))
+
+
+# --- The parts of strict verification ----------------------------------------------------------------------------------
+
+
+def own_samples(step: Step) -> Ids:
+    """Draw from the target at each row: [n, K + 1]."""
+    rows = range(step.num_drafts + 1)
+    return np.stack([pick(step.target[:, i], step.uniform(i, Use.OWN)) for i in rows], axis=1)
+
+
+def accept_equals(step: Step) -> Bools:
+    """Accept a draft that is the target's own sample."""
+    return np.asarray(own_samples(step)[:, :-1] == step.drafts)
+
+
+def own_sample(step: Step, accepted: Ids) -> Floats:
+    """Emit the target's own sample."""
+    return point_mass(own_samples(step)[step.requests, accepted], step.target.shape[2])
+
+
+# --- All together ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Token verification (Leviathan et al. 2023); replace parts for other methods, and for mistakes."""
+
+    target_probs: Callable[[Logits, float], Floats] = softmax
+    draft_probs: Callable[[Logits, float], Floats] = softmax
+    certain: Callable[[Ids, int], Floats] = point_mass
+    """q of a draft that comes without logits."""
+
+    changes: Callable[[Step], Step] = lambda step: step
+    """Before anything is decided."""
+
+    accepts: Callable[[Step], Bools] = accept_by_ratio
+    count: Callable[[Step, Bools], Ids] = leading
+    recovered: Callable[[Step, Ids], Floats] = residual
+    bonus: Callable[[Step], Floats] = last_row
+    emit: Callable[[Step, Floats, Ids], Ids] = lambda step, weights, accepted: pick(weights, step.uniform(0, Use.EMIT))
+    noise: Noise = hashed
+
+    def __call__(
+        self,
+        target_logits: Logits,
+        draft_token_ids: Ids,
+        draft_logits: Logits | None = None,
+        *,
+        temperature: float = 1.0,
+        seeds: Ids,
+        positions: Ids,
+    ) -> Ids:
+        """Return [n, K + 1] ids."""
+        step = self.step(target_logits, draft_token_ids, draft_logits, temperature, seeds, positions)
+        accepted = self.count(step, self.accepts(step))
+        weights = np.where((accepted < step.given)[:, None], self.recovered(step, accepted), self.bonus(step))
+        last = self.emit(step, weights, accepted)
+        slots, count = np.arange(step.num_drafts + 1), accepted[:, None]
+        padded = np.pad(draft_token_ids, ((0, 0), (0, 1)))
+        return np.where(slots < count, padded, np.where(slots == count, last[:, None], -1))
+
+    def step(
+        self,
+        target_logits: Logits,
+        draft_token_ids: Ids,
+        draft_logits: Logits | None,
+        temperature: float,
+        seeds: Ids,
+        positions: Ids,
+    ) -> Step:
+        """Compute what is known before anything is decided."""
+        drafts = np.maximum(draft_token_ids, 0)
+        if draft_logits is None:
+            draft = self.certain(drafts, target_logits.shape[2])
+        else:
+            draft = self.draft_probs(draft_logits, temperature)
+        return self.changes(
+            Step(
+                target_logits,
+                draft_logits,
+                self.target_probs(target_logits, temperature),
+                draft,
+                drafts,
+                given_drafts(draft_token_ids),
+                temperature,
+                lambda offset, use: self.noise(seeds, positions, offset, use),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Draws from the softmax of the draft logits; replace parts for mistakes."""
+
+    probs: Callable[[Logits, float], Floats] = softmax
+    use: int = Use.DRAFT
+    left_out: Callable[[Floats, Ids], Bools] | None = None
+    """Which drafts to leave out after they were drawn."""
+
+    noise: Noise = hashed
+
+    def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
+        """Return [n] ids."""
+        probs = self.probs(draft_logits, temperature)
+        tokens = pick(probs, self.noise(seeds, positions - offset, offset, self.use))
+        return tokens if self.left_out is None else np.where(self.left_out(probs, tokens), -1, tokens)
+
+
+TOKENS = Verifier()
+BLOCKS = Verifier(accepts=accept_by_blocks, count=longest, recovered=block_residual)
+STRICT = Verifier(accepts=accept_equals, recovered=own_sample, bonus=lambda step: own_sample(step, step.given))

@@ -1,0 +1,314 @@
+"""The checker: right verifiers pass, wrong ones fail, and what it says of them is true."""
+
+import numpy as np
+import pytest
+from scipy.stats import binom, kstest
+
+from specdecode.checking import check, checker, models
+from specdecode.checking.cases import CASES
+from specdecode.checking.mistakes import MISTAKES
+from specdecode.checking.verifiers import BLOCKS, STRICT, TOKENS, Drafter, Use, Verifier
+
+RIGHT = {
+    "tokens": (TOKENS, None),
+    "tokens-with-their-drafter": (TOKENS, Drafter()),
+    "blocks": (BLOCKS, Drafter()),
+    "strict": (STRICT, None),
+    "strict-with-shared-noise": (STRICT, Drafter(use=Use.OWN)),
+}
+SIZES = {"K1-V2": (1, 2), "K6-V4": (6, 4), "K2-V100": (2, 100)}
+
+
+def by_name(report):
+    return {each.name: each for each in report.checks}
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def student(recovered=lambda p, q: np.maximum(p - q, 0), bonus_row=-1):
+    """What a student writes: one request at a time, and no argument more than needed."""
+    random = np.random.default_rng(0)
+
+    def verify(target_logits, draft_token_ids, draft_logits):
+        output = np.full((len(target_logits), target_logits.shape[1]), -1)
+        for request, drafts in enumerate(draft_token_ids):
+            p, q = softmax(target_logits[request].astype(float)), softmax(draft_logits[request].astype(float))
+            for i, x in enumerate(drafts):
+                if random.random() >= p[i, x] / q[i, x]:
+                    weights = recovered(p[i], q[i])
+                    output[request, i] = random.choice(len(weights), p=weights / weights.sum())
+                    break
+                output[request, i] = x
+            else:
+                output[request, len(drafts)] = random.choice(p.shape[1], p=p[bonus_row])
+        return output
+
+    return verify
+
+
+# ---- Right verifiers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_verifiers_pass_at_every_size_and_are_accused_of_nothing(name, size):
+    drafts, vocab = SIZES[size]
+    report = check(*RIGHT[name], num_draft_tokens=drafts, vocab_size=vocab, requests=12_000)
+    assert report.passed, str(report)
+    assert report.suspects == []
+
+
+def test_a_vocabulary_of_a_real_size_can_be_asked_about():
+    report = check(TOKENS, vocab_size=20_000, num_draft_tokens=1, requests=300, only="joint")
+    assert report.passed
+
+
+def test_a_run_of_the_default_size_asks_all_questions():
+    report = check(TOKENS, Drafter())
+    assert report.passed, str(report)
+    asked = {each.name for each in report.checks}
+    assert {case.name for case in CASES} | {"requests of a call", "calls", "steps"} <= asked
+    assert {"first token", "token 2", "token 3", "bonus token", "acceptance", "temperature 0.6: bonus token"} <= asked
+    assert by_name(report)["joint"].detail.endswith("0.030")
+    assert [note for note in report.notes if "64 of 64" in note and "32 of 32" in note]
+
+
+def test_fifty_runs_of_right_verifiers_give_no_alarm_and_uniform_p_values():
+    p_values = []
+    for seed in range(50):
+        verifier, drafter = list(RIGHT.values())[seed % len(RIGHT)]
+        report = check(verifier, drafter, requests=3_000, seed=seed)
+        assert report.passed, str(report)
+        p_values += [each.p_value for each in report.checks if 0 < each.p_value < 1 and "accept" not in each.name]
+    assert len(p_values) > 400
+    # The discrete ones, of few requests, are near 1 a little too often; what counts is that none are small too often.
+    for limit in (0.1, 0.01, 0.001):
+        assert binom.sf(sum(p < limit for p in p_values) - 1, len(p_values), limit) > 1e-4
+    assert kstest(p_values, "uniform").pvalue > 1e-6
+
+
+def test_what_a_verifier_does_not_take_is_left_out():
+    report = check(student(), requests=5_000)
+    assert report.passed, str(report)
+    assert {"temperature 0.6", "greedy", "steps", "ragged drafts"} & set(by_name(report)) == set()
+    assert sum("not asked" in note for note in report.notes) >= 3
+
+
+def test_a_verifier_without_draft_logits_is_right_if_it_treats_drafts_as_certain():
+    def verify(target_logits, draft_token_ids, *, temperature, seeds, positions):
+        return TOKENS(target_logits, draft_token_ids, temperature=temperature, seeds=seeds, positions=positions)
+
+    report = check(verify, requests=20_000)
+    assert report.passed, str(report)
+    assert "argmax drafts" in by_name(report)
+
+
+def test_positional_names_are_the_verifiers_own():
+    def verify(p_logits, tokens, q_logits):
+        return student()(p_logits, tokens, q_logits)
+
+    assert check(verify, requests=1_000).passed
+
+
+def test_too_few_accepted_drafts_are_waste_and_no_error():
+    report = check(STRICT, requests=20_000)
+    assert report.passed
+    assert [note for note in report.notes if "waste" in note]
+
+
+def test_the_same_seed_gives_the_same_report():
+    one, two, other = (check(TOKENS, requests=2_000, seed=seed) for seed in (1, 1, 2))
+    assert one.checks == two.checks
+    assert one.checks != other.checks
+
+
+# ---- Wrong ones --------------------------------------------------------------------------------------------------------
+
+HIDDEN = {
+    "bonus_without_temperature": 200_000,
+    "bonus_from_last_slot": 100_000,
+    "temperature_for_target_alone": 100_000,
+    "block_residual_unscaled": 100_000,
+    "block_one_uniform": 60_000,
+    "draft_left_in_residual": 60_000,
+    "strict_draws_again": 60_000,
+    "drafts_without_temperature": 100_000,
+}
+"""What changes little, and only in a case with few of the requests, needs larger runs."""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_listed_mistake_is_seen(name, monkeypatch):
+    monkeypatch.setattr(checker, "by_distribution", lambda *arguments: [])
+    mistake = MISTAKES[name]
+    assert not check(mistake.verifier, mistake.drafter, requests=HIDDEN.get(name, 10_000)).passed
+
+
+@pytest.mark.parametrize("name", sorted(set(MISTAKES) - set(HIDDEN))[::8])
+def test_a_listed_mistake_is_named_first(name):
+    """Some of them, once; `tests.tools.check_suspects` does it for all, with ten seeds."""
+    mistake = MISTAKES[name]
+    report = check(mistake.verifier, mistake.drafter, requests=50_000)
+    assert report.suspects[:1] == [name]
+    assert f"1. {name}: " in str(report)
+
+
+def test_the_list_has_what_a_reader_needs():
+    assert len(MISTAKES) >= 25
+    for name, mistake in MISTAKES.items():
+        assert name.isidentifier()
+        assert mistake.sentence[0].islower()
+        assert mistake.sentence.endswith(".")
+        assert mistake.remedy.endswith(".")
+        assert mistake.source
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"recovered": lambda p, q: p}, "recovered_from_target"),
+        ({"recovered": lambda p, q: abs(p - q)}, "recovered_from_absolute_difference"),
+        ({"bonus_row": -2}, "bonus_from_last_draft_row"),
+    ],
+)
+def test_a_mistake_is_named_in_code_that_is_not_ours(arguments, name):
+    report = check(student(**arguments), requests=20_000)
+    assert report.suspects[:1] == [name], str(report)
+
+
+def test_a_mistake_that_is_not_listed_fails_without_a_name():
+    report = check(student(recovered=lambda p, q: (np.maximum(p - q, 0)) ** 2), requests=20_000)
+    assert not report.passed
+    assert report.suspects == []
+    assert "No mistake in the list" in str(report)
+
+
+def test_a_generator_that_is_made_in_every_call_is_seen():
+    def verify(target_logits, draft_token_ids, draft_logits):
+        return student()(target_logits, draft_token_ids, draft_logits)
+
+    report = check(verify, requests=10_000)
+    assert not by_name(report)["calls"].passed
+    assert report.suspects[:1] == ["noise_starts_again_at_every_call"]
+
+
+def test_synthetic_acceptance_is_wrong_and_above_what_is_possible():
+    report = check(Verifier(accepts=lambda step: step.uniforms() < 0.9), requests=20_000)
+    assert not by_name(report)["joint"].passed
+    assert not by_name(report)["acceptance"].passed
+
+
+def test_drafts_that_are_not_drawn_from_their_logits_are_reported():
+    report = check(STRICT, Drafter(probs=lambda logits, temperature: models.softmax(logits, 0)), requests=5_000)
+    assert report.passed  # strict does not depend on how the drafts came about
+    assert [note for note in report.notes if "draft does not draw" in note]
+
+
+def test_a_verifier_that_uses_minus_1_as_an_index_is_told_so():
+    report = check(student(), requests=1_000)
+    assert [note for note in report.notes if "is -1 used as an index?" in note]
+
+
+# ---- Errors ------------------------------------------------------------------------------------------------------------
+
+
+def returning(change):
+    """A right verifier whose output is changed."""
+    return lambda target_logits, draft_token_ids, draft_logits=None, *, temperature, seeds, positions: change(
+        TOKENS(target_logits, draft_token_ids, draft_logits, temperature=temperature, seeds=seeds, positions=positions),
+        draft_token_ids,
+    )
+
+
+def replaced(ids, row, values):
+    ids = ids.copy()
+    ids[row] = values
+    return ids
+
+
+def raising(ids, drafts):
+    raise IndexError("index 7 is out of bounds")
+
+
+ERRORS = {
+    "too narrow": (lambda ids, drafts: ids[:, :-1], "expected [16, 4] integer ids, got int64 [16, 3]"),
+    "floats": (lambda ids, drafts: ids.astype(float), "expected [16, 4] integer ids, got float64 [16, 4]"),
+    "a string": (lambda ids, drafts: "tokens", "expected [16, 4] integer ids, got"),
+    "lists of different lengths": (lambda ids, drafts: [[1], [1, 2]], "expected [16, 4] integer ids, got list"),
+    "beyond the vocabulary": (
+        lambda ids, drafts: replaced(ids, 3, [5, -1, -1, -1]),
+        "expected ids from 0 to 4, or -1 after the last token,\n  got [5, -1, -1, -1]",
+    ),
+    "no token": (lambda ids, drafts: replaced(ids, 3, -1), "expected at least one token"),
+    "after the last": (lambda ids, drafts: replaced(ids, 3, [0, -1, 0, -1]), "expected only -1 after the first -1"),
+    "after a rejection": (
+        lambda ids, drafts: replaced(ids, 3, [(drafts[3, 0] + 1) % 5, drafts[3, 1], 0, -1]),
+        "expected every token but the last to be the draft in its place",
+    ),
+    "an exception": (raising, "verify raised IndexError: index 7 is out of bounds"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_is_no_output_is_one_error_with_an_input_that_shows_it(name):
+    change, message = ERRORS[name]
+    report = check(returning(change), requests=500)
+    assert [each.name for each in report.checks] == ["joint"]
+    (failed,) = report.checks
+    assert message in failed.detail
+    assert not failed.passed
+    assert "called: verify(np.array([[[-0.7959, -1.8429, 0.6777, 0.4355, -0.6338]," in failed.detail
+    assert "seeds=np.array([" in failed.detail
+    assert ("returned: np.array([[" in failed.detail) == (" got [" in failed.detail)
+    assert report.suspects == (["goes_on_after_a_rejection"] if name == "after a rejection" else [])
+
+
+def test_the_input_that_is_shown_can_be_run():
+    report = check(returning(lambda ids, drafts: replaced(ids, 0, [9, -1, -1, -1])), requests=500)
+    call = report.checks[0].detail.split("called: ")[1].split("returned:")[0]
+    arguments = eval(call.strip(), {"np": np, "verify": lambda *positional, **named: (positional, named)})
+    (target, drafts), named = arguments
+    assert (target.shape, drafts.shape) == ((1, 4, 5), (1, 3))
+    assert set(named) == {"draft_logits", "temperature", "seeds", "positions"}
+
+
+def test_an_error_in_a_rare_case_leaves_the_other_checks():
+    def verify(target_logits, draft_token_ids, draft_logits, *, temperature, seeds, positions):
+        assert np.isfinite(target_logits).all(), "a masked logit"
+        return TOKENS(
+            target_logits, draft_token_ids, draft_logits, temperature=temperature, seeds=seeds, positions=positions
+        )
+
+    report = check(verify, requests=5_000)
+    failed = {each.name for each in report.checks if not each.passed}
+    assert failed == {"zeros", "disjoint supports", "padding"}
+    assert by_name(report)["joint"].passed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"verify": 3}, "verify: expected a function, got int"),
+        ({"verify": lambda target: 0}, "verify: expected a function of (target_logits, draft_token_ids)"),
+        ({"verify": lambda target, drafts, *, top_k: 0}, "got one of (target, drafts, top_k)"),
+        ({"draft": lambda logits, top_k: 0}, "draft: expected a function of (draft_logits)"),
+        ({"vocab_size": 1}, "vocab_size: expected an integer of at least 2, got 1"),
+        ({"requests": 1.5}, "requests: expected an integer of at least 100, got 1.5"),
+        ({"only": "everything"}, "only: expected the name of a check"),
+        ({"verify": student(), "only": "steps"}, "only: expected a question that can be asked, got 'steps'; not asked"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=r".*") as error:
+        check(**({"verify": TOKENS} | arguments))
+    assert message in str(error.value)
+
+
+def test_a_drafter_that_returns_nonsense_is_an_error():
+    report = check(TOKENS, lambda logits: np.full(len(logits), 7), requests=500)
+    assert "draft: expected ids from -1 to 4, got 7" in report.checks[0].detail
+    report = check(TOKENS, lambda logits: [[0]], requests=500)
+    assert "draft: expected [16] integer ids" in report.checks[0].detail
