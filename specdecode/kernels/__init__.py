@@ -33,8 +33,10 @@ compares residual masses.
 |---|---|
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
+| ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
 | the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
+| ... between ranks | `sharding.offer.best_offers` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
 | how many programs a launch has | the `add_*` functions of `plan` and `sharding.plan` |
 | the rows and the slot of a request of a packed call | `request.locate` |

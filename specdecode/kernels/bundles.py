@@ -68,8 +68,8 @@ class Structure(NamedTuple):
         return self.has_drafts and self.method.settles
 
 
-def lie(rows: Tensor) -> str:
-    """Return how logits rows lie, [batch, rows, vocab] or [rows, vocab]."""
+def layout_of(rows: Tensor) -> str:
+    """Return how logits rows lie in memory, [batch, rows, vocab] or [rows, vocab]."""
     strides = rows.stride()
     if strides[-1] != 1:
         return STRIDED
@@ -144,11 +144,11 @@ def by_offset(ptr: Argument | None, by_row: bool = False) -> tuple[Any, Any, Any
 NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)
 
 
-def rows_of(ptr: Argument | None, lie: str | None, by_row: bool = False) -> Rows:
+def rows_of(ptr: Argument | None, layout: str | None, by_row: bool = False) -> Rows:
     """Return the bundle of logits rows."""
     if ptr is None:
         return NO_ROWS
-    return Rows(*by_offset(ptr, by_row), stride_of(ptr, -1) if lie == STRIDED else 1, ALIGNED=lie == ALIGNED)
+    return Rows(*by_offset(ptr, by_row), stride_of(ptr, -1) if layout == STRIDED else 1, ALIGNED=layout == ALIGNED)
 
 
 def draft_vocabulary_of(ids: Argument | None, is_aligned: bool) -> DraftVocabulary:

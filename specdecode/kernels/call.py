@@ -1,7 +1,8 @@
-"""From a batch to a step: what its launches are given, and which they are: read, truncate, settle, emit.
+"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, settle, emit.
 
-`verify` and `sample` say what is asked for. `launch` adds what both are given, and runs the plan of the step; `plan_step`
-makes that plan, once for calls of all sizes.
+`verify` and `sample` say what is asked for. `run_step` adds what both are given, and runs the plan of the step; `plan_step`
+makes that plan, once for calls of all sizes. To settle is a part of `block` verification alone. What happens inside the
+launches, and in which file, is in the two tables of `specdecode.kernels`.
 """
 
 import functools
@@ -19,7 +20,7 @@ from specdecode.kernels.bundles import (
     Structure,
     class_of,
     inputs_in,
-    lie,
+    layout_of,
     outputs_in,
     sizes_in,
 )
@@ -62,7 +63,7 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         outputs["cutoff"] = torch.empty_like(token_ids)
     if requests > 0:
         numbers = {"batch": requests, "num_draft_tokens": 0}
-        launch(STRICT, outputs, {"target": batch.logits}, numbers, batch, domains)
+        run_step(STRICT, outputs, {"target": batch.logits}, numbers, batch, domains)
     return token_ids, outputs["logsumexp"], outputs.get("cutoff")
 
 
@@ -108,11 +109,12 @@ def verify(
             rows = min(rows, batch.target_logits.shape[0])
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
+    # A small batch keeps what is known of a request's rows in stop bits: more than these hold, decide as a large batch does.
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.settles))
     if many is None:
         many = requests >= MANY_REQUESTS
-    many = many and batch.shard is None and not large and not method.settles  # else it is all the same
-    launch(method, outputs, tensors, numbers, batch, SELECT, large, many)
+    many = many and batch.shard is None and not large and not method.settles  # elsewhere it changes nothing
+    run_step(method, outputs, tensors, numbers, batch, SELECT, large, many)
     return output
 
 
@@ -151,7 +153,7 @@ def tensors_of(method: Method, batch: VerificationBatch) -> dict[str, Tensor]:
     return tensors
 
 
-def launch(
+def run_step(
     method: Method,
     outputs: dict[str, Tensor],
     tensors: dict[str, Tensor],
@@ -170,19 +172,19 @@ def launch(
         if packing is not None:
             numbers["num_slots"], seeds_by_request = packing.num_slots, packing.seeds_by_request
     vocab_size = numbers["vocab_size"] = target.shape[-1]
-    draft_lie, vocab_ids_are_aligned = None, False
+    draft_layout, vocab_ids_are_aligned = None, False
     if "draft" in tensors:
-        draft_lie = lie(tensors["draft"])
+        draft_layout = layout_of(tensors["draft"])
         if "draft_vocab_ids" in tensors:
             ids = tensors["draft_vocab_ids"]
             vocab_ids_are_aligned = (len(ids) | ids.data_ptr()) % 16 == 0
-    structure = (  # the fields of a `Structure`: to make one takes three times as long
+    structure = (  # the fields of a `Structure`, in their order: to make one takes three times as long
         method,
         target.device,
         tuple(tensors),
         tuple([tensor.dtype for tensor in tensors.values()]),
-        lie(target),
-        draft_lie,
+        layout_of(target),
+        draft_layout,
         vocab_ids_are_aligned,
         *class_of(numbers["num_draft_tokens"], vocab_size),
         large,
@@ -231,19 +233,20 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit."""
     structure = Structure(*fields)
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
-    decide, truncates = decision_while_reading(structure), structure.truncates
-    plan, workspace = allocate(structure, inputs, outputs, sizes, counts=decide is not None)
-    untruncated = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
+    early_decision, truncates = decision_while_reading(structure), structure.truncates
+    posted = early_decision is not None
+    plan, workspace = allocate(structure, inputs, outputs, sizes, counts=posted)
+    before_cutoffs = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
     given = inputs, workspace, sizes
     if workspace.draft_ids_ptr is not None:
         add_mapping(plan, *given)
-    add_reading(plan, inputs, untruncated, sizes, decide, structure.large, truncates, structure.flat)
+    add_reading(plan, inputs, before_cutoffs, sizes, early_decision, structure.large, truncates, structure.flat)
     if truncates:
-        add_truncation(plan, *given, structure.large, posted=decide is not None)
-    sums = structure.settles and structure.draft is not None and not structure.large
+        add_truncation(plan, *given, structure.large, posted=posted)
+    sums_all = structure.settles and structure.draft is not None and not structure.large
     if structure.settles:
-        add_settling(plan, *given, sums)
-    add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums, posted=decide is not None)
+        add_settling(plan, *given, sums_all)
+    add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums_all, posted=posted)
     return plan
 
 

@@ -82,7 +82,7 @@ def tell_summary(row, index, statistics, temperature, is_read, line, workspace, 
     """Tell the statistics of a row; return its first largest token here, as `first_here`."""
     block_max, sumexp = repaired(row, statistics, temperature, sizes)
     tell_statistics(0, index, (block_max, sumexp), line, exchange, sizes)
-    if exchange.MAXIMA:  # for `sharded.decide_sample_here`
+    if exchange.MAXIMA:  # for `offer.decide_sample_here`
         pointer, blocks = statistics_at(workspace.statistics_ptr, index, sizes), tl.arange(0, sizes.MAX_BLOCKS)
         tl.store(pointer + blocks * 2, block_max, mask=blocks < sizes.num_blocks)
         tl.store(pointer + blocks * 2 + 1, sumexp, mask=blocks < sizes.num_blocks)
