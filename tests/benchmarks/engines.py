@@ -14,6 +14,7 @@ from torch import Tensor
 from specdecode import RejectionSampler
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, logger
+from specdecode.integrations.vllm.sampling import needs_of
 from tests.benchmarks.inputs import Inputs
 
 
@@ -43,6 +44,7 @@ def vllm_call(
         "return_sampling_mask": False,
         "use_fp64_gumbel": False,
     }
+    sampler.needs = needs_of(sampler, np.arange(batch))
     kind = VllmRejectionSampler
     if provider != "vllm":
         verifier = {"verifier": RejectionSampler(provider)}
@@ -58,7 +60,6 @@ def vllm_call(
         "fly_entropy_threshold": 0.3,
         "fly_entropy_top_k": 3,
         "fallbacks": Fallbacks(logger),
-        "warm": set(),
     }
     arguments = step(inputs, inputs.drafts("probabilistic").token_ids)
     draft_logits = inputs.draft_logits if with_draft_logits else None

@@ -544,6 +544,31 @@ def test_eager_call_of_one_request(benchmark, request, inputs, provider, environ
     time_calls(benchmark, call)
 
 
+@pytest.mark.parametrize("inputs", [Shape(256, 3, "bfloat16", 0.7)], indirect=True, ids=["256"])
+@pytest.mark.parametrize("provider", ["sizes not seen before", "the same sizes again"])
+def test_calls_whose_size_changes(benchmark, request, inputs, provider, environment):
+    """Time a call from Python whose number of requests changes at every call, as in an engine that batches continuously."""
+    benchmark.group = f"sizes that change, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": provider, "environment": environment}
+    token_ids, sampler = inputs.drafts("probabilistic").token_ids, RejectionSampler("probabilistic")
+    sizes = [size for size in range(2, 240) if size not in (8, 32, 64, 128)]  # which other benchmarks have
+    left, times = iter(sizes * 2), []
+
+    def step() -> None:
+        size = next(left)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        sampler(inputs.target_logits[:size], token_ids[:size], inputs.draft_logits[:size], temperature=0.7, seeds=0)
+        times.append(1e6 * (time.perf_counter() - start))
+
+    sampler.warmup(inputs.target_logits, token_ids, inputs.draft_logits, temperature=0.7, seeds=0)
+    if provider == "the same sizes again":
+        for _ in sizes:
+            step()
+    benchmark.pedantic(step, rounds=len(sizes))
+    benchmark.extra_info["call_us"] = quartiles(times[-len(sizes) :])
+
+
 IN_VLLM = [
     pytest.param(Shape(batch, 3, "bfloat16", 0.7), with_draft_logits, truncation, id=f"{batch}-{name}")
     for batch in (1, 32, 256)
