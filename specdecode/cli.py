@@ -1,7 +1,7 @@
 """The command line: `specdecode demo`, `specdecode generate`, `specdecode solve` and `specdecode check`.
 
-This file only reads the options. What imports PyTorch is in `commands`, which is imported when a command runs; `check` does
-without.
+This file only reads the options. What imports PyTorch is in `commands` and `demo.comparison`, which are imported when a
+command runs; `check` does without.
 """
 
 import argparse
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.run == "run_check":
             return command.run(options)
         commands = import_module("specdecode.commands")
-        getattr(commands, options.run)(options, commands.make_console())
+        module = import_module("specdecode.demo.comparison") if options.run == "run_demo" else commands
+        getattr(module, options.run)(options, commands.make_console())
     except KeyboardInterrupt:
         if sys.stdout.isatty():
             print()  # ends the line of text that was being written

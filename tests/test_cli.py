@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import specdecode
 from specdecode import cli, commands
-from specdecode.demo import DRAFT
+from specdecode.demo import DRAFT, comparison
 from specdecode.integrations import transformers as integration
 from specdecode.integrations.transformers import TokenKind
 from specdecode.sampler import Method
@@ -67,7 +67,7 @@ def test_help_does_not_wait_for_pytorch():
 def test_the_demo_says_how_many_texts_it_writes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["demo", "--help"])
-    assert f"per text; {commands.TEXTS} texts per prompt (" in " ".join(capsys.readouterr().out.split())
+    assert f"per text; {comparison.TEXTS} texts per prompt (" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_package_can_be_run():
@@ -337,7 +337,7 @@ def test_the_demo_counts_only_steps_that_were_allowed_all_drafts():
         for request, accepted, drafts in [(0, 2, 3), (1, 3, 3), (0, 0, 0), (1, 0, 3), (0, 2, 2), (1, 1, 1)]
     ]
     # Of 8 tokens request 0 has 3, then 4, so that its last step may have 3 drafts; request 1 has 4, then 5.
-    assert commands.accepted_in(steps, num_draft_tokens=3, max_new_tokens=8)[:, 0].tolist() == [2, 3, 0, 0, 2]
+    assert comparison.accepted_in(steps, num_draft_tokens=3, max_new_tokens=8)[:, 0].tolist() == [2, 3, 0, 0, 2]
 
 
 BYTES = b"\t\n" + "\u00e9\U0001f600".encode()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from specdecode.cli import parser
-from specdecode.commands import compare_methods
+from specdecode.demo.comparison import compare_methods
 
 COLUMNS = 77
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace"
