@@ -24,8 +24,7 @@ from tests.support.enumeration import (
 )
 from tests.support.exactness import EXACT
 from tests.support.exactness import METHODS as REFERENCE
-from tests.support.packing import in_slots, packed_rows, with_counts
-from tests.test_packed import METHODS, assert_same, sampler_of
+from tests.support.packing import METHODS, assert_same, in_slots, packed_rows, sampler_of, with_counts
 
 CASES = {
     "history": Case(history(1, 4), history(2, 2), (2,), 3, draft_vocab_ids=(3, 1)),

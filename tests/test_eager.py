@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdecode.eager import philox, probabilistic, residual, selection
-from tests.test_philox import EXTREMES, counter_of
+from tests.support.philox import EXTREMES, counter_of
 
 FUSED = {
     "negated_uniform_bits": philox.negated_uniform_bits,

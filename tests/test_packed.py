@@ -5,76 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, SamplerOutput, Sampling
+from specdecode import AcceptanceStats, RejectionSampler, SamplerOutput
 from tests.conftest import HAS_TRITON, ON_GPU
-from tests.support.differential import Case, case, like_a_device
+from tests.support.differential import case, like_a_device
 from tests.support.packing import (
     HOSTILE_SLOTS,
     HOSTILE_STARTS,
+    METHODS,
+    assert_same,
     fed_positions,
     in_one_slot,
     in_slots,
     is_sound,
+    numbers_of,
     packed_rows,
+    sampler_of,
     with_counts,
 )
-
-SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=8)
-METHODS = ["strict", "probabilistic", "block", "synthetic"]
-
-
-def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
-    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
-
-
-def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
-    for name, got, want in zip(one._fields, one, other):
-        if got is not want:  # what is absent is None
-            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-def numbers_of(batch: Case, draw: random.Random, method: str, place: tuple[str, str]) -> dict:
-    """Options of a call, each a number, a tensor by request, or not given, and with draft logits what comes with them."""
-    requests, device = len(batch.seeds), place[1]
-
-    def limit(*values: float, dtype: torch.dtype = torch.float32) -> float | Tensor | None:
-        each = torch.tensor([draw.choice(values) for _ in range(requests)], dtype=dtype, device=device)
-        return draw.choice([None, values[0], each])
-
-    options = {
-        "temperature": draw.choice([0.7, 0.0, batch.temperature, batch.temperature]),
-        "seeds": draw.choice([5, batch.seeds, batch.seeds]),
-        "positions": draw.choice([None, batch.positions]),
-        "logprobs": draw.choice([None, "processed", "raw"]),
-    }
-    if draw.random() < 0.5:
-        options |= {
-            "top_k": limit(5, 0, 20, dtype=torch.int32),
-            "top_p": limit(0.9, 1.0, 0.3),
-            "min_p": limit(0.05, 0.0),
-        }
-    if draw.random() < 0.7:
-        options["draft_logits"] = batch.draft_logits
-        kind = draw.choice(["read", "given", "otherwise"])
-        if kind == "otherwise" and place[0] == "eager":
-            options["draft_sampling"] = Sampling(
-                draw.choice([1.2, batch.temperature.clamp(min=0.5)]), limit(9, 4, dtype=torch.int64)
-            )
-        if kind == "given":
-            with_draft = {name: options.get(name) for name in ("top_k", "top_p", "min_p")}
-            drafts = [
-                sampler_of(method, place[0]).draft(
-                    batch.draft_logits[:, i], options["temperature"], options["seeds"], offset=i, **with_draft
-                )
-                for i in range(batch.draft_logits.shape[1])
-            ]
-            if drafts:
-                options["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
-                if drafts[0].cutoff is not None:
-                    options["draft_cutoff"] = torch.stack([draft.cutoff for draft in drafts], 1)
-    return options
 
 
 @pytest.mark.parametrize("method", METHODS)

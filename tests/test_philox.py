@@ -22,8 +22,7 @@ from specdecode.checks import MOST_DRAFT_TOKENS
 from specdecode.eager import philox as eager
 from tests.support.distributions import FALSE_ALARM
 from tests.support.mutants import Mutant, assert_caught
-
-ONES = 0xFFFFFFFF
+from tests.support.philox import EXTREMES, ONES, counter_of
 
 KNOWN_ANSWERS = {
     "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -144,9 +143,6 @@ def test_every_draft_of_a_step_has_domains_of_its_own():
 # --- Both ends ----------------------------------------------------------------------------------------------------------
 
 
-EXTREMES = [(0, 0), (0, 1), (1, 0), (0, ONES), (ONES, 0), (ONES, ONES), (ONES - 128, 0), (2**31, 0)]
-
-
 def made_of(words: tuple[int, int], make: Callable) -> float:
     """Return the number that `make` makes of a pair of words."""
     with mock.patch.object(reference, "philox4x32", return_value=(*map(np.uint64, words), None, None)):
@@ -163,19 +159,6 @@ def check_ends() -> None:
 
 def test_no_words_make_0_or_1():
     check_ends()
-
-
-def counter_of(words: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the index, position and domain whose random words under seed 0 begin with two given ones: Philox backwards."""
-    high, low = words
-    c0, c1, c2, c3 = high, low, 0, 0
-    for round_ in reversed(range(10)):
-        k0, k1 = ((round_ * increment) & ONES for increment in reference.KEY_INCREMENTS)
-        m0, m1 = reference.MULTIPLIERS
-        before0, before2 = c3 * pow(m0, -1, 2**32) & ONES, c1 * pow(m1, -1, 2**32) & ONES
-        c0, c1, c2, c3 = before0, c0 ^ (before2 * m1 >> 32) ^ k0, before2, c2 ^ (before0 * m0 >> 32) ^ k1
-    position = c1 | c2 << 32
-    return c0, position - (position >> 63 << 64), c3
 
 
 @pytest.mark.parametrize("words", EXTREMES)

@@ -19,10 +19,9 @@ from specdecode import RejectionSampler, Sampling, VocabShard, sample, transport
 from tests.support.differential import case as random_case
 from tests.support.differential import like_a_device
 from tests.support.hostile import FLOATS, make_call, pick
-from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
+from tests.support.packing import fed_positions, in_slots, numbers_of, packed_rows, with_counts
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
-from tests.test_packed import numbers_of
-from tests.test_truncation import SCHEDULE
+from tests.support.truncated import SCHEDULE
 
 NAN, INF = float("nan"), float("inf")
 EXAMPLE = Path(__file__).parent.parent / "docs" / "use" / "tensor_parallel.py"

@@ -18,6 +18,7 @@ from tests.support.kernels import (
     Steps,
     assert_same,
     expected,
+    in_question,
     in_reverse,
     needs_interpreter,
     planned_with,
@@ -26,23 +27,6 @@ from tests.support.kernels import (
 )
 
 REJECTED, OPEN, ACCEPTED = (value.value for value in (block.REJECTED, block.OPEN, block.ACCEPTED))
-
-
-def in_question(requests: int, drafts: int, vocab: int, dtype: torch.dtype = torch.float32) -> Case:
-    """A batch of which many numbers of drafts depend on residual masses: nothing is decided early."""
-    batch = case(requests, drafts, vocab, dtype, greedy=0, seed=3)
-    generator = torch.Generator().manual_seed(4)
-    target = batch.target_logits.float() / 3
-    draft = target[:, :drafts] + torch.randn(requests, drafts, vocab, generator=generator)
-    ids = torch.multinomial(draft.flatten(0, 1).softmax(-1), 1, generator=generator).view(requests, drafts)
-    temperature = torch.ones(requests)
-    return replace(
-        batch,
-        target_logits=target.to(dtype),
-        draft_logits=draft.to(dtype),
-        draft_token_ids=ids,
-        temperature=temperature,
-    )
 
 
 def terms_of(steps: Steps, field: Any) -> np.ndarray:

@@ -11,8 +11,8 @@ from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.support.differential import Case, case
 from tests.support.kernels import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of, small
-from tests.test_logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
-from tests.test_truncation import TRUNCATIONS, on
+from tests.support.logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
+from tests.support.truncated import TRUNCATIONS, on
 
 FEW_KINDS = ["strict", "probabilistic", "block", "synthetic strict"]
 SIZES = (60, 3, 5003) if ON_GPU else (5, 1, 1040)

@@ -14,11 +14,21 @@ from specdecode import kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.methods import METHODS
 from tests.conftest import ON_GPU
-from tests.kernels.test_kernel_block import in_question
 from tests.support import addresses
 from tests.support.addresses import apart, reads_and_writes_inside
 from tests.support.differential import Case, case, like_a_device
-from tests.support.kernels import DEVICE, FEW, KINDS, LARGE, MANY, SCHEDULE, assert_same, given, needs_interpreter
+from tests.support.kernels import (
+    DEVICE,
+    FEW,
+    KINDS,
+    LARGE,
+    MANY,
+    SCHEDULE,
+    assert_same,
+    given,
+    in_question,
+    needs_interpreter,
+)
 from tests.support.packing import (
     HIGH,
     HOSTILE_SLOTS,

@@ -41,7 +41,7 @@ from tests.support.kernels import (
     sizes_of,
     small,
 )
-from tests.test_truncation import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
+from tests.support.truncated import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,11 @@ from specdecode import VocabShard, backends, kernels, sample, transports
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
-from tests.kernels.test_kernel_block import in_question
 from tests.support.differential import case, like_a_device
 from tests.support.kernels import (
     DEVICE,
     impossible_drafts,
+    in_question,
     memory_of,
     needs_gpu,
     needs_interpreter,

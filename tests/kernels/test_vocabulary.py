@@ -22,7 +22,7 @@ from tests.support.addresses import reads_and_writes_inside
 from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
 from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
 from tests.support.packing import in_slots, packed_rows, with_counts
-from tests.test_truncation import SCHEDULE, of_request, on
+from tests.support.truncated import SCHEDULE, of_request, on
 
 METHODS = ["probabilistic", "block", "synthetic"]
 SIZES = [(4200, 37), (2064, 1040)] + [(2100, 2100), (151_936, 32_000), (50_257, 5001)] * ON_GPU

@@ -1,5 +1,6 @@
 """Packed calls that say what a padded call says: rows without gaps, state in slots, all that is unused poisoned."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import Sampling
+from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput, Sampling
 from tests.support.differential import Case
 
 NAN = float("nan")
+SCHEDULE = AcceptanceSchedule.from_mean_rate(0.6, num_draft_tokens=8)
 NOBODYS = 2  # rows before the first request's and after the last one's
 
 
@@ -95,3 +97,58 @@ def in_one_slot(value: Any, slots: Tensor) -> Any:
         return Sampling(*[in_one_slot(part, slots) for part in value])
     firsts = [slots.tolist().index(slot) for slot in slots.tolist()]
     return value[firsts] if isinstance(value, Tensor) else value
+
+
+def numbers_of(batch: Case, draw: random.Random, method: str, place: tuple[str, str]) -> dict:
+    """Options of a call, each a number, a tensor by request, or not given, and with draft logits what comes with them."""
+    requests, device = len(batch.seeds), place[1]
+
+    def limit(*values: float, dtype: torch.dtype = torch.float32) -> float | Tensor | None:
+        each = torch.tensor([draw.choice(values) for _ in range(requests)], dtype=dtype, device=device)
+        return draw.choice([None, values[0], each])
+
+    options = {
+        "temperature": draw.choice([0.7, 0.0, batch.temperature, batch.temperature]),
+        "seeds": draw.choice([5, batch.seeds, batch.seeds]),
+        "positions": draw.choice([None, batch.positions]),
+        "logprobs": draw.choice([None, "processed", "raw"]),
+    }
+    if draw.random() < 0.5:
+        options |= {
+            "top_k": limit(5, 0, 20, dtype=torch.int32),
+            "top_p": limit(0.9, 1.0, 0.3),
+            "min_p": limit(0.05, 0.0),
+        }
+    if draw.random() < 0.7:
+        options["draft_logits"] = batch.draft_logits
+        kind = draw.choice(["read", "given", "otherwise"])
+        if kind == "otherwise" and place[0] == "eager":
+            options["draft_sampling"] = Sampling(
+                draw.choice([1.2, batch.temperature.clamp(min=0.5)]), limit(9, 4, dtype=torch.int64)
+            )
+        if kind == "given":
+            with_draft = {name: options.get(name) for name in ("top_k", "top_p", "min_p")}
+            drafts = [
+                sampler_of(method, place[0]).draft(
+                    batch.draft_logits[:, i], options["temperature"], options["seeds"], offset=i, **with_draft
+                )
+                for i in range(batch.draft_logits.shape[1])
+            ]
+            if drafts:
+                options["draft_logsumexp"] = torch.stack([draft.logsumexp for draft in drafts], 1)
+                if drafts[0].cutoff is not None:
+                    options["draft_cutoff"] = torch.stack([draft.cutoff for draft in drafts], 1)
+    return options
+
+
+METHODS = ["strict", "probabilistic", "block", "synthetic"]
+
+
+def sampler_of(method: str, backend: str = "eager") -> RejectionSampler:
+    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)
+
+
+def assert_same(one: SamplerOutput, other: SamplerOutput) -> None:
+    for name, got, want in zip(one._fields, one, other):
+        if got is not want:  # what is absent is None
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=name)
