@@ -5,7 +5,7 @@ skeleton runs as it is and is wrong. `try_it` prints what the checker says of it
 the parts between the marks, so this file is their only copy.
 """
 
-# ruff: noqa: B007, E402, I001 - skeletons leave things unused; the head is a file of its own
+# ruff: noqa: B007, E402, F811, I001 - skeletons leave things unused; what is mended is defined again
 # fmt: off
 
 import doctest
@@ -234,39 +234,40 @@ try_it("4. strict, solution", strict, draft, requests=5_000)
 # ---- 5. Block --------------------------------------------------------------------------------------------------------
 
 # --8<-- [start:block-skeleton]
+def running_ratio(c, p, q):
+    return c * p / q  # TODO never above 1
+
+
+def acceptance(c, A):
+    return A  # TODO
+
+
 @each_request
 def block(p, q, drafts):
-    K = len(drafts)
-    c = [1.0]  # the running ratio after 0, 1, ... K drafts
+    K, c = len(drafts), [1.0]
     for i, x in enumerate(drafts):
-        c.append(c[i] * p[i, x] / q[i, x])  # TODO never above 1
+        c.append(running_ratio(c[i], p[i, x], q[i, x]))
     if random.random() <= c[K]:
         return [*drafts, draw(p[K])]
-    for i in range(K - 1, 0, -1):  # try to accept i drafts
-        A = np.maximum(0, c[i] * p[i] - q[i]).sum()
-        h = A  # TODO A / (A + 1 - c), of the c of i drafts
-        if random.random() <= h:
-            return [*drafts[:i], draw(np.maximum(0, c[i] * p[i] - q[i]))]
+    for i in range(K - 1, 0, -1):
+        weights = np.maximum(0, c[i] * p[i] - q[i])
+        if random.random() <= acceptance(c[i], weights.sum()):
+            return [*drafts[:i], draw(weights)]
     return [draw(np.maximum(0, p[0] - q[0]))]
 # --8<-- [end:block-skeleton]
 
 try_it("5. block, skeleton", block)
 
+# --8<-- [start:block-half]
+def acceptance(c, A):
+    return A / (A + 1 - c)
+# --8<-- [end:block-half]
+
+try_it("5. block, half", block)
+
 # --8<-- [start:block-solution]
-@each_request
-def block(p, q, drafts):
-    K = len(drafts)
-    c = [1.0]
-    for i, x in enumerate(drafts):
-        c.append(min(1, c[i] * p[i, x] / q[i, x]))
-    if random.random() <= c[K]:
-        return [*drafts, draw(p[K])]
-    for i in range(K - 1, 0, -1):
-        A = np.maximum(0, c[i] * p[i] - q[i]).sum()
-        h = A / (A + 1 - c[i]) if A + 1 - c[i] > 0 else 0
-        if random.random() <= h:
-            return [*drafts[:i], draw(np.maximum(0, c[i] * p[i] - q[i]))]
-    return [draw(np.maximum(0, p[0] - q[0]))]
+def running_ratio(c, p, q):
+    return min(1, c * p / q)
 # --8<-- [end:block-solution]
 
 try_it("5. block, solution", block)
