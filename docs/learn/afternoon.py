@@ -1,6 +1,6 @@
 """An afternoon on speculative decoding: every exercise of the pages in docs/learn, with its skeleton and its solution.
 
-Run it from top to bottom, `python afternoon.py`: it needs `specdecode[check]` and takes some ten seconds on a CPU. Each
+Run it from top to bottom, `python afternoon.py`: it needs `specdecode[check]` and takes seconds on a CPU. Each
 skeleton runs as it is and is wrong. `try_it` prints what the checker says of it, and then of the solution. The pages include
 the parts between the marks, so this file is their only copy.
 """
@@ -47,7 +47,7 @@ results = {}
 """What came out of each skeleton and solution: whether it passed, and the accepted drafts of a step."""
 
 
-def try_it(title, verify, draft=None, *, requests=20_000):
+def try_it(title, verify, draft=None, *, requests=5_000):
     """Print the verdict, how many drafts a step accepts, and the known mistake that fits best."""
     report = check(verify, draft, requests=requests)
     accepted = next(each.detail for each in report.checks if each.name == "acceptance").split(" accepted")[0]
@@ -214,7 +214,7 @@ def strict(target_logits, draft_token_ids, *, seeds, positions):
     return output
 # --8<-- [end:strict-skeleton]
 
-try_it("4. strict, skeleton", strict, draft, requests=5_000)
+try_it("4. strict, skeleton", strict, draft)
 
 # --8<-- [start:strict-solution]
 def strict(target_logits, draft_token_ids, *, seeds, positions):
@@ -229,7 +229,7 @@ def strict(target_logits, draft_token_ids, *, seeds, positions):
     return output
 # --8<-- [end:strict-solution]
 
-try_it("4. strict, solution", strict, draft, requests=5_000)
+try_it("4. strict, solution", strict, draft)
 
 # ---- 5. Block --------------------------------------------------------------------------------------------------------
 
