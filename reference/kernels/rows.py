@@ -61,7 +61,7 @@ def load_row(rows, row, size, temperature):
         total = log_row_sum(rows_ptr + row * size, size, temperature)
     else:
         total = log_sum(load_per_block(sums_ptr, row, size))
-    return rows_ptr + row * size, size, tl.where(size > 0, total, 0.0)
+    return rows_ptr + row * size, size, total
 
 
 @triton.jit
