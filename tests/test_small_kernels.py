@@ -155,3 +155,16 @@ def test_small_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
     names = re.findall(r"^def (\w+_kernel)\(", sources, re.M)
     # `probabilistic` and `block` have one kernel each, compiled with block sums and without.
     assert sorted(result.stdout.split()) == sorted([*names, "verify_kernel", "verify_kernel"])
+
+
+PAGE = ROOT / "docs" / "kernels.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="not in a checkout")
+def test_the_kernels_page_has_every_field_of_every_bundle():
+    from specdecode.kernels import arguments
+
+    bundles = {name: value for name, value in vars(arguments).items() if hasattr(value, "_fields")}
+    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    shown = {line[1].strip(" `"): tuple(re.findall(r"`(\w+)`", line[3])) for line in lines if len(line) == 5}
+    assert {name: shown.get(name) for name in bundles} == {name: value._fields for name, value in bundles.items()}
