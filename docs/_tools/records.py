@@ -19,6 +19,8 @@ KINDS = {
     "in vLLM": "in vLLM",
     "truncated": "truncated",
     "log-probabilities": "log-probabilities",
+    "small kernels": "small kernels",
+    "sizes that change": "sizes",
 }
 """What a group is about, by the words that it starts with; most have none of these."""
 

@@ -43,8 +43,8 @@ compares residual masses.
 | what `strict` and `probabilistic` do differently | the table in `methods`; then each method's `decide` |
 | what a rank tells the others | `sharding.tell.tell_kernel`; its token, `sharding.offer` |
 
-Shards of the vocabulary are read as whole rows are, and decided about by the same functions; only to draw a token takes
-another way.
+Shards of the vocabulary are read as whole rows are, and decided about by the same functions. Only the drawing of a token
+differs.
 
 No program waits for another of the same GPU: what must come after everything else is done by the last program to finish, or
 by the next launch. Through symmetric memory programs wait for other ranks, for a bounded time (`sharding.channel.awaited`).

@@ -27,11 +27,11 @@ def pytest_collection_modifyitems(config, items):
     lines = config.stash[TOP] = []
     if left_out:
         lines.append(f"{len(left_out)} benchmarks on a GPU are left out: {left_out[0].module.WHY_NOT}")
-    for module, device, record in (
-        ("test_cpu", "the CPU", "cpu"),
-        ("test_gpu", torch.cuda.get_device_name() if torch.cuda.is_available() else "", "h200"),
+    for modules, device, record in (
+        (("test_cpu",), "the CPU", "cpu"),
+        (("test_gpu", "test_small_kernels"), torch.cuda.get_device_name() if torch.cuda.is_available() else "", "h200"),
     ):
-        if count := sum(item.path.stem == module for item in kept):
+        if count := sum(item.path.stem in modules for item in kept):
             lines.append(f"{count} benchmarks on {device}{last_time(record)}")
 
 
