@@ -348,6 +348,19 @@ def test_the_search_finds_the_residual(server):
         assert not complaints
 
 
+def test_the_search_finds_pages_before_the_api(server):
+    with opened(server) as (tab, _):
+        tab.goto(server.address)
+        tab.locator("input.md-search__input").click()
+        for words, page in (("bonus token", "notation"), ("install", "use/quickstart"), ("temperature", "")):
+            tab.locator("input.md-search__input").fill("")
+            tab.locator("input.md-search__input").type(words)
+            first = tab.locator(f".md-search-result__item:first-child > a[href*='h={words.split()[0]}']")
+            found = first.first.get_attribute("href", timeout=20_000)
+            assert page in found, f"{words}: {found}"
+            assert "/api/" not in found, f"{words}: {found}"
+
+
 def test_the_early_exit_schedule_is_stepped_through_by_keyboard(server):
     with opened(server, width=360) as (tab, complaints):
         tab.goto(server.address + "kernels/")
