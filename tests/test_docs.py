@@ -85,6 +85,7 @@ def test_the_early_exit_schedule_is_drawn_as_the_kernel_page_describes_it():
 
 # ---- The built site --------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="session")
 def site() -> Site:
     return built_site()
