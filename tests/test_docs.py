@@ -1,16 +1,10 @@
 """The site's examples run; the site builds strictly, needs nothing from other hosts, and works in a browser."""
 
-import contextlib
 import functools
-import http.server
 import importlib
-import importlib.util
 import json
 import re
-import shutil
-import subprocess
 import sys
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -19,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.examples import fences, run_docstrings, run_page
+from tests.support.site import Site, address_of, built_site, opened, served
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -90,41 +85,10 @@ def test_the_early_exit_schedule_is_drawn_as_the_kernel_page_describes_it():
 
 # ---- The built site --------------------------------------------------------------------------------------------------
 
-BUILD = """
-import sys
-sys.modules["torch"] = sys.modules["triton"] = None  # importing either fails
-from mkdocs.__main__ import cli
-cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
-"""
-
-
-class Site(NamedTuple):
-    """The built site and what building it took."""
-
-    folder: Path
-    cpu_seconds: float
-
-    def pages(self) -> list[Path]:
-        return sorted(self.folder.rglob("*.html"))
-
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory) -> Site:
-    for module in ("mkdocs", "material", "mkdocstrings", "math_core", "ziamath"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module}, which building the site needs, is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    before = child_seconds()
-    built = subprocess.run([sys.executable, "-c", BUILD, folder], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return Site(folder, child_seconds() - before)
-
-
-def child_seconds() -> float:
-    import resource
-
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def site() -> Site:
+    return built_site()
 
 
 class Elements(HTMLParser):
@@ -348,65 +312,10 @@ def test_every_table_and_plot_of_a_record_names_its_commits():
 # ---- In a browser ----------------------------------------------------------------------------------------------------
 
 
-class Server(NamedTuple):
-    """The built site behind a loopback address, and a browser."""
-
-    address: str
-    browser: object
-
-
 @pytest.fixture(scope="module")  # not longer: a second driver, for another module's tests, would conflict with it
 def server(site):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = (
-        "chromium-headless-shell",
-        "chromium",
-        "chromium-browser",
-        "google-chrome",
-        "google-chrome-stable",
-        "chrome",
-    )
-    chromium = next(filter(None, map(shutil.which, names)), None)
-    if chromium is None:
-        pytest.skip(f"no browser is installed: looked for {', '.join(names)}")
-    handler = functools.partial(QuietHandler, directory=site.folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served, playwright.sync_playwright() as driver:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        yield Server(f"http://127.0.0.1:{served.server_port}/", browser)
-        browser.close()
-        served.shutdown()
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serve files, say nothing."""
-
-    def log_message(self, *arguments):
-        pass
-
-
-@contextlib.contextmanager
-def opened(server, width: int = 1440):
-    """Open a tab in which every other host is blocked; collect its errors."""
-    context = server.browser.new_context(viewport={"width": width, "height": 800})
-    complaints = []
-
-    def refuse(route):
-        complaints.append(f"asked for {route.request.url}")
-        route.abort()
-
-    context.route(re.compile(f"^(?!{re.escape(server.address)}|data:|blob:)"), refuse)
-    page = context.new_page()
-    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    yield page, complaints
-    context.close()
-
-
-def address_of(page: str) -> str:
-    """Return where a page of docs/ is in the site."""
-    path = page.removesuffix(".md").removesuffix("index")
-    return path if path.endswith("/") or not path else f"{path}/"
+    with served(site) as server:
+        yield server
 
 
 def test_every_page_loads_in_a_browser_and_fits_phones_and_desks(server):
@@ -438,6 +347,19 @@ def test_the_search_finds_the_residual(server):
         results.first.wait_for(timeout=20_000)
         assert "residual" in results.all_inner_texts()[0].lower()
         assert not complaints
+
+
+def test_the_search_finds_pages_before_the_api(server):
+    with opened(server) as (tab, _):
+        tab.goto(server.address)
+        tab.locator("input.md-search__input").click()
+        for words, page in (("bonus token", "notation"), ("install", "use/quickstart"), ("temperature", "")):
+            tab.locator("input.md-search__input").fill("")
+            tab.locator("input.md-search__input").type(words)
+            first = tab.locator(f".md-search-result__item:first-child > a[href*='h={words.split()[0]}']")
+            found = first.first.get_attribute("href", timeout=20_000)
+            assert page in found, f"{words}: {found}"
+            assert "/api/" not in found, f"{words}: {found}"
 
 
 def test_the_early_exit_schedule_is_stepped_through_by_keyboard(server):

@@ -24,6 +24,7 @@ from typing import Any
 from pymdownx.inlinehilite import InlineHiliteException
 from pymdownx.superfences import SuperFencesException
 
+from docs._tools.bars import Bar, bars
 from docs._tools.records import Cell, all_cells, cells, load, look_up, one_commit, result_of
 from docs._tools.svg import Series, plot
 
@@ -106,8 +107,12 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], text_columns:
 def by_shape(
     results: list[Cell], first: str, show: Callable[[dict[str, Any]], str], leave_out: Iterable[str] = ()
 ) -> str:
-    """Return a table of cells: a row for each number of requests and drafts, a column for each provider."""
-    titles, rows = [], {}
+    """Return a table of cells: a row for each provider, a column for each number of requests and drafts.
+
+    There are more providers than sizes of batches, and their names are long: as columns they would not fit a page.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
     for cell in results:
         if cell.provider in leave_out:
             continue
@@ -115,13 +120,14 @@ def by_shape(
             content = show(cell.values) + cell.of_commit
         except KeyError:
             continue
-        if cell.title not in titles:
-            titles.append(cell.title)
         key = f"{cell.count:,}, {cell.drafts}" if cell.kind != "row" else f"{cell.count:,}"
-        rows.setdefault(key, {})[cell.title] = content
+        columns[key] = None
+        rows.setdefault(cell.title, {})[key] = content
     if not rows:
         raise LookupError("no cell holds what is to be shown")
-    return html_table([first, *titles], ([key, *(row.get(title, "") for title in titles)] for key, row in rows.items()))
+    return html_table(
+        [first, *columns], ([title, *(row.get(key, "") for key in columns)] for title, row in rows.items())
+    )
 
 
 def device_time(values: dict[str, Any]) -> str:
@@ -289,15 +295,14 @@ def packed_table(record: str) -> str:
         for cell in cells(record, kind="packed")
     }
     results = [cell._replace(provider=cell.provider.removesuffix(", packed")) for cell in results]
+    columns = list(dict.fromkeys(f"{cell.count:,}, {cell.drafts}" for cell in results))
     rows: dict[str, dict[str, str]] = {}
     for cell in results:
         beside = padded[cell.count, cell.drafts, cell.provider]
         content = f"{device_time(cell.values)}{cell.of_commit} ({beside})"
-        rows.setdefault(f"{cell.count:,}, {cell.drafts}", {})[cell.title] = content
-    titles = list(dict.fromkeys(cell.title for cell in results))
-    return html_table(
-        ["Requests, drafts", *titles], [[key, *[row.get(title, "") for title in titles]] for key, row in rows.items()]
-    )
+        rows.setdefault(cell.title, {})[f"{cell.count:,}, {cell.drafts}"] = content
+    table = [[title, *[row.get(key, "") for key in columns]] for title, row in rows.items()]
+    return html_table(["Requests, drafts", *columns], table)
 
 
 def in_vllm_table(record: str, show: str = "device_us") -> str:
@@ -346,11 +351,9 @@ def share_table(
     for cell in results:
         if cell.provider in titles:
             rows.setdefault((cell.count, cell.drafts), {})[cell.provider] = cell
-    reading = 2e9 * float(billions) / (1e6 * float(terabytes))
     lines = []
     for (count, drafts), by_provider in rows.items():
-        computing = 2e9 * float(billions) * count * (drafts + 1) / (1e6 * float(teraflops))
-        least = max(reading, computing)
+        least = least_time(float(billions), float(terabytes), float(teraflops), count * (drafts + 1))
         times = {name: cell.values["device_us"]["median"] for name, cell in by_provider.items()}
         shares = {name: f"{us / (us + least):.1%}{by_provider[name].of_commit}" for name, us in times.items()}
         lines.append([f"{count:,}, {drafts}", f"{least / 1000:.1f}", *[shares.get(name, "") for name in titles]])
@@ -547,6 +550,57 @@ def roofline_plot(record: str) -> str:
     return picture + commits
 
 
+def engines_plot(record: str, requests: str, temperature: str = "0.7", drafts: str = "3") -> str:
+    """Draw the time of a step in this package, in engines and in PyTorch as bars, for some sizes of a batch."""
+    providers = ("triton", "triton with draft_logsumexp", "vllm", "flashinfer", "sglang", "straightforward compiled")
+    results = cells(record, kind="request", temperature=float(temperature), drafts=int(drafts))
+    found = {(cell.count, cell.provider): cell for cell in results}
+    groups = []
+    for count in map(int, requests.split()):
+        group = [found[count, provider] for provider in providers]
+        times = [cell.values["device_us"]["median"] for cell in group]
+        groups.append((f"{count:,} requests of {drafts} drafts", list(zip(group, times))))
+    return bars_of(groups, "Time of one verification step", "microseconds on the device", lambda us: f"{shown(us)} µs")
+
+
+def share_plot(record: str, peers: str, billions: str, terabytes: str, teraflops: str, requests: str) -> str:
+    """Draw the share of verification in a step as bars, see `share_table`."""
+    groups = []
+    for count in map(int, requests.split()):
+        wanted: dict[str, object] = {"kind": "request", "temperature": 0.7, "drafts": 3, "count": count}
+        found = {cell.provider: cell for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]}
+        group = [found[name] for name in ("triton", "vLLM", "straightforward compiled") if name in found]
+        least = least_time(float(billions), float(terabytes), float(teraflops), 4 * count)
+        times = [cell.values["device_us"]["median"] for cell in group]
+        shares = [(cell, us / (us + least)) for cell, us in zip(group, times)]
+        groups.append((f"{count:,} request{'s' * (count > 1)} of 3 drafts", shares))
+    return bars_of(groups, "Share of verification in a step", "share of a step", "{:.1%}".format)
+
+
+def bars_of(
+    groups: list[tuple[str, list[tuple[Cell, float]]]], title: str, unit: str, show: Callable[[float], str]
+) -> str:
+    """Return bars of cells and their numbers, and the line of their commits."""
+    numbers = [show(value) + cell.of_commit for _, group in groups for cell, value in group]
+    texts, commits = with_marks(numbers)
+    marked = iter(texts)
+    drawn = [
+        (heading, [Bar(bar_title(cell), value, next(marked), is_own(cell)) for cell, value in group])
+        for heading, group in groups
+    ]
+    return bars(drawn, title, unit) + commits
+
+
+def bar_title(cell: Cell) -> str:
+    """Return a cell's name in one short line."""
+    return cell.title.replace("`", "").replace("probabilistic, draft", "with draft")
+
+
+def least_time(billions: float, terabytes: float, teraflops: float, rows: int) -> float:
+    """Return the least microseconds of the target's call: those of reading its weights, or of computing with them."""
+    return max(2e9 * billions / (1e6 * terabytes), 2e9 * billions * rows / (1e6 * teraflops))
+
+
 SHOWS = {"time": device_time, "bandwidth": bandwidth, "bytes": megabytes}
 
 
@@ -648,4 +702,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "shard model": shard_model_table,
 }
 
-PLOTS: dict[str, Callable[..., str]] = {"time": time_plot, "roofline": roofline_plot}
+PLOTS: dict[str, Callable[..., str]] = {
+    "time": time_plot,
+    "roofline": roofline_plot,
+    "engines": engines_plot,
+    "share": share_plot,
+}

@@ -1,0 +1,37 @@
+"""Inline SVG: bars from zero, in groups, each with its number beside it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from docs._tools.svg import WIDTH, picture, rect, text
+
+LEFT, RIGHT, STEP = 178, WIDTH - 76, 24  # room for 15 px letters, which phones show
+
+
+class Bar(NamedTuple):
+    """A bar: what it is of, how long it is, its number as it is shown, and whether it is this package's."""
+
+    title: str
+    value: float
+    shown: str
+    own: bool = False
+
+
+def bars(groups: Sequence[tuple[str, Sequence[Bar]]], title: str, unit: str) -> str:
+    """Return bars of one scale, below the heading of their group."""
+    longest = max(bar.value for _, group in groups for bar in group)
+    parts, y, described = [], 16.0, []
+    for heading, group in groups:
+        parts.append(text(0, y, heading, "label bar-text", "start"))
+        y += 8
+        for bar in group:
+            width = max(1.0, (RIGHT - LEFT) * bar.value / longest)
+            parts += [
+                text(LEFT - 8, y + 15, bar.title, "bar-text", "end"),
+                rect(LEFT, y + 3, width, STEP - 8, "bar new" if bar.own else "bar", 0),
+                text(LEFT + width + 6, y + 15, bar.shown, "bar-text", "start"),
+            ]
+            y += STEP
+        described.append(f"{heading}: {', '.join(f'{bar.title} {bar.shown}' for bar in group)}")
+        y += 22
+    return picture(parts, y - 18, title, f"{unit}. {'; '.join(described)}")

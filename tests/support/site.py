@@ -1,0 +1,118 @@
+"""The built site, built once in a process, and a browser that opens it without asking any other host for anything."""
+
+import contextlib
+import functools
+import http.server
+import importlib.util
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None  # importing either fails
+from mkdocs.__main__ import cli
+cli(["build", "--strict", "--quiet", "--site-dir", sys.argv[1]])
+"""
+BROWSERS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+)
+
+
+class Site(NamedTuple):
+    """The built site and what building it took."""
+
+    folder: Path
+    cpu_seconds: float
+    kept: tempfile.TemporaryDirectory  # removed with the process
+
+    def pages(self) -> list[Path]:
+        return sorted(self.folder.rglob("*.html"))
+
+
+class Server(NamedTuple):
+    """The built site behind a loopback address, and a browser."""
+
+    address: str
+    browser: Any
+
+
+@functools.cache
+def built_site() -> Site:
+    """Build the site strictly, without torch; skip the test if what that needs is not installed."""
+    for module in ("mkdocs", "material", "mkdocstrings", "math_core", "ziamath"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module}, which building the site needs, is not installed")
+    folder = tempfile.TemporaryDirectory(prefix="site-")
+    before = child_seconds()
+    command = [sys.executable, "-c", BUILD, folder.name]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return Site(Path(folder.name), child_seconds() - before, folder)
+
+
+def child_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def served(site: Site) -> Iterator[Server]:
+    """Serve the site to a browser. A process may have one driver at a time: close this before the next."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if chromium is None:
+        pytest.skip(f"no browser is installed: looked for {', '.join(BROWSERS)}")
+    handler = functools.partial(QuietHandler, directory=site.folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as host, playwright.sync_playwright() as driver:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield Server(f"http://127.0.0.1:{host.server_port}/", browser)
+        browser.close()
+        host.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    """Serve files, say nothing."""
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def opened(server: Server, width: int = 1440) -> Iterator[tuple[Any, list[str]]]:
+    """Open a tab in which every other host is blocked; collect its errors."""
+    context = server.browser.new_context(viewport={"width": width, "height": 800})
+    complaints: list[str] = []
+
+    def refuse(route: Any) -> None:
+        complaints.append(f"asked for {route.request.url}")
+        route.abort()
+
+    context.route(re.compile(f"^(?!{re.escape(server.address)}|data:|blob:)"), refuse)
+    page = context.new_page()
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page, complaints
+    context.close()
+
+
+def address_of(page: str) -> str:
+    """Return where a page of docs/ is in the site."""
+    path = page.removesuffix(".md").removesuffix("index")
+    return path if path.endswith("/") or not path else f"{path}/"
