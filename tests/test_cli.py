@@ -36,6 +36,7 @@ def wide_and_plain(monkeypatch):
 
 
 def run(capsys, *arguments):
+    capsys.readouterr()  # such as the progress bars of models that were saved
     status = cli.main(arguments)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
