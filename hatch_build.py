@@ -49,6 +49,8 @@ def with_whole_links(text: str, repository: str, site: str, version: str) -> str
             return f"{before}{repository}/{'raw' if before.startswith('src') else 'blob'}/v{version}/{target}"
         return match[0]
 
+    if site:
+        text = text.replace("](#the-site)", f"]({site}/{version}/)")  # which says how to build it, where there is none
     return LINK.sub(whole, text)
 
 

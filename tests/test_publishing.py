@@ -42,6 +42,15 @@ def test_changelog_and_citation_name_this_version_and_one_date():
     headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", read("CHANGELOG.md"), flags=re.M)
     assert headings[:2] == [("Unreleased", ""), (specdecode.__version__, str(citation["date-released"]))]
     assert citation["version"] == specdecode.__version__
+    (bibtex,) = (block.code for block in fences(ROOT / "README.md") if block.language == "bibtex")
+    fields = dict(re.findall(r"(\w+) = \{+(.*?)\}", bibtex))
+    authors = " and ".join(author["name"] for author in citation["authors"])
+    assert fields == {
+        "author": authors,
+        "title": citation["title"],
+        "version": citation["version"],
+        "date": str(citation["date-released"]),
+    }
 
 
 def test_every_python_version_that_is_classified_is_tested():
@@ -116,6 +125,7 @@ def test_on_pypi_every_link_of_the_readme_is_whole_and_no_example_changes(hatch_
     assert len(targets) > 5
     assert [target for target in map("".join, targets) if not target.startswith(("https://", "#"))] == []
     assert ("Documentation" in metadata["urls"]) == bool(site)
+    assert ("[the site](https://site.invalid/0.1.0/)" in text) == bool(site)
 
 
 def test_without_addresses_none_is_made_up(hatch_build, monkeypatch):
