@@ -53,9 +53,10 @@ EXPLANATION = """\
 drafts accepted: on average; strict, probabilistic and block decide on the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
 calls saved: a call of the target gives 1 token without drafts, 1 + accepted with them
-time: of one text at a time, on this machine"""
+"""
 
-SMALL = "; calls of models this small are mostly overhead, so that drafts gain little time here"
+TIME = "Time is that of one text at a time, on this machine"
+SMALL = ".\nCalls of models this small are mostly overhead: drafts gain little time here"
 """What is true of the models that come with the package."""
 
 
@@ -164,9 +165,8 @@ class Run:
 def run_demo(options: Namespace, console: Console) -> None:
     """Compare the methods, explain the comparison, and say what to try next."""
     compare_methods(options, console)
-    own = options.target != TARGET
-    console.print(EXPLANATION + SMALL * (not own), style="dim", end="\n\n")
-    models = ("--target", str(options.target), "--draft", str(options.draft)) if own else ()
+    console.print(EXPLANATION, style="dim")
+    models = () if options.target == TARGET else ("--target", str(options.target), "--draft", str(options.draft))
     prompt = (options.prompt or DEMO_PROMPTS[-1:])[0].strip()
     command = shlex.join(["specdecode", "generate", *models, "--method", "block", "--prompt", prompt])
     console.print(Text("Next: ", style="bold").append(command, style="not bold"), soft_wrap=True)
@@ -220,7 +220,8 @@ def compare_methods(options: Namespace, console: Console) -> None:
     relation = "identical to" if same == len(batch) else "NOT identical to"
     console.print(
         f"strict was {relation} plain decoding, token for token ({same} of {len(batch)} texts),\n"
-        f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself\n"
+        f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself.\n"
+        f"{TIME}{SMALL if options.target == TARGET else ''}.\n"
     )
 
 
