@@ -21,8 +21,8 @@ SHAPES = ("decay", "constant", "minimum_variance")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
+    options = parser().parse_args(arguments)
     try:
-        options = parser().parse_args(arguments)
         if options.run == "run_check":
             return command.run(options)
         commands = import_module("specdecode.commands")
@@ -34,9 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("specdecode: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"specdecode: {error}", file=sys.stderr)
+        print(f"specdecode: {by_option(str(error), options)}", file=sys.stderr)
         return 2
     return 0
+
+
+def by_option(message: str, options: argparse.Namespace) -> str:
+    """Return an error message that names the option where the library names the argument.
+
+    >>> by_option("top_k: expected an int >= 0, got -1", argparse.Namespace(top_k=-1))
+    '--top-k: expected an int >= 0, got -1'
+    """
+    argument, colon, rest = message.partition(":")
+    for name in (argument, argument.removesuffix("s")):  # seeds are given as --seed
+        if name in vars(options):
+            return f"--{name.replace('_', '-')}{colon}{rest}"
+    return message
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,17 +58,22 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"specdecode {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="compare the methods on two small models, or on yours")
+    demo = commands.add_parser("demo", help="see what drafts save, with two small models or with yours")
     add_model_options(demo)
-    demo.add_argument("--prompt", action="append", help="may be repeated (default: six beginnings of Python code)")
     demo.add_argument(
-        "--max-new-tokens", type=int, default=128, help="per text; 8 texts per prompt (default %(default)s)"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="the text to continue; may be repeated (default: six beginnings of Python code)",
+    )
+    demo.add_argument(
+        "--max-new-tokens", type=int, default=128, help="of each text; 4 texts per prompt (default %(default)s)"
     )
     demo.set_defaults(run="run_demo")
 
     generate = commands.add_parser("generate", help="continue a prompt and show which drafts are accepted")
     add_model_options(generate)
-    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     generate.add_argument("--max-new-tokens", type=int, default=200, help="at most (default %(default)s)")
     generate.add_argument("--method", choices=METHODS, default="probabilistic", help="(default %(default)s)")
     generate.add_argument(
@@ -81,7 +99,9 @@ def parser() -> argparse.ArgumentParser:
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `demo` and `generate` share."""
     folder: dict[str, Any] = {"type": Path, "metavar": "FOLDER"}
-    command.add_argument("--target", **folder, default=TARGET, help="the target model (default: the one shipped)")
+    command.add_argument(
+        "--target", **folder, default=TARGET, help="the target model, in Hugging Face format (default: the one shipped)"
+    )
     draft_help = "the draft model, with the target's tokenizer (default: the one shipped, for the shipped target)"
     command.add_argument("--draft", **folder, help=draft_help)
     command.add_argument(

@@ -35,11 +35,21 @@ STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "p
 MARKS = {"accepted": "{}", "recovered": "[-{}-]", "bonus": "{{+{}+}}", "plain": "[={}=]"}
 """How the kind of a token is shown: by a colour where the console has colours, elsewhere by marks."""
 
+LABELS = {
+    "accepted": "accepted draft",
+    "recovered": "recovered after a rejection",
+    "bonus": "bonus",
+    "plain": "nothing drafted",
+}
+
 INCOMPLETE = "\ufffd"
 """What the bytes of a character that is not complete decode to: U+FFFD, the replacement character."""
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token that is one byte, in a vocabulary whose other tokens are characters."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""What a model on the Hub can be called: OWNER/NAME, or a name alone."""
 
 BAR_WIDTH = 36
 
@@ -58,14 +68,14 @@ def sampling_of(options: Namespace) -> Sampling:
     """Return how tokens are to be drawn, checked before the models are loaded.
 
     Raises:
-        ValueError: a value is out of range; the message names the option.
+        ValueError: a value is out of range.
     """
     batch, device = 1, torch.device("cpu")  # of tensors, which the options are not
-    check_temperature(options.temperature, batch, device, of="--")
+    check_temperature(options.temperature, batch, device)
     if options.top_k is not None:
-        check_count("--top-k", options.top_k, least=0)
-    check_share("--top-p", options.top_p, batch, device, neutral=1)
-    check_share("--min-p", options.min_p, batch, device, neutral=0)
+        check_count("top_k", options.top_k, least=0)
+    check_share("top_p", options.top_p, batch, device, neutral=1)
+    check_share("min_p", options.min_p, batch, device, neutral=0)
     return Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
 
 
@@ -92,11 +102,11 @@ class Models:
         if draft is None and target == TARGET:
             draft = DRAFT
         if draft is None and needs_draft:
-            raise ValueError("--draft: expected a folder, because --target is given")
+            raise ValueError("draft: expected a folder, because --target is given, got none")
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError):  # PyTorch without CUDA fails an assertion
-            raise ValueError(f"--device: expected a device that PyTorch can use here, got {device!r}") from None
+            raise ValueError(f"device: expected a device that PyTorch can use here, got {device!r}") from None
         transformers.utils.logging.disable_progress_bar()
         if target == TARGET:
             torch.set_num_threads(1)  # more threads make a model this small slower
@@ -106,12 +116,12 @@ class Models:
             return model.eval().to(device)
 
         models = cls(
-            load("--target", target),
-            None if draft is None else load("--draft", draft),
-            load_from(target, "--target", transformers.AutoTokenizer),
+            load("target", target),
+            None if draft is None else load("draft", draft),
+            load_from(target, "target", transformers.AutoTokenizer),
         )
         if draft is not None and any(file for pattern in VOCABULARY_FILES for file in draft.glob(pattern)):
-            models.check_draft_tokenizer(load_from(draft, "--draft", transformers.AutoTokenizer))
+            models.check_draft_tokenizer(load_from(draft, "draft", transformers.AutoTokenizer))
         return models
 
     def check_draft_tokenizer(self, tokenizer: Any) -> None:
@@ -128,7 +138,7 @@ class Models:
         if others:
             i = min(others)
             raise ValueError(
-                f"--draft: expected a model with the target's tokenizer, got one in which {len(others)} of {len(own)} ids "
+                f"draft: expected a model with the target's tokenizer, got one in which {len(others)} of {len(own)} ids "
                 f"are other tokens, such as {i}: {shown(others[i])} instead of {shown(own[i])}"
             )
 
@@ -140,7 +150,7 @@ class Models:
         """
         token_ids: torch.Tensor = self.tokenizer(prompt, return_tensors="pt").input_ids.to(torch.int64)
         if token_ids.shape[1] == 0:
-            raise ValueError(f"--prompt: expected at least one token, got {prompt!r}")
+            raise ValueError(f"prompt: expected at least one token, got {prompt!r}")
         return token_ids
 
 
@@ -150,15 +160,24 @@ def load_from(folder: Path, option: str, loader: Any, **options: Any) -> Any:
     Raises:
         ValueError: it cannot, for whatever reason; the message names the option that gave the folder.
     """
+    cause: Exception | None = None
     try:
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError("it has no config.json")
-        return loader.from_pretrained(folder, **options)
+        if (folder / "config.json").is_file():
+            return loader.from_pretrained(folder, **options)
+        reason = "it has no config.json" if folder.exists() else advice(folder)
     except Exception as error:  # a broken file can raise anything
-        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 200, placeholder="...")
-        raise ValueError(
-            f"{option}: expected a folder with a model in Hugging Face format, got {folder}: {reason}"
-        ) from error
+        cause, reason = error, shorten(" ".join(f"{type(error).__name__}: {error}".split()), 200, placeholder="...")
+    raise ValueError(
+        f"{option}: expected a folder with a model in Hugging Face format, got {folder}: {reason}"
+    ) from cause
+
+
+def advice(folder: Path) -> str:
+    """Return what to do about a folder that does not exist: its name may be meant as that of a model on the Hub."""
+    name, absent = folder.as_posix(), "there is no such folder"
+    if HUB_ID.fullmatch(name) is None:
+        return absent
+    return f"{absent}, and models are not downloaded; `hf download {name} --local-dir FOLDER` puts one into a folder"
 
 
 class Continuation:
@@ -239,9 +258,10 @@ def write(text: Text, console: Console) -> None:
 def legend(console: Console) -> Text:
     """Return one line that explains the colours or marks."""
     text = Text()
-    for kind, style in STYLES.items():
-        label = "nothing drafted" if kind == "plain" else f"{kind} token"
-        text.append(MARKS[kind].format(label) if console.color_system is None else label, style=style).append("   ")
+    for kind, label in LABELS.items():
+        text.append(MARKS[kind].format(label) if console.color_system is None else label, style=STYLES[kind]).append(
+            "   "
+        )
     return text
 
 

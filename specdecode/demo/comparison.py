@@ -1,12 +1,14 @@
-"""The comparison that `specdecode demo` prints: four methods decide on the same drafts."""
+"""The comparison that `specdecode demo` prints: three methods decide on the same drafts, and what that saves."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +20,10 @@ from rich.text import Text
 
 from specdecode.batch import SamplerOutput
 from specdecode.commands import Continuation, Models, legend, marked, sampling_of, write
+from specdecode.demo import TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
 from specdecode.sampling import Sampling
-from specdecode.synthetic import AcceptanceSchedule
 
 if TYPE_CHECKING:
     from specdecode.integrations.transformers import GenerationOutput, Step
@@ -35,10 +37,7 @@ DEMO_PROMPTS = (
     "class Lock:\n",
 )
 
-MEAN_RATE = 0.69
-"""The mean rate of the demo's synthetic acceptance."""
-
-TEXTS = 8
+TEXTS = 4
 """How many texts the demo generates for each prompt."""
 
 SEEDS = 4
@@ -47,15 +46,18 @@ SEEDS = 4
 SHOWN_TOKENS = 64
 """How much of one text the demo shows."""
 
-EXPLANATION = f"""\
-first four rows: strict generated the texts; all four decided on its drafts
-accepted per step: drafts, on average
-vs probabilistic: the difference, with its standard error over the steps
-accepted through draft: share of steps that accepted it and all before it
-calls saved: a call of the target gives 1 + accepted tokens instead of 1
-synthetic: accepts by a schedule of mean rate {MEAN_RATE}, whatever the logits are
-prompt lookup: strict, with drafts from the text so far, where it has any
-greedy: drafts and target at temperature 0"""
+TIMED_TEXTS, TIMED_TOKENS = 4, 64
+"""Of how many texts, and of how many tokens of each, the demo takes the time."""
+
+EXPLANATION = """\
+drafts accepted: on average; strict, probabilistic and block decide on the same drafts
+prompt lookup: strict, with drafts copied from the text so far, where it has any
+calls saved: a call of the target gives 1 token without drafts, 1 + accepted with them
+"""
+
+TIME = "Time is that of one text at a time, on this machine"
+SMALL = ".\nCalls of models this small are mostly overhead: drafts gain little time here"
+"""What is true of the models that come with the package."""
 
 
 class Comparison(RejectionSampler):
@@ -67,14 +69,9 @@ class Comparison(RejectionSampler):
 
     def __init__(self, num_draft_tokens: int) -> None:
         super().__init__("probabilistic")  # so that `generate` hands the draft logits over
-        schedule = AcceptanceSchedule.from_mean_rate(MEAN_RATE, num_draft_tokens=num_draft_tokens)
         self.num_draft_tokens = num_draft_tokens
         self.strict = RejectionSampler("strict")
-        self.others = {
-            "probabilistic": RejectionSampler("probabilistic"),
-            "block": RejectionSampler("block"),
-            "synthetic": RejectionSampler("synthetic", schedule=schedule),
-        }
+        self.others = {"probabilistic": RejectionSampler("probabilistic"), "block": RejectionSampler("block")}
         self.decisions: dict[str, list[torch.Tensor]] = {name: [] for name in ("strict", *self.others)}
 
     def draft(self, *arguments: Any, **options: Any) -> DraftOutput:
@@ -109,105 +106,123 @@ class Comparison(RejectionSampler):
         return {name: torch.cat(parts) for name, parts in self.decisions.items()}
 
 
-def mean_and_error(numbers: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of independent numbers and its standard error; NaN where there are too few.
+@dataclass
+class Run:
+    """What all texts of a demo share."""
 
-    >>> mean_and_error([1.0, 2.0, 3.0, 2.0])
-    (2.0, 0.408248290463863)
-    """
-    count = len(numbers)
-    if count < 2:
-        return (numbers[0] if numbers else math.nan), math.nan
-    mean = sum(numbers) / count
-    return mean, math.sqrt(sum((number - mean) ** 2 for number in numbers) / (count * (count - 1)))
+    options: Namespace
+    models: Models
+    sampling: Sampling
+    progress: Progress
+
+    def generate(
+        self, name: str, drafter: Any, method: RejectionSampler, prompts: Sequence[torch.Tensor], num_tokens: int
+    ) -> tuple[GenerationOutput, list[Step]]:
+        """Generate a text of so many tokens after each prompt; return the texts and their steps."""
+        from specdecode.integrations.transformers import generate
+
+        steps: list[Step] = []
+
+        def on_step(step: Step) -> None:
+            steps.append(step)
+            self.progress.advance(task, len(step.token_ids))
+
+        input_ids, mask = padded(prompts)
+        task = self.progress.add_task(name, total=len(input_ids) * num_tokens)
+        output = generate(
+            self.models.target,
+            drafter,
+            input_ids,
+            mask,
+            method=method,
+            num_draft_tokens=self.options.num_draft_tokens,
+            max_new_tokens=num_tokens,
+            **self.sampling._asdict(),
+            seeds=self.options.seed,
+            eos_token_id=[],  # so that all texts have equally many tokens
+            on_step=on_step,
+        )
+        self.progress.remove_task(task)
+        return output, steps
+
+    def seconds_per_step(
+        self, ways: dict[str, tuple[Any, RejectionSampler]], prompts: Sequence[torch.Tensor]
+    ) -> dict[str, float]:
+        """Return for each way, a drafter and a method, how long a step of one text takes.
+
+        It is the shortest mean of a text: whatever else the machine does can only add to it.
+        """
+        seconds = dict.fromkeys(ways, math.inf)
+        num_tokens = min(TIMED_TOKENS, self.options.max_new_tokens)
+        for prompt in prompts:
+            for name, (drafter, method) in ways.items():
+                start = perf_counter()
+                _, steps = self.generate(f"time, {name}", drafter, method, [prompt], num_tokens)
+                seconds[name] = min(seconds[name], (perf_counter() - start) / len(steps))
+        return seconds
 
 
 def run_demo(options: Namespace, console: Console) -> None:
-    """Compare the methods, and explain the comparison."""
+    """Compare the methods, explain the comparison, and say what to try next."""
     compare_methods(options, console)
     console.print(EXPLANATION, style="dim")
+    models = () if options.target == TARGET else ("--target", str(options.target), "--draft", str(options.draft))
+    prompt = (options.prompt or DEMO_PROMPTS[-1:])[0].strip()
+    command = shlex.join(["specdecode", "generate", *models, "--method", "block", "--prompt", prompt])
+    console.print(Text("Next: ", style="bold").append(command, style="not bold"), soft_wrap=True)
 
 
 def compare_methods(options: Namespace, console: Console) -> None:
-    """Generate texts with and without drafts, show a part of one, and tabulate how many drafts each method accepts.
+    """Generate texts with and without drafts, show a part of one, and tabulate what each method accepts and saves.
 
     Raises:
         ValueError: the texts are so short that no step has K drafts, or as `Models.load` and `generate` say.
     """
     num_drafts, num_new = options.num_draft_tokens, options.max_new_tokens
     if num_new <= num_drafts:
-        raise ValueError(
-            f"--max-new-tokens: expected at least {num_drafts + 1}, for a step of all drafts, got {num_new}"
-        )
+        raise ValueError(f"max_new_tokens: expected at least {num_drafts + 1}, for a step of all drafts, got {num_new}")
     sampling = sampling_of(options)
     models = Models.load(options.target, options.draft, options.device)
     from specdecode.integrations.transformers import PromptLookup
 
     texts = options.prompt or DEMO_PROMPTS
     prompts = [models.encode(text)[0] for text in texts]
+    batch = [prompt for prompt in prompts for _ in range(TEXTS)]
+    strict, lookup = RejectionSampler("strict"), PromptLookup()
+    ways = {
+        "plain decoding": (None, strict),
+        "strict": (models.draft, strict),
+        "probabilistic": (models.draft, RejectionSampler("probabilistic")),
+        "block": (models.draft, RejectionSampler("block")),
+        "prompt lookup": (lookup, strict),
+    }
+    console.print(f"[bold]A small model drafts {num_drafts} tokens; the target checks them in one call.[/bold]")
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        run = partial(generate_texts, options, models, prompts, progress)
-        comparison, strict = Comparison(num_drafts), RejectionSampler("strict")
-        plain, _ = run("plain decoding", None, strict, TEXTS, sampling)
-        compared, steps = run("all methods", models.draft, comparison, TEXTS, sampling)
-        _, by_lookup = run("prompt lookup", PromptLookup(), strict, TEXTS, sampling)
-        _, by_greedy = run("greedy", models.draft, strict, 1, Sampling(temperature=0.0))
+        run, comparison = Run(options, models, sampling, progress), Comparison(num_drafts)
+        plain, _ = run.generate("plain decoding", None, strict, batch, num_new)
+        compared, steps = run.generate("three methods", models.draft, comparison, batch, num_new)
+        _, by_lookup = run.generate("prompt lookup", lookup, strict, batch, num_new)
+        seconds = run.seconds_per_step(ways, batch[::TEXTS][:TIMED_TEXTS])
 
     numbers = zip(("temperature", "top-k", "top-p", "min-p"), sampling)
     given = ", ".join(f"{name} {value:g}" for name, value in numbers if value is not None)
-    console.print(f"[bold]strict[/bold], {given}, {num_drafts} drafts per step; one text's beginning:")
+    console.print(f"So a text begins (strict, {given}):\n")
     show_beginning(Continuation(models.tokenizer, prompts[0].tolist()), texts[0], steps, console)
 
-    others = {
-        "prompt lookup": accepted_in(by_lookup, num_drafts, num_new),
-        "greedy": accepted_in(by_greedy, num_drafts, num_new),
-    }
-    console.print(acceptance_table(comparison.accepted(), others, num_drafts))
-    tokens, same = int(plain.num_generated.sum()), int((compared.sequences == plain.sequences).all(dim=1).sum())
-    relation = "identical to" if same == len(plain.sequences) else "NOT identical to"
+    accepted = comparison.accepted() | {"prompt lookup": accepted_in(by_lookup, num_drafts, num_new)}
+    table = savings_table(
+        {name: number.double().mean().item() for name, number in accepted.items()}, seconds, num_drafts
+    )
+    table.title = f"{len(batch)} texts of {num_new} tokens"
+    console.print(table)
+    same = int((compared.sequences == plain.sequences).all(dim=1).sum())
+    relation = "identical to" if same == len(batch) else "NOT identical to"
     console.print(
-        f"strict was {relation} plain decoding, token for token ({same} of {len(plain.sequences)} texts),\n"
-        f"with {len(steps)} calls of the target instead of {tokens}, each text counted by itself"
+        f"strict was {relation} plain decoding, token for token ({same} of {len(batch)} texts),\n"
+        f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself.\n"
+        f"{TIME}{SMALL if options.target == TARGET else ''}.\n"
     )
-
-
-def generate_texts(
-    options: Namespace,
-    models: Models,
-    prompts: Sequence[torch.Tensor],
-    progress: Progress,
-    name: str,
-    drafter: Any,
-    sampler: RejectionSampler,
-    texts: int,
-    sampling: Sampling,
-) -> tuple[GenerationOutput, list[Step]]:
-    """Generate so many texts of each prompt, of equally many tokens, under a name; return them and their steps."""
-    from specdecode.integrations.transformers import generate
-
-    steps: list[Step] = []
-
-    def on_step(step: Step) -> None:
-        steps.append(step)
-        progress.advance(task, len(step.token_ids))
-
-    input_ids, mask = padded([prompt for prompt in prompts for _ in range(texts)])
-    task = progress.add_task(name, total=len(input_ids) * options.max_new_tokens)
-    output = generate(
-        models.target,
-        drafter,
-        input_ids,
-        mask,
-        method=sampler,
-        num_draft_tokens=options.num_draft_tokens,
-        max_new_tokens=options.max_new_tokens,
-        **sampling._asdict(),
-        seeds=options.seed,
-        eos_token_id=[],  # so that all texts have equally many tokens
-        on_step=on_step,
-    )
-    return output, steps
 
 
 def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step], console: Console) -> None:
@@ -250,27 +265,20 @@ def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: in
     return torch.tensor(accepted, dtype=torch.int64)[:, None]
 
 
-def acceptance_table(methods: dict[str, torch.Tensor], others: dict[str, torch.Tensor], num_draft_tokens: int) -> Table:
-    """Return the table of accepted drafts, each given as [steps, seeds]: of methods on the same drafts, then of others."""
-    steps = len(methods["probabilistic"])
-    table = Table(
-        title=f"four methods on the same drafts: {steps} steps of {num_draft_tokens}",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    numbers = " ".join(str(i + 1) for i in range(num_draft_tokens))
-    through = f"accepted through\ndraft {numbers}, %"
-    for heading in ("method", "accepted\nper step", "vs\nprobabilistic", through, "calls\nsaved"):
+def savings_table(accepted: dict[str, float], seconds: dict[str, float], num_draft_tokens: int) -> Table:
+    """Return the table of what each way saves.
+
+    Args:
+        accepted: the mean accepted drafts of a step, by the name of a method or drafter; none without drafts.
+        seconds: the time of a step, by the same names and that of decoding without drafts.
+        num_draft_tokens: drafts per step.
+    """
+    table = Table(box=SIMPLE)
+    headings = ("method", f"drafts accepted\nper step, of {num_draft_tokens}", "calls of the\ntarget saved")
+    for heading in (*headings, "time for\n1,000 tokens"):
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-    for name, accepted in (methods | others).items():
-        if name == next(iter(others)):
-            table.add_section()
-        mean = accepted.double().mean().item()
-        difference = ""
-        if name in ("strict", "block"):
-            by_step = accepted.double().mean(dim=1) - methods["probabilistic"].double().mean(dim=1)
-            difference = "{:+.3f}±{:.3f}".format(*mean_and_error(by_step.tolist()))
-        positions = ((accepted > i).double().mean().item() for i in range(num_draft_tokens))
-        shares = " ".join(f"{100 * share:.0f}" for share in positions)
-        table.add_row(name, f"{mean:.2f}", difference, shares, f"{100 - 100 / (1 + mean):.1f}%")
+    for name, time in seconds.items():
+        mean = accepted.get(name, 0.0)
+        shown = (f"{mean:.2f}", f"{100 - 100 / (1 + mean):.1f} %") if name in accepted else ("", "")
+        table.add_row(name, *shown, f"{1000 * time / (1 + mean):.2f} s")
     return table

@@ -25,7 +25,6 @@ def main(path: str) -> None:
         highlight=False,
     )
     compare_methods(parser().parse_args(["demo"]), console)
-    console.print()
     picture = console.export_svg(title="specdecode demo", unique_id="demo")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)  # which would load a font from another host
     picture = picture.replace("Fira Code, monospace", FONTS)
