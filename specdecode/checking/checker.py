@@ -102,7 +102,8 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     known = shown or by_signature({each.name for each in checks}, names)
     if known or names & set(cases.INDEPENDENCE) or any(each.p_value is None for each in failed):
         return known  # distributions tell nothing where requests are not independent, or an error stopped the run
-    return by_distribution(subject, settings, answers.outcomes)
+    cases_failed = {case.name for case in CASES if any(asks(each, case.name) for each in names)}
+    return by_distribution(subject, settings, answers.outcomes, cases_failed)
 
 
 def check_settings(settings: Settings, only: str | None) -> None:

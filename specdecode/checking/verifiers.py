@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import softmax
+from specdecode.checking.models import point_mass, softmax
 from specdecode.checking.subject import Ids, given_drafts
 
 Floats = NDArray[np.float64]
@@ -96,11 +96,6 @@ def pick(weights: Floats, uniform: Floats) -> Ids:
     sums = weights.cumsum(axis=1)
     token = (sums <= uniform[:, None] * sums[:, -1:]).sum(axis=1)
     return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
-
-
-def point_mass(tokens: Ids, vocab_size: int) -> Floats:
-    """Return rows that are certain."""
-    return np.eye(vocab_size)[tokens]
 
 
 # --- The parts of token verification -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import numpy as np
 
 from specdecode.checking.mistakes.record import EASY, Mistake
+from specdecode.checking.models import point_mass
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     BLOCKS,
@@ -15,7 +16,6 @@ from specdecode.checking.verifiers import (
     block_acceptance,
     or_target,
     pick,
-    point_mass,
     ratio,
     running_ratios,
 )

@@ -15,7 +15,6 @@ from specdecode.checking.verifiers import (
     Verifier,
     hashed,
     pick,
-    point_mass,
     residual,
 )
 
@@ -30,11 +29,6 @@ def most_likely_half(logits: Logits, temperature: float) -> Floats:
     probs = softmax(logits, temperature)
     kept = np.where(sorted_rank(probs) < (probs.shape[-1] + 1) // 2, probs, 0)
     return np.asarray(kept / kept.sum(axis=-1, keepdims=True))
-
-
-def argmax(weights: Floats) -> Floats:
-    """Put all weight on the largest."""
-    return point_mass(weights.argmax(axis=1), weights.shape[1])
 
 
 def multiplied(logits: Logits, temperature: float) -> Floats:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from specdecode.checking.mistakes.record import EASY, Mistake, unscaled
+from specdecode.checking.models import point_mass
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, point_mass, residual
+from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, residual
 
 MIN_P = 0.2
 
