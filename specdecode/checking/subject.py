@@ -13,6 +13,10 @@ Ids = NDArray[np.int64]
 
 VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
 AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
+NO_TOKEN = "at least one token"
+SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
+"""Known mistakes that an error shows."""
+
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
 
@@ -225,7 +229,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     before_last = slots[:-1] < (length - 1)[:, None]
     problems = {
         f"ids from 0 to {vocab - 1}, or -1 after the last token": ((ids < -1) | (ids >= vocab)).any(axis=1),
-        "at least one token": length == 0,
+        NO_TOKEN: length == 0,
         "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
         "no more tokens than drafts and one": length > given + 1,
         AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
@@ -235,8 +239,7 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
             index = int(bad.argmax())
             what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
             call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
-            suspect = "goes_on_after_a_rejection" if expected == AFTER_REJECTION else ""
-            raise OutputError(f"verify: expected {expected},\n  {what}\n{call}", suspect=suspect)
+            raise OutputError(f"verify: expected {expected},\n  {what}\n{call}", suspect=SHOWN.get(expected, ""))
     return ids
 
 
