@@ -148,10 +148,11 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
         note_seeds(subject, settings, answers)
         note_impossible_drafts(subject, settings, answers)
         return answers
-    if any(each.name == only for each in answers.findings):
-        answers.findings = [each for each in answers.findings if each.name == only]
+    errors = [each for each in answers.findings if each.p_value is None and not each.passed]
+    answers.findings = [each for each in answers.findings if each.name == only] or errors
     if not answers.findings:
-        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {' '.join(answers.all_notes())}")
+        why = " ".join(answers.all_notes()) or "no check of this run has that name"
+        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {why}")
     return answers
 
 
