@@ -38,10 +38,11 @@ def check(
 
     Args:
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
-            None, *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token,
-            then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
-        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it, too, leaves out
-            what it does not take. None: drafts are drawn from the softmax of their logits.
+            None, *, temperature, seeds [n], positions [n])`, called with NumPy arrays, returns [n, K + 1] ids: the accepted
+            drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are those of
+            this draft, offset is its index in the step. It, too, leaves out what it does not take. None: drafts are drawn
+            from the softmax of their logits.
         num_draft_tokens: K.
         vocab_size: V, 2 or more.
         requests: how many are verified in all.
@@ -58,10 +59,11 @@ def check(
             be asked.
 
     >>> import numpy as np
+    >>> from specdecode.checking import check
+    >>> random = np.random.default_rng(0)
     >>> def verify(target_logits, draft_token_ids):
     ...     token = (target_logits[:, 0] + random.gumbel(size=target_logits[:, 0].shape)).argmax(axis=1)
     ...     return np.concatenate([token[:, None], np.full(draft_token_ids.shape, -1)], axis=1)
-    >>> random = np.random.default_rng(0)
     >>> report = check(verify, requests=20_000)  # it samples from the target and accepts no draft: a waste, but no error
     >>> report.passed, report.suspects
     (True, [])
