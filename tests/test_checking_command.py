@@ -95,7 +95,7 @@ def test_progress_is_shown_if_asked_for(file, capsys):
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
-        ("nobody.py:verify", "expected a Python file"),
+        ("nobody.py:verify", "subject: expected file.py:function and a file that exists, got 'nobody.py:verify'"),
         ("{file}:nothing", "expected a function of"),
         ("{broken}:verify", "raised ZeroDivisionError"),
         ("{leaving}:verify", "raised SystemExit"),
@@ -114,6 +114,12 @@ def test_what_cannot_run_is_status_2_and_says_why(subject, message, file, tmp_pa
         == 2
     )
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafter", ["specdecode:strict", "nobody.py:draft"])
+def test_a_drafter_is_a_function_of_a_file(drafter, file, capsys):
+    assert cli.main(["check", file(False), "--draft", drafter]) == 2
+    assert f"draft: expected file.py:function and a file that exists, got '{drafter}'" in capsys.readouterr().err
 
 
 # ---- Subjects ----------------------------------------------------------------------------------------------------------

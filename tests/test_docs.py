@@ -44,7 +44,11 @@ def test_each_gpu_example_of_a_page_runs_alone(page):
     assert run_page(DOCS / page, on_gpu=True)
 
 
-MODULES = ["specdecode", *(f"specdecode.integrations.{name}" for name in ("transformers", "vllm", "sglang"))]
+MODULES = [
+    "specdecode",
+    "specdecode.checking",
+    *(f"specdecode.integrations.{name}" for name in ("transformers", "vllm", "sglang")),
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -38,10 +38,11 @@ def check(
 
     Args:
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
-            None, *, temperature, seeds [n], positions [n])` returns [n, K + 1] ids: the accepted drafts, one more token,
-            then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
-        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; it, too, leaves out
-            what it does not take. None: drafts are drawn from the softmax of their logits.
+            None, *, temperature, seeds [n], positions [n])`, called with NumPy arrays, returns [n, K + 1] ids: the accepted
+            drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+        draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are those of
+            this draft, offset is its index in the step. It, too, leaves out what it does not take. None: drafts are drawn
+            from the softmax of their logits.
         num_draft_tokens: K.
         vocab_size: V, 2 or more.
         requests: how many are verified in all.
@@ -58,10 +59,11 @@ def check(
             be asked.
 
     >>> import numpy as np
+    >>> from specdecode.checking import check
+    >>> random = np.random.default_rng(0)
     >>> def verify(target_logits, draft_token_ids):
     ...     token = (target_logits[:, 0] + random.gumbel(size=target_logits[:, 0].shape)).argmax(axis=1)
     ...     return np.concatenate([token[:, None], np.full(draft_token_ids.shape, -1)], axis=1)
-    >>> random = np.random.default_rng(0)
     >>> report = check(verify, requests=20_000)  # it samples from the target and accepts no draft: a waste, but no error
     >>> report.passed, report.suspects
     (True, [])
@@ -102,7 +104,8 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     known = shown or by_signature({each.name for each in checks}, names)
     if known or names & set(cases.INDEPENDENCE) or any(each.p_value is None for each in failed):
         return known  # distributions tell nothing where requests are not independent, or an error stopped the run
-    return by_distribution(subject, settings, answers.outcomes)
+    cases_failed = {case.name for case in CASES if any(asks(each, case.name) for each in names)}
+    return by_distribution(subject, settings, answers.outcomes, cases_failed)
 
 
 def check_settings(settings: Settings, only: str | None) -> None:
@@ -147,10 +150,11 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
         note_seeds(subject, settings, answers)
         note_impossible_drafts(subject, settings, answers)
         return answers
-    if any(each.name == only for each in answers.findings):
-        answers.findings = [each for each in answers.findings if each.name == only]
+    errors = [each for each in answers.findings if each.p_value is None and not each.passed]
+    answers.findings = [each for each in answers.findings if each.name == only] or errors
     if not answers.findings:
-        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {' '.join(answers.all_notes())}")
+        why = " ".join(answers.all_notes()) or "no check of this run has that name"
+        raise ValueError(f"only: expected a question that can be asked, got {only!r}; {why}")
     return answers
 
 

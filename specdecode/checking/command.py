@@ -7,9 +7,9 @@ from types import ModuleType
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
-transformers, vllm, vllm:block, sglang, flashinfer. The function takes (target_logits [n, K + 1, V], draft_token_ids [n, K],
-draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and returns [n, K + 1] ids:
-the accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
+transformers, vllm, vllm:block, sglang, flashinfer. The function takes NumPy arrays (target_logits [n, K + 1, V],
+draft_token_ids [n, K], draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and
+returns [n, K + 1] ids: the accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
 
 
 def add_options(command: ArgumentParser) -> None:
@@ -46,12 +46,12 @@ def run(options: Namespace) -> int:
     """
     try:
         from specdecode.checking.checker import check
-        from specdecode.checking.subjects import load
+        from specdecode.checking.subjects import load, load_function
     except ImportError as error:
         raise ValueError(f"check needs {error.name}: pip install 'specdecode[check]'") from None
     files: dict[Path, ModuleType] = {}
     subject = load(options.subject, files)
-    draft = load(options.draft, files).verify if options.draft else subject.draft
+    draft = load_function("draft", options.draft, files) if options.draft else subject.draft
     report = check(
         subject.verify,
         draft,

@@ -25,10 +25,14 @@ def softmax(logits: NDArray[np.floating], temperature: float = 1.0) -> Floats:
     """Return the distribution of each row in float64; at temperature 0 the point mass on the argmax."""
     exact = logits.astype(np.float64)
     if temperature == 0:
-        certain: Floats = np.eye(logits.shape[-1])[exact.argmax(axis=-1)]
-        return certain
+        return point_mass(exact.argmax(axis=-1), logits.shape[-1])
     weights = np.exp((exact - exact.max(axis=-1, keepdims=True)) / temperature)
     return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
+
+
+def point_mass(tokens: Ids, vocab_size: int) -> Floats:
+    """Return rows that are certain."""
+    return np.asarray(tokens[..., None] == np.arange(vocab_size), dtype=np.float64)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Report:
                 mistake = MISTAKES[name]
                 lines += wrapped(f"{number}. {name}: {mistake.sentence}", "   ", first="")
                 lines += wrapped(f"Remedy: {mistake.remedy} Seen: {mistake.source}.", "   ")
-        elif not self.passed:
+        elif any(not check.passed and check.p_value is not None for check in self.checks):
             lines += ["", "No mistake in the list fits what was seen."]
         for note in self.notes:
             lines += wrapped(f"Note: {note}", "      ", first="")
@@ -81,10 +81,13 @@ class Report:
 
     def verdict(self) -> str:
         """Say how sure this is."""
+        if not self.passed and all(check.p_value is None for check in self.checks):
+            return "It stopped at this error: nothing else was asked."
         alarm = f"A check fails if its p-value is below {self.threshold:.1g}. A right verifier fails once in a million runs."
         if not self.passed:
             return alarm
-        return f"{alarm} An error of the total variation in the table is seen with probability .999."
+        seen = "An error of the total variation in the table is seen with probability .999; a smaller one may pass."
+        return f"{alarm} {seen}"
 
 
 def wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:

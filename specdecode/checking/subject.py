@@ -2,8 +2,10 @@
 
 import inspect
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,13 @@ Ids = NDArray[np.int64]
 
 VERIFIER_OPTIONS = ("temperature", "seeds", "positions")
 AFTER_REJECTION = "every token but the last to be the draft in its place: after a rejection comes one token, then -1"
+NO_TOKEN = "at least one token"
+MOST_SHOWN = 200
+"""Numbers of an array in a report."""
+
+SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
+"""Known mistakes that an error shows."""
+
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
 
@@ -36,18 +45,10 @@ class Arguments(NamedTuple):
     seeds: Ids
     positions: Ids
 
-    def request(self, index: int) -> "Arguments":
-        """Return those of one request."""
-        one = slice(index, index + 1)
-        logits = None if self.draft_logits is None else self.draft_logits[one]
-        return Arguments(
-            self.target_logits[one],
-            self.draft_token_ids[one],
-            logits,
-            self.temperature,
-            self.seeds[one],
-            self.positions[one],
-        )
+    def requests(self, some: slice) -> "Arguments":
+        """Return a copy of those of some requests."""
+        values: list[Any] = [each[some].copy() if isinstance(each, np.ndarray) else each for each in self]
+        return Arguments(*values)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Subject:
         if not takes_two or set(others) - known:
             raise ValueError(
                 "verify: expected a function of (target_logits, draft_token_ids) and of any of draft_logits, temperature, "
-                f"seeds and positions, got one of ({', '.join(str(each) for each in parameters)})"
+                f"seeds and positions, the first two by position, got one of {inspect.signature(verify)}"
             )
         return cls(
             verify,
@@ -103,14 +104,13 @@ class Subject:
         Raises:
             OutputError: the verifier raised, or what it returned is not sound.
         """
-        positional = [arguments.target_logits.copy(), arguments.draft_token_ids.copy()]
-        keywords: dict[str, Any] = {name: getattr(arguments, name) for name in VERIFIER_OPTIONS if name in self.takes}
-        if self.draft_logits_name is not None:
-            logits = None if arguments.draft_logits is None else arguments.draft_logits.copy()
-            if self.draft_logits_name:
-                keywords[self.draft_logits_name] = logits
-            else:
-                positional.append(logits)
+        own = arguments.requests(slice(None))
+        positional: list[Any] = [own.target_logits, own.draft_token_ids]
+        keywords: dict[str, Any] = {name: getattr(own, name) for name in VERIFIER_OPTIONS if name in self.takes}
+        if self.draft_logits_name:
+            keywords[self.draft_logits_name] = own.draft_logits
+        elif self.draft_logits_name is not None:
+            positional.append(own.draft_logits)
         try:
             with np.errstate(all="ignore"):
                 output = self.verify(*positional, **keywords)
@@ -119,19 +119,22 @@ class Subject:
         return sound(output, arguments, self)
 
     def raised(self, arguments: Arguments, error: Exception) -> str:
-        """Describe an exception with as few requests as show it."""
-        reason = f"{type(error).__name__}: {error}"
-        if len(arguments.seeds) > 1:
-            try:
-                self.call(arguments.request(0))
-            except OutputError as alone:
-                return str(alone)
-            reason += f" (the first of the {len(arguments.seeds)} requests alone raises nothing)"
+        """Describe an exception with as few requests as show it: halve them while a half raises, too."""
+        count = len(arguments.seeds)
+        reason = described(error)
+        if count > 1:
+            for half in (slice(0, count // 2), slice(count // 2, count)):
+                try:
+                    self.call(arguments.requests(half))
+                except OutputError as fewer:
+                    if fewer.raised:
+                        return str(fewer)
+            reason += f" (for {count} requests, of which this is the first; neither half of them raises)"
         return f"verify raised {reason}\n{self.shown(arguments, 0)}"
 
     def shown(self, arguments: Arguments, index: int) -> str:
         """Write the call with one request as Python."""
-        one = arguments.request(index)
+        one = arguments.requests(slice(index, index + 1))
         parts = [array(one.target_logits), array(one.draft_token_ids)]
         if self.draft_logits_name is not None:
             logits = "None" if one.draft_logits is None else array(one.draft_logits)
@@ -153,7 +156,7 @@ class Subject:
                 output = as_array(self.draft(logits.copy(), **keywords))
         except Exception as error:
             call = f"draft([{len(logits)}, {logits.shape[1]}] logits, offset={offset}, ...)"
-            raise OutputError(f"draft raised {type(error).__name__}: {error}\n  called: {call}", raised=True) from error
+            raise OutputError(f"draft raised {described(error)}\n  called: {call}", raised=True) from error
         if output.shape != (len(logits),) or output.dtype.kind not in "iu":
             raise OutputError(f"draft: expected [{len(logits)}] integer ids, got {output.dtype} {list(output.shape)}")
         bad = (output < -1) | (output >= logits.shape[1])
@@ -162,6 +165,15 @@ class Subject:
             most, row = logits.shape[1] - 1, array(logits[index])
             raise OutputError(f"draft: expected ids from -1 to {most}, got {output[index]} for logits {row}")
         return output.astype(np.int64)
+
+
+def described(error: Exception) -> str:
+    """Say what was raised, and where in the file of the function that was called."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call in this file
+    where = [
+        f"{Path(each.filename).name}, line {each.lineno}" for each in frames if each.filename == frames[0].filename
+    ]
+    return f"{type(error).__name__}: {error}" + (f" ({where[-1]})" if where else "")
 
 
 def parameters_of(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -205,18 +217,15 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     drafts = arguments.draft_token_ids
     requests, num_drafts = drafts.shape
     vocab = arguments.target_logits.shape[2]
+    expected = f"[{requests}, {num_drafts + 1}] integer ids"
     try:
         ids = as_array(output)
-    except Exception as error:  # a ragged list, or an object that does not convert
-        raise OutputError(
-            f"verify: expected [{requests}, {num_drafts + 1}] integer ids, got {type(output).__name__}: {error}\n"
-            f"{subject.shown(arguments, 0)}"
-        ) from error
+    except Exception as error:  # lists of different lengths, or an object that does not convert
+        problem = f"verify: expected {expected}, each row filled up with -1, got {type(output).__name__}: {error}"
+        raise OutputError(f"{problem}\n{subject.shown(arguments, 0)}") from error
     if ids.shape != (requests, num_drafts + 1) or ids.dtype.kind not in "iu":
-        raise OutputError(
-            f"verify: expected [{requests}, {num_drafts + 1}] integer ids, got {ids.dtype} {list(ids.shape)}\n"
-            f"{subject.shown(arguments, 0)}"
-        )
+        got = f"{ids.dtype} {list(ids.shape)}" if ids.ndim else repr(output)
+        raise OutputError(f"verify: expected {expected}, got {got}\n{subject.shown(arguments, 0)}")
     ids = ids.astype(np.int64)
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
@@ -225,18 +234,17 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     before_last = slots[:-1] < (length - 1)[:, None]
     problems = {
         f"ids from 0 to {vocab - 1}, or -1 after the last token": ((ids < -1) | (ids >= vocab)).any(axis=1),
-        "at least one token": length == 0,
+        NO_TOKEN: length == 0,
         "only -1 after the first -1": ((slots > length[:, None]) & ~ended).any(axis=1),
         "no more tokens than drafts and one": length > given + 1,
         AFTER_REJECTION: ((ids[:, :-1] != drafts) & before_last).any(axis=1),
     }
-    for expected, bad in problems.items():
+    for rule, bad in problems.items():
         if bad.any():
             index = int(bad.argmax())
             what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
             call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
-            suspect = "goes_on_after_a_rejection" if expected == AFTER_REJECTION else ""
-            raise OutputError(f"verify: expected {expected},\n  {what}\n{call}", suspect=suspect)
+            raise OutputError(f"verify: expected {rule},\n  {what}\n{call}", suspect=SHOWN.get(rule, ""))
     return ids
 
 
@@ -249,8 +257,10 @@ def array(values: Any) -> str:
     """Write numbers as Python reads them, to four decimals, where they are few."""
     if isinstance(values, float | int):
         return repr(values)
-    if values.size > 60:
-        return f"<{values.dtype} {list(values.shape)}>"
+    if values.size > MOST_SHOWN:
+        return f"<{values.dtype} {list(values.shape)}: ask with a smaller vocabulary to see it>"
+    if not values.size:
+        return f"np.zeros({values.shape}, dtype=np.{values.dtype})"
     numbers = np.array2string(values, separator=", ", precision=4, max_line_width=10**9, suppress_small=True)
     numbers = re.sub(r"\s+", " ", numbers).replace("[ ", "[").replace("inf", "np.inf").replace("nan", "np.nan")
     return f"np.array({numbers}, dtype=np.{values.dtype})"

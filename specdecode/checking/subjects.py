@@ -39,9 +39,8 @@ def load(name: str, files: dict[Path, ModuleType] | None = None) -> Loaded:
     Raises:
         ValueError: there is none of that name, or what it needs is not installed.
     """
-    file, _, function = name.rpartition(":")
-    if file.endswith(".py"):
-        return Loaded(load_function(Path(file), function, {} if files is None else files), None, name)
+    if name.rpartition(":")[0].endswith(".py"):
+        return Loaded(load_function("subject", name, {} if files is None else files), None, name)
     first, *options = name.split(":")
     if first not in SUBJECTS:
         known = ", ".join(SUBJECTS)
@@ -59,19 +58,21 @@ def usage(name: str) -> str:
     return ":".join([name, *(f"[{each}]" for each in inspect.signature(SUBJECTS[name]).parameters)])
 
 
-def load_function(file: Path, name: str, files: dict[Path, ModuleType]) -> Function:
-    """Run a file, if it has not been run before, and return one of its functions."""
-    if not file.is_file():
-        raise ValueError(f"subject: expected a Python file, got {str(file)!r}, which is none")
+def load_function(argument: str, name: str, files: dict[Path, ModuleType]) -> Function:
+    """Run a file, if it has not been run before, and return one of its functions, by `file.py:name`."""
+    path, _, function_name = name.rpartition(":")
+    file = Path(path)
+    if not path.endswith(".py") or not file.is_file():
+        raise ValueError(f"{argument}: expected file.py:function and a file that exists, got {name!r}")
     if file not in files:
-        files[file] = run_file(file)
-    function: Function | None = getattr(files[file], name, None)
+        files[file] = run_file(argument, file)
+    function: Function | None = getattr(files[file], function_name, None)
     if not callable(function):
-        raise ValueError(f"subject: expected a function of {file}, got {name!r}, which it does not have")
+        raise ValueError(f"{argument}: expected a function of {file}, got {function_name!r}, which it does not have")
     return function
 
 
-def run_file(file: Path) -> ModuleType:
+def run_file(argument: str, file: Path) -> ModuleType:
     """Run a file as a module, which can import its neighbours."""
     sys.path.insert(0, str(file.parent.resolve()))
     specification = importlib.util.spec_from_file_location(f"checked_{file.stem}", file)
@@ -82,7 +83,7 @@ def run_file(file: Path) -> ModuleType:
     try:
         specification.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a file does when it is run
-        raise ValueError(f"subject: {file} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{argument}: {file} raised {type(error).__name__}: {error}") from error
     return module
 
 

@@ -1,8 +1,9 @@
 """Which known mistakes fit what was seen.
 
 Each mistake is a verifier, so it can be run on the same models. The number of accepted drafts, the draft at the first
-rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if in no case these differ
-from what was seen by more than chance; of those that fit, the one that differs least is the likeliest.
+rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if these differ from what
+was seen by no more than chance in every case but one: two programs with one mistake often treat a corner otherwise, such as
+a request with fewer drafts. Of those that fit, the one that differs least is the likeliest.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.special import chdtrc, chdtri
 
-from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE
+from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE, Case
 from specdecode.checking.mistakes import MISTAKES, Mistake
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
@@ -40,39 +41,52 @@ def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
 
 
-def by_distribution(subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> list[str]:
+def by_distribution(
+    subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
+) -> list[str]:
     """Return the ids of the mistakes whose distribution fits, likeliest first."""
-    distances: dict[str, float] = {}
+    distances: dict[str, tuple[bool, float]] = {}
     for name, mistake in MISTAKES.items():
         if mistake.signature or (mistake.drafter is not None and subject.draft is None):
             continue
-        distance = compared(mistake, subject, settings, outcomes)
+        distance = compared(mistake, subject, settings, outcomes, failed)
         if distance is not None:
             distances[name] = distance
     return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
-def compared(mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome]) -> float | None:
-    """Return how far the mistake is from what was seen, in standard deviations, or None if it does not fit."""
+def compared(
+    mistake: Mistake, subject: Subject, settings: Settings, outcomes: Mapping[str, Outcome], failed: set[str]
+) -> tuple[bool, float] | None:
+    """Return whether a case differs, and how far the others are from what was seen, in standard deviations.
+
+    None: it does not fit. The main case must fit, and one of those that failed.
+    """
     simulated = Subject.of(mistake.verifier, mistake.drafter if subject.draft is not None else None)
-    statistic, degrees = 0.0, 0
-    cases = [case for case in CASES if case.name in outcomes]
-    looks = [(case, len(outcomes[case.name].tokens)) for case in cases]
-    if cases and cases[0] is HISTORY:
-        looks = [(HISTORY, look) for look in LOOKS if look < looks[0][1]] + looks
-    for case, requests in looks:
+    fits, differing = [], ""
+    for case, requests in looks(outcomes, failed):
         models, seen = settings.models(case), outcomes[case.name]
         how = case.how._replace(draft_logits=case.how.draft_logits and "draft_logits" in subject.takes)
         own = run(simulated, models, how, requests, settings.random(case.name, purpose=1))
         fit = homogeneity(cells(models, seen, requests), cells(models, own, requests))
         if fit.p_value < FITS:
-            return None
-        if requests == len(seen.tokens):
-            statistic += float(chdtri(fit.degrees, fit.p_value)) if fit.degrees else 0.0
-            degrees += fit.degrees
+            if differing or case is HISTORY or failed == {case.name}:
+                return None
+            differing = case.name
+        elif requests == len(seen.tokens):
+            fits.append(fit)
+    degrees = sum(fit.degrees for fit in fits)
+    statistic = float(sum(chdtri(fit.degrees, fit.p_value) for fit in fits if fit.degrees))
     if degrees and chdtrc(degrees, statistic) < FITS:
         return None
-    return float((statistic - degrees) / max(1.0, (2 * degrees) ** 0.5))
+    return bool(differing), (statistic - degrees) / max(1.0, (2 * degrees) ** 0.5)
+
+
+def looks(outcomes: Mapping[str, Outcome], failed: set[str]) -> list[tuple[Case, int]]:
+    """Return cases, and how many of their requests to compare: what tells most at the least cost comes first."""
+    sizes = {case: len(outcomes[case.name].tokens) for case in CASES if case.name in outcomes}
+    first = [(HISTORY, look) for look in LOOKS if look < sizes.get(HISTORY, 0)]
+    return first + sorted(sizes.items(), key=lambda each: (each[0].name not in failed, each[1]))
 
 
 def cells(models: Models, outcome: Outcome, requests: int) -> Ids:

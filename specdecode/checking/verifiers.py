@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode.checking.models import softmax
+from specdecode.checking.models import point_mass, softmax
 from specdecode.checking.subject import Ids, given_drafts
 
 Floats = NDArray[np.float64]
@@ -98,9 +98,15 @@ def pick(weights: Floats, uniform: Floats) -> Ids:
     return np.asarray(np.minimum(token, weights.shape[1] - 1), dtype=np.int64)
 
 
-def point_mass(tokens: Ids, vocab_size: int) -> Floats:
-    """Return rows that are certain."""
-    return np.eye(vocab_size)[tokens]
+def gumbel(uniform: Callable[[int], Floats], use: int, vocab_size: int) -> Floats:
+    """Return noise for each token: the largest of log p + noise is a draw from p. Each token's has a use of its own."""
+    return -np.log(-np.log(np.stack([uniform(use + len(Use) * token) for token in range(1, vocab_size + 1)], axis=1)))
+
+
+def log(probs: Floats) -> Floats:
+    """Return logarithms, -inf of 0."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(probs))
 
 
 # --- The parts of token verification -----------------------------------------------------------------------------------
@@ -282,6 +288,17 @@ class Drafter:
         probs = self.probs(draft_logits, temperature)
         tokens = pick(probs, self.noise(seeds, positions - offset, offset, self.use))
         return tokens if self.left_out is None else np.where(self.left_out(probs, tokens), -1, tokens)
+
+
+@dataclass(frozen=True)
+class GumbelDrafter(Drafter):
+    """Draws with noise for each token."""
+
+    def __call__(self, draft_logits: Logits, *, temperature: float, seeds: Ids, positions: Ids, offset: int) -> Ids:
+        """Return [n] ids."""
+        probs = self.probs(draft_logits, temperature)
+        noise = gumbel(lambda use: self.noise(seeds, positions - offset, offset, use), self.use, probs.shape[1])
+        return np.asarray((log(probs) + noise).argmax(axis=1))
 
 
 TOKENS = Verifier()

@@ -1,8 +1,11 @@
 """Mistakes in deciding which drafts are accepted: by tokens, by blocks, and by the target's own samples."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from specdecode.checking.mistakes.record import EASY, Mistake
+from specdecode.checking.models import point_mass
 from specdecode.checking.subject import Ids
 from specdecode.checking.verifiers import (
     BLOCKS,
@@ -13,9 +16,10 @@ from specdecode.checking.verifiers import (
     Use,
     Verifier,
     block_acceptance,
+    gumbel,
+    log,
     or_target,
     pick,
-    point_mass,
     ratio,
     running_ratios,
 )
@@ -32,6 +36,25 @@ def strict_shared(step: Step) -> Ids:
     """Sample every row of the target with one number."""
     rows = range(step.num_drafts + 1)
     return np.stack([pick(step.target[:, i], step.uniform(0, Use.OWN)) for i in rows], axis=1)
+
+
+def strict_shared_gumbel(step: Step) -> Ids:
+    """Sample every row of the target with one number for each token."""
+    noise = gumbel(lambda use: step.uniform(0, use), Use.OWN, step.target.shape[2])
+    return np.asarray((log(step.target) + noise[:, None]).argmax(axis=2))
+
+
+def strict_with(samples: Callable[[Step], Ids]) -> Verifier:
+    """Compare drafts with the target's own samples, however they are drawn."""
+
+    def emitted(step: Step, places: Ids) -> Floats:
+        return point_mass(samples(step)[step.requests, places], step.target.shape[2])
+
+    return Verifier(
+        accepts=lambda step: samples(step)[:, :-1] == step.drafts,
+        recovered=emitted,
+        bonus=lambda step: emitted(step, step.given),
+    )
 
 
 def ratios_alone(step: Step) -> Floats:
@@ -57,6 +80,11 @@ def uncut_acceptance(step: Step) -> Floats:
         h = mass / np.maximum(mass + np.maximum(0, 1 - ratios[:, i]), 1e-300)
         result[:, i - 1] = np.where(i < step.given, h, ratios[:, i])
     return result
+
+
+def all_accepted(step: Step, accepts: Bools) -> Ids:
+    """Count what is accepted, also after a rejection."""
+    return np.asarray((accepts & (np.arange(step.num_drafts) < step.given[:, None])).sum(axis=1))
 
 
 ACCEPTANCE = {
@@ -104,6 +132,12 @@ ACCEPTANCE = {
             accepts=lambda step: step.target[:, :-1].argmax(axis=2) == step.drafts,
             recovered=lambda s, n: s.row(s.target, n),
         ),
+    ),
+    "accepted_after_a_rejection": Mistake(
+        "accepted drafts are counted, also those after a rejection.",
+        EASY,
+        "Count up to the first rejection: the cumulative product, not the sum.",
+        Verifier(count=all_accepted),
     ),
     "uniform_without_logarithm": Mistake(
         "the uniform number is compared with log p - log q, without its logarithm.",
@@ -167,11 +201,13 @@ OWN_SAMPLES = {
         "drafts are compared with the target's own samples, but these are drawn with one number for all rows.",
         EASY,
         "Draw each position's sample with noise of its own.",
-        Verifier(
-            accepts=lambda step: strict_shared(step)[:, :-1] == step.drafts,
-            recovered=lambda step, n: point_mass(strict_shared(step)[step.requests, n], step.target.shape[2]),
-            bonus=lambda step: point_mass(strict_shared(step)[step.requests, step.given], step.target.shape[2]),
-        ),
+        strict_with(strict_shared),
+    ),
+    "strict_one_gumbel_noise_for_all_rows": Mistake(
+        "drafts are compared with the target's own samples, but these are drawn with the same Gumbel noise in all rows.",
+        EASY,
+        "Draw each position's sample with noise of its own.",
+        strict_with(strict_shared_gumbel),
     ),
     "strict_draws_again": Mistake(
         "a draft that differs from the target's own sample is replaced by a second sample.",

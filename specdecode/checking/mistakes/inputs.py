@@ -9,13 +9,15 @@ from specdecode.checking.verifiers import (
     TOKENS,
     Drafter,
     Floats,
+    GumbelDrafter,
     Logits,
     Step,
     Use,
     Verifier,
+    gumbel,
     hashed,
+    log,
     pick,
-    point_mass,
     residual,
 )
 
@@ -30,11 +32,6 @@ def most_likely_half(logits: Logits, temperature: float) -> Floats:
     probs = softmax(logits, temperature)
     kept = np.where(sorted_rank(probs) < (probs.shape[-1] + 1) // 2, probs, 0)
     return np.asarray(kept / kept.sum(axis=-1, keepdims=True))
-
-
-def argmax(weights: Floats) -> Floats:
-    """Put all weight on the largest."""
-    return point_mass(weights.argmax(axis=1), weights.shape[1])
 
 
 def multiplied(logits: Logits, temperature: float) -> Floats:
@@ -72,6 +69,22 @@ def own_noise(step: Step, weights: Floats, accepted: Ids) -> Ids:
     """Draw with the number that drew the draft."""
     numbers = np.column_stack([step.uniforms(Use.DRAFT), step.uniform(0, Use.EMIT)])
     return pick(weights, numbers[step.requests, accepted])
+
+
+def own_gumbel_noise(step: Step, weights: Floats, accepted: Ids) -> Ids:
+    """Draw with the noise for each token that drew the draft."""
+    drawn = pick(weights, step.uniform(0, Use.EMIT))
+    for i in range(step.num_drafts):
+        noise = gumbel(lambda use, i=i: step.uniform(i, use), Use.DRAFT, weights.shape[1])  # type: ignore[misc]
+        drawn = np.where(accepted == i, (log(weights) + noise).argmax(axis=1), drawn)
+    return drawn
+
+
+def over_rows(logits: Logits, temperature: float) -> Floats:
+    """Apply the softmax along the wrong axis: over the rows of a step."""
+    with np.errstate(invalid="ignore"):
+        probs = softmax(np.swapaxes(logits, -1, -2), temperature)
+    return np.nan_to_num(np.swapaxes(probs, -1, -2))
 
 
 def in_one_call(seeds: Ids, positions: Ids, offset: int, use: int) -> Floats:
@@ -127,6 +140,12 @@ ROWS = {
         "Pass raw logits, or log-probabilities.",
         Verifier(target_probs=twice, draft_probs=twice),
     ),
+    "softmax_over_the_wrong_axis": Mistake(
+        "the softmax runs over the rows of a step, not over the vocabulary.",
+        EASY,
+        "Take the softmax along the last axis.",
+        Verifier(target_probs=over_rows, draft_probs=over_rows),
+    ),
     "last_token_unreachable": Mistake(
         "the last id of the vocabulary is never emitted by the target.",
         EASY,
@@ -172,6 +191,15 @@ TEMPERATURES = {
         "an uninitialised temperature, vLLM on CPU",
         "Divide all logits by it.",
         Verifier(target_probs=unscaled, draft_probs=unscaled),
+    ),
+    "greedy_draws": Mistake(
+        "at temperature 0 tokens are drawn, as at temperature 1.",
+        EASY,
+        "Take the argmax of the logits, or send temperature 0 elsewhere and raise an error here.",
+        Verifier(
+            target_probs=lambda logits, temperature: softmax(logits, temperature or 1),
+            draft_probs=lambda logits, temperature: softmax(logits, temperature or 1),
+        ),
     ),
     "temperature_multiplied": Mistake(
         "logits are multiplied by the temperature.",
@@ -235,6 +263,13 @@ DRAFTS = {
         "Use noise of its own for the recovered token.",
         Verifier(emit=own_noise),
         Drafter(),
+    ),
+    "recovered_with_the_drafts_gumbel_noise": Mistake(
+        "the Gumbel noise that drew the draft is used again for the recovered token.",
+        "vLLM pull request 54282",
+        "Use noise of its own for the recovered token.",
+        Verifier(emit=own_gumbel_noise),
+        GumbelDrafter(),
     ),
 }
 

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from specdecode.checking.mistakes.record import EASY, Mistake, unscaled
+from specdecode.checking.models import point_mass
 from specdecode.checking.subject import Ids
-from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, point_mass, residual
+from specdecode.checking.verifiers import Floats, Logits, Step, Use, Verifier, or_target, pick, residual
 
 MIN_P = 0.2
 
@@ -46,6 +47,17 @@ class GoesOn(Verifier):
         """Return ids that are no output of a verification."""
         token_ids = super().__call__(target_logits, draft_token_ids, *others, **options)
         return np.where(token_ids == -1, np.pad(draft_token_ids, ((0, 0), (0, 1)), constant_values=-1), token_ids)
+
+
+@dataclass(frozen=True)
+class AcceptedAlone(Verifier):
+    """Returns the accepted drafts and nothing after them."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Ids:
+        """Return ids that are no output of a verification."""
+        token_ids = super().__call__(*arguments, **options)
+        last = (token_ids != -1).sum(axis=1, keepdims=True) - 1
+        return np.where(np.arange(token_ids.shape[1]) < last, token_ids, -1)
 
 
 RECOVERED = {
@@ -127,7 +139,8 @@ RECOVERED = {
         Verifier(emit=emit_rejected),
     ),
     "recovered_minus_one_probability": Mistake(
-        "the residual subtracts q at the rejected draft alone, though q has other tokens, too.",
+        "the recovered token is drawn from p without the rejected draft, or with its q alone subtracted, though q has other "
+        "tokens, too.",
         "rotalabs-accel 1.1.1",
         "Subtract the whole row: max(0, p - q).",
         Verifier(
@@ -147,6 +160,13 @@ RECOVERED = {
         EASY,
         "Stop at the first rejection: the drafts after it follow a text that is not there.",
         GoesOn(),
+        signature=frozenset({"an error"}),
+    ),
+    "no_token_after_the_drafts": Mistake(
+        "no token of the target's follows the accepted drafts: the recovered one or the bonus token is missing.",
+        EASY,
+        "Emit one token more than there are accepted drafts, also if there are none.",
+        AcceptedAlone(),
         signature=frozenset({"an error"}),
     ),
     "recovered_with_the_accept_noise": Mistake(
