@@ -39,7 +39,8 @@ def check(
     Args:
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
             None, *, temperature, seeds [n], positions [n])`, called with NumPy arrays, returns [n, K + 1] ids: the accepted
-            drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it leaves out of its signature.
+            drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it
+            leaves out of its signature.
         draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are those of
             this draft, offset is its index in the step. It, too, leaves out what it does not take. None: drafts are drawn
             from the softmax of their logits.
