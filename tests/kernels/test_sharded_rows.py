@@ -228,7 +228,7 @@ def test_a_warmup_takes_the_ways_of_calls_whose_rows_are_gathered(bounds, option
         taken.update([(batch.shard is None, *way)] if way else [])
 
     call = vars(case(1, 1, ranks.vocab_size, torch.bfloat16).to(DEVICE)) | options
-    with mock.patch.object(kernels.call, "launch", note):
+    with mock.patch.object(kernels.call, "run_step", note):
         ranks.run(lambda shard: sampler_of("block", shard).warmup, call)
     gathered = {(True, False, False), (True, False, True), (True, True, False)}
     assert taken == (gathered if bounds is DIVIDED or options else {(False, False, False), (False, True, False)})
