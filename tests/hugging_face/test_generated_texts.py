@@ -96,8 +96,9 @@ class TestDistribution:
         log_probs = model(input_ids=ids).logits.log_softmax(-1)[:, -self.NEW - 1 : -1]
         return log_probs.gather(2, ids[:, -self.NEW :, None]).sum((1, 2)).exp().numpy()
 
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    @pytest.mark.parametrize("drafter", ["model", "lookup"])
+    @pytest.mark.parametrize(
+        ("drafter", "method"), [("model", "probabilistic"), ("model", "block"), ("lookup", "probabilistic")]
+    )
     def test_several_steps_have_the_distribution_of_the_target(self, drafter, method):
         target = llama(self.VOCAB, layers=1, scale=0.2)
         other = noisy(target, 0.1)
@@ -293,8 +294,9 @@ class TestTruncatedDistribution:
         assert 0.1 < output.stats.acceptance_rate < 0.9  # drafts are accepted and rejected
         return output
 
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    @pytest.mark.parametrize("drafter", ["model", "lookup"])
+    @pytest.mark.parametrize(
+        ("drafter", "method"), [("model", "probabilistic"), ("model", "block"), ("lookup", "probabilistic")]
+    )
     def test_several_steps_have_the_distribution_of_the_truncated_target(self, drafter, method):
         target = llama(4, layers=1, scale=0.2)
         draft = noisy(target, 0.1) if drafter == "model" else PromptLookup()
@@ -303,8 +305,7 @@ class TestTruncatedDistribution:
         counts = self.counts(self.generate(target, draft, method, self.NEW), right)
         assert p_value(counts, np.array(list(right.values()))) > FALSE_ALARM
 
-    @pytest.mark.parametrize("method", ["probabilistic", "block"])
-    @pytest.mark.parametrize("draft_vocab", [99, 101])
+    @pytest.mark.parametrize(("draft_vocab", "method"), [(99, "block"), (101, "probabilistic")])
     def test_a_draft_with_another_vocabulary_changes_nothing(self, draft_vocab, method):
         target = llama(100, layers=1, scale=0.2)
         with torch.no_grad():
