@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.examples import fences, run_docstrings, run_page
-from tests.support.site import Site, address_of, built_site, opened, served
+from tests.support.site import Site, built_site, opened, served
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -320,26 +320,6 @@ def test_every_table_and_plot_of_a_record_names_its_commits():
 def server(site):
     with served(site) as server:
         yield server
-
-
-def test_every_page_loads_in_a_browser_and_fits_phones_and_desks(server):
-    wrong = {}
-    with opened(server) as (tab, complaints):
-        for page in PAGES:
-            tab.set_viewport_size({"width": 1440, "height": 800})
-            tab.emulate_media(color_scheme="light")
-            tab.goto(server.address + address_of(page))
-            beyond = [tab.evaluate(TOO_WIDE)]
-            tab.emulate_media(color_scheme="dark")
-            tab.set_viewport_size({"width": 360, "height": 800})
-            beyond.append(tab.evaluate(TOO_WIDE))
-            if any(beyond) or complaints:
-                wrong[page] = (beyond, list(complaints))
-            complaints.clear()
-    assert not wrong
-
-
-TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 
 
 def test_the_search_finds_the_residual(server):

@@ -110,9 +110,3 @@ def opened(server: Server, width: int = 1440) -> Iterator[tuple[Any, list[str]]]
     page.on("pageerror", lambda error: complaints.append(str(error)))
     yield page, complaints
     context.close()
-
-
-def address_of(page: str) -> str:
-    """Return where a page of docs/ is in the site."""
-    path = page.removesuffix(".md").removesuffix("index")
-    return path if path.endswith("/") or not path else f"{path}/"
