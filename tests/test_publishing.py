@@ -75,7 +75,8 @@ def test_the_release_builds_and_tests_with_the_files_of_the_gate():
 def test_a_commit_is_checked_by_the_commands_of_the_gate():
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
     for hook in repository["hooks"]:
-        assert re.search(rf"^(begin \w+ )?{re.escape(hook['entry'])}( >|$)", read(".ci", "run"), flags=re.M), hook["entry"]
+        command = rf"^(begin \w+ )?{re.escape(hook['entry'])}( >|$)"
+        assert re.search(command, read(".ci", "run"), flags=re.M), hook["entry"]
 
 
 def test_every_file_that_a_workflow_calls_exists():
