@@ -244,6 +244,18 @@ def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
     assert start(typical_eps=off)[0].other_rule() is None
 
 
+def test_what_this_packages_sampler_keeps_is_known(start):
+    kept = {
+        "other_processing": [True],
+        "needs": [1],
+        "shards_batches": True,
+        "kinds": {1},
+        "copies": (1,),
+        "unknown": "before",
+    }
+    assert start(sampler=kept)[0].other_rule() is None
+
+
 def test_another_version_is_warned_of(start):
     start.installed["vllm"] = "0.34.1"
     _, (_, warning) = start()

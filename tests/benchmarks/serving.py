@@ -331,12 +331,11 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 
     config = json.loads((Path(options.target) / "config.json").read_text())
     sizes = {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    commit = Path("COMMIT").read_text().strip() if Path("COMMIT").exists() else None
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver(),
         "versions": {each.__name__: each.__version__ for each in (torch, triton, vllm, specdecode)},
-        "commit": commit or os.popen("git rev-parse --short=12 HEAD").read().strip(),
+        "commit": options.commit or os.popen("git rev-parse --short=12 HEAD").read().strip(),
         "model": sizes,
         "num_draft_tokens": options.k,
         "method": os.environ["SPECDECODE_VLLM"],
@@ -375,6 +374,7 @@ def main() -> None:
     parser.add_argument("--engine", default="{}", help="further arguments of vLLM's engine, as JSON")
     parser.add_argument("--profile", action="store_true", help="also say which kernels take how long")
     parser.add_argument("--record", type=Path, help="write the table's figures, and what they depend on, to this file")
+    parser.add_argument("--commit", help="what the record says was measured, where there is no repository")
     parser.add_argument("--raw", type=Path, help="append each cell, with the figures of its steps, to this file")
     options = parser.parse_args()
     os.environ.setdefault("SPECDECODE_VLLM", "probabilistic")
