@@ -7,6 +7,8 @@ logits into a distribution, in logarithms, and draws from it. Here is the rest o
 - *Noise*: each random number belongs to a seed, a position and a use, see [`philox`][reference.philox].
 - *Logarithms*: u <= p(x) / q(x) is decided as log u <= log p(x) - log q(x).
 - *Temperature 0* is greedy in every method; only synthetic verification keeps its schedule.
+- *Adjustments*: each target row is adjusted first, see [`adjustments`][reference.adjustments]; in float32 if rows have no
+  more digits than that, as in the other versions, so that adjusted logits are the same numbers there.
 - *Ragged drafts*: the first id that is not a token ends a request's drafts.
 - *Margins*: the margin of a step is that of its closest decision. An implementation whose differences of scores are all
   wrong by less must return the same tokens.
@@ -17,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reference import block, greedy, probabilistic
+from reference.adjustments import Adjustments, adjust
 from reference.philox import Domain, uniform
 from reference.sampling import Choice, Sampling, is_invalid, log, log_softmax, point_mass, select, truncate, without_nan
 
@@ -158,6 +161,18 @@ def leading_drafts(draft_token_ids, vocab_size: int) -> list[int]:
     return drafts
 
 
+def adjusted_rows(target_logits, drafts, adjustments: Adjustments) -> list:
+    """Return target rows, each adjusted for the text with the drafts before it.
+
+    >>> adjusted_rows(np.zeros((2, 2), np.float32), [1], Adjustments(presence_penalty=1.0))[1].tolist()
+    [0.0, -1.0]
+    """
+    rows = [np.asarray(row) for row in target_logits]
+    rows = [row.astype(np.promote_types(row.dtype, np.float32)) for row in rows]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return [adjust(row, drafts[:i], adjustments, i) for i, row in enumerate(rows)]
+
+
 def verify_greedy(step: Step) -> list[int]:
     """Return the tokens of greedy verification. Comparisons of logits do not round: the margin stays infinite."""
     return greedy.verify(map(without_nan, step.target_logits), step.drafts)
@@ -228,6 +243,7 @@ def verify(
     seed: int = 0,
     position: int = 0,
     conditional_rates=None,
+    adjustments: Adjustments | None = None,
 ) -> Outcome:
     """Verify one request's drafts.
 
@@ -244,6 +260,7 @@ def verify(
         seed: the request's seed.
         position: absolute position of the first draft token.
         conditional_rates: [num_draft_tokens] a_i, of synthetic verification.
+        adjustments: what the request adds to the target's rows; None: nothing.
 
     >>> target, draft = np.log([[0.9, 0.1], [0.5, 0.5]]), np.log([[0.5, 0.5]])
     >>> verify("probabilistic", target, [0], draft, seed=1).token_ids  # 0.9 / 0.5 > 1: always accepted
@@ -255,6 +272,9 @@ def verify(
     ([0, 1], [0, 1])
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
+    if adjustments is not None:
+        drafts = leading_drafts(draft_token_ids, len(target_logits[0]))
+        target_logits = adjusted_rows(target_logits, drafts, adjustments)
     step = Step(target_logits, draft_token_ids, draft_logits, sampling, draft_sampling or sampling, seed, position)
     if method == "synthetic":
         token_ids = verify_synthetic(step, conditional_rates)

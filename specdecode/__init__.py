@@ -7,6 +7,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from specdecode.adjustments import Adjustments
     from specdecode.batch import SamplerOutput
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
@@ -18,6 +19,7 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "AcceptanceSchedule",
     "AcceptanceStats",
+    "Adjustments",
     "DraftOutput",
     "RejectionSampler",
     "SamplerOutput",
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AcceptanceSchedule": "synthetic",
     "AcceptanceStats": "metrics",
+    "Adjustments": "adjustments",
     "DraftOutput": "drafting",
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",

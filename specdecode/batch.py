@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from specdecode.adjustments import Adjustments, by_slot_of, check_adjustments
 from specdecode.checks import (
     FLOATS,
     INTEGERS,
@@ -69,6 +70,7 @@ class RowBatch(NamedTuple):
     positions: Tensor | None  # [batch] int64, or None for zeros
     truncation: Truncation | None = None
     shard: VocabShard | None = None  # which part of the vocabulary the logits are; None: all of it
+    adjustments: Adjustments | None = None
 
     @property
     def is_truncated(self) -> bool:
@@ -92,6 +94,7 @@ class RowBatch(NamedTuple):
         top_p: Tensor | float | None = None,
         min_p: Tensor | float | None = None,
         shard: VocabShard | None = None,
+        adjustments: Adjustments | None = None,
     ) -> "RowBatch":
         """Build a batch from a caller's arguments.
 
@@ -101,6 +104,9 @@ class RowBatch(NamedTuple):
         """
         batch, vocab = check_logits("logits", logits, ("batch", "vocab"), vocab_size_of(shard))
         for_seeds = seeds, batch, logits.device
+        if adjustments is not None:
+            extent = Extent(batch, batch, 0, vocab, logits.device)
+            adjustments = check_adjustments(adjustments, extent, (batch, 1), logits.shape[-1])
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
@@ -108,6 +114,7 @@ class RowBatch(NamedTuple):
             check_positions(positions, batch, logits.device),
             Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
             shard,
+            adjustments,
         )
 
 
@@ -133,6 +140,7 @@ class VerificationBatch(NamedTuple):
     packing: Packing | None = None
     shard: VocabShard | None = None  # which part of the vocabulary the logits are; None: all of it
     draft_vocab_ids: Tensor | None = None  # [draft_vocab] int32 or int64, tokens of draft_logits; None: the target's
+    adjustments: Adjustments | None = None
 
     @property
     def num_draft_tokens(self) -> int:
@@ -175,6 +183,7 @@ class VerificationBatch(NamedTuple):
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
         row_positions: Tensor | None = None,
+        adjustments: Adjustments | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments; with row_starts they are those of a packed call.
 
@@ -188,7 +197,7 @@ class VerificationBatch(NamedTuple):
         else:
             rows = target_logits, draft_token_ids, row_starts, num_draft_tokens
             numbers = temperature, seeds, top_k, top_p, min_p, draft_sampling
-            by_slot = draft_logits, *numbers, draft_logsumexp, draft_cutoff
+            by_slot = draft_logits, *numbers, draft_logsumexp, draft_cutoff, by_slot_of(adjustments)
             if row_positions is not None and positions is not None:
                 raise ValueError("row_positions: given beside positions, of which they take the place")
             extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, vocab_size_of(shard))
@@ -199,6 +208,8 @@ class VerificationBatch(NamedTuple):
         of_both = check_samplings(sampling, draft_sampling, draft_logits, draft_vocab, extent)
         truncation, draft_temperature, draft_truncation = of_both
         check_draft_cutoff(draft_cutoff, draft_logsumexp, draft_truncation, extent)
+        if adjustments is not None:
+            adjustments = check_adjustments(adjustments, extent, target_logits.shape[:-1], target_logits.shape[-1])
         if logprobs is not None:
             check_choice("logprobs", logprobs, get_args(Logprobs))
         for_seeds = seeds, extent.batch if seeds is None else extent.num_slots, device
@@ -218,6 +229,7 @@ class VerificationBatch(NamedTuple):
             packing,
             shard,
             None if draft_vocab_ids is None else plain(draft_vocab_ids),
+            adjustments,
         )
 
 

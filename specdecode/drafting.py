@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from specdecode import backends
+from specdecode.adjustments import Adjustments
 from specdecode.batch import RowBatch
 from specdecode.compiled import breaks_graph
 from specdecode.noise import SELECT
@@ -38,6 +39,7 @@ def sample(
     top_p: float | Tensor | None = None,
     min_p: float | Tensor | None = None,
     shard: VocabShard | None = None,
+    adjustments: Adjustments | None = None,
 ) -> Tensor:
     """Draw one token per row from softmax(logits / temperature), truncated, reproducibly.
 
@@ -56,6 +58,7 @@ def sample(
         min_p: likewise.
         shard: which part of the vocabulary the logits are, under tensor parallelism; every rank gets the same tokens. None:
             all of it.
+        adjustments: biases, penalties and masks, as for [`RejectionSampler`][specdecode.RejectionSampler.__call__].
 
     Returns:
         [batch] int64 token ids. A row without a finite logit gives token 0.
@@ -76,6 +79,6 @@ def sample(
     token_ids: Tensor
     if shard is not None:
         check_shard(shard)
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard).greedy_if_alike()
-    token_ids, *_ = backends.choose("auto", batch.logits).sample(batch, SELECT)
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard, adjustments)
+    token_ids, *_ = backends.choose("auto", batch.logits).sample(batch.greedy_if_alike(), SELECT)
     return token_ids

@@ -22,7 +22,6 @@ from specdecode.checks import (
     on_host,
     plain,
 )
-from specdecode.sampling import Sampling
 
 
 class Packing(NamedTuple):
@@ -36,6 +35,7 @@ class Packing(NamedTuple):
     row_positions: Tensor | None  # [num_rows] int64, of the tokens fed at the rows; in place of the batch's positions
 
 
+BySlot = Tensor | float | tuple[Tensor | float | None, ...] | None
 BY_SLOT = (
     "draft_logits",
     "temperature",
@@ -46,6 +46,7 @@ BY_SLOT = (
     "draft_sampling",
     "draft_logsumexp",
     "draft_cutoff",
+    "adjustments",
 )
 """The arguments of which some may be tensors by slot."""
 
@@ -56,7 +57,7 @@ def check_packed(
     row_starts: Tensor,
     num_draft_tokens: int | None,
     slots: Tensor | None,
-    by_slot: tuple[Tensor | float | Sampling | None, ...],
+    by_slot: tuple[BySlot, ...],
     seeds_by_request: bool,
     row_positions: Tensor | None,
     vocab_size: int | None,
@@ -103,11 +104,11 @@ def check_packed(
 
 
 def count_slots(
-    by_slot: tuple[Tensor | float | Sampling | None, ...], batch: int, slots: Tensor | None
+    by_slot: tuple[BySlot, ...], batch: int, slots: Tensor | None
 ) -> tuple[str | None, int]:
     """Return the name of an argument that is by slot, None if there is none, and how many slots it has."""
     for name, argument in zip(BY_SLOT, by_slot):
-        for part in argument if isinstance(argument, Sampling) else (argument,):
+        for part in argument if isinstance(argument, tuple) else (argument,):
             if isinstance(part, Tensor) and part.ndim > 0:
                 num_slots = part.shape[0]
                 if slots is None and num_slots < batch:

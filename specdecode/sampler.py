@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdecode import backends, eager, validation
+from specdecode.adjustments import Adjustments
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
@@ -153,6 +154,7 @@ class RejectionSampler:
         draft_cutoff: Tensor | None = None,
         draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
+        adjustments: Adjustments | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
@@ -202,6 +204,8 @@ class RejectionSampler:
                 tokens alike. It is 0 for greedy requests, which sample from a point mass; and -inf for drafts that the
                 target never emits, which `"synthetic"` alone accepts. `"raw"`: of softmax(logits), at temperature 1 and
                 untruncated, for greedy requests too. None returns none.
+            adjustments: biases, penalties and masks, which target rows are given before the temperature; see
+                [`Adjustments`][specdecode.Adjustments]. "Raw" log-probabilities are of the logits without them.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -232,7 +236,7 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        return self._verify(VerificationBatch.check(*arguments, *others))
+        return self._verify(VerificationBatch.check(*arguments, *others, adjustments=adjustments))
 
     @breaks_graph
     def packed(
@@ -256,6 +260,7 @@ class RejectionSampler:
         draft_cutoff: Tensor | None = None,
         draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
+        adjustments: Adjustments | None = None,
     ) -> SamplerOutput:
         """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
 
@@ -290,6 +295,7 @@ class RejectionSampler:
             draft_vocab_ids: [draft_vocab] int32 or int64, as for a call; draft_logits are
                 [num_slots, num_draft_tokens, draft_vocab] then.
             logprobs: as for a call.
+            adjustments: as for a call, by slot, and its mask by row.
 
         Returns:
             As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
@@ -320,7 +326,7 @@ class RejectionSampler:
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
-        return self._verify(VerificationBatch.check(*arguments, *others, *where))
+        return self._verify(VerificationBatch.check(*arguments, *others, *where, adjustments))
 
     def warmup(
         self,
@@ -339,6 +345,7 @@ class RejectionSampler:
         draft_cutoff: Tensor | None = None,
         draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
+        adjustments: Adjustments | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
@@ -368,6 +375,7 @@ class RejectionSampler:
             draft_cutoff: as for a call.
             draft_vocab_ids: as for a call.
             logprobs: as for a call.
+            adjustments: as for a call.
             row_starts: if given, the kernels of [`packed`][specdecode.RejectionSampler.packed] calls are compiled, and all
                 arguments are as for those.
             num_draft_tokens: as for a packed call.
@@ -390,7 +398,7 @@ class RejectionSampler:
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        batch = VerificationBatch.check(*arguments, *others, *where)
+        batch = VerificationBatch.check(*arguments, *others, *where, adjustments)
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         if self.shard is not None:

@@ -6,12 +6,14 @@ gathered first, and every rank verifies these.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager import block, probabilistic, strict, synthetic
+from specdecode.eager.adjustments import adjusted, adjusted_rows
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.selection import gathered
@@ -32,19 +34,34 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
-    has_rows = None
-    if batch.packing is not None:
-        batch, has_rows = unpack(batch, batch.packing)
-    if batch.shard is not None:
-        target_logits = batch.shard.whole_rows(gathered(batch.target_logits))
-        draft_logits = None if batch.draft_logits is None else batch.shard.whole_rows(gathered(batch.draft_logits))
-        batch = batch._replace(target_logits=target_logits, draft_logits=draft_logits, shard=None)
+    batch, raw_logits, has_rows = prepared(batch)
     steps = Steps(batch, schedule)
     output = METHODS[method](steps)
     if batch.logprobs is not None:
-        of_tokens = emitted_logprobs(steps, output.token_ids, output.num_accepted, batch.logprobs)
+        of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, output.num_accepted, batch.logprobs)
         output = output._replace(logprobs=of_tokens)
     return output if has_rows is None else mark_invalid(output, has_rows)
+
+
+def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor | None]:
+    """Return a batch as one that is not packed and of whole rows, adjusted where they are read.
+
+    And the target's rows as they are in memory, which raw log-probabilities are of; and which requests of a packed call have
+    rows.
+    """
+    unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    raw_logits, unpacked = unpacked.target_logits, adjusted(batch, unpacked)
+    if batch.shard is None:
+        return unpacked, raw_logits, has_rows
+    target, draft = (
+        None if rows is None else batch.shard.whole_rows(gathered(rows))
+        for rows in (unpacked.target_logits, unpacked.draft_logits)
+    )
+    if batch.logprobs == "raw" and batch.adjustments is not None:
+        raw_logits = batch.shard.whole_rows(gathered(raw_logits))
+    else:
+        raw_logits = target
+    return unpacked._replace(target_logits=target, draft_logits=draft, shard=None), raw_logits, has_rows
 
 
 @torch.no_grad()
@@ -55,7 +72,9 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    logits = batch.logits if batch.shard is None else batch.shard.whole_rows(batch.logits)
+    logits = adjusted_rows(batch)
+    if batch.shard is not None:
+        logits = batch.shard.whole_rows(gathered(logits))
     temperature, greedy = row_temperature(batch.temperature, logits)
     requests = torch.arange(len(logits), device=logits.device)
     seeds, positions = seeds_and_positions(batch, requests)

@@ -13,11 +13,14 @@ from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling
 
 
-def emitted_logprobs(steps: Steps, token_ids: Tensor, num_accepted: Tensor, of: Logprobs) -> Tensor:
+def emitted_logprobs(
+    steps: Steps, raw_logits: Any, token_ids: Tensor, num_accepted: Tensor, of: Logprobs
+) -> Tensor:
     """Return the log-probability of each emitted token, NaN behind the last.
 
     Args:
         steps: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
         token_ids: [batch, num_draft_tokens + 1] int64, -1 behind the last token.
         num_accepted: [batch] int32.
         of: `"processed"` or `"raw"`.
@@ -39,7 +42,9 @@ def emitted_logprobs(steps: Steps, token_ids: Tensor, num_accepted: Tensor, of: 
         return is_empty, (first == token_ids).to(sampling.temperature.dtype).log()
 
     def compute(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
-        logits, greedy = steps.target_logits[rows, offsets], False if is_raw else steps.greedy_among(rows)
+        logits, greedy = steps.target_logits[rows, offsets], steps.greedy_among(rows)
+        if is_raw:
+            logits, greedy = raw_logits[rows, offsets], False
         tensors = logits, token_ids[rows, offsets].clamp(min=0), sampling.at(rows, None)
         is_empty, result = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
         return torch.ones_like(is_empty), result  # every request goes on to its last token

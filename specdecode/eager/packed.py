@@ -49,6 +49,16 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return first * is_valid, torch.where(is_valid, end - first - 1, -1), slots * is_valid
 
 
+def rows_of(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return each request's rows, [batch, num_draft_tokens + 1] int64, and its slot, [batch] int64.
+
+    A row behind a request's last is never looked at: any will do.
+    """
+    first, num_drafts, slots = locate(packing, num_rows)
+    offsets = torch.arange(packing.num_draft_tokens + 1, device=first.device)
+    return torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None]), slots
+
+
 def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatch, Tensor]:
     """Return a packed batch as one that is not packed, and which of its requests have rows, [batch] bool."""
     logits, ids = batch.target_logits, batch.draft_token_ids
@@ -57,14 +67,13 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         logits = logits.new_zeros(1, logits.shape[1])
     if len(ids) < len(logits):
         ids = torch.nn.functional.pad(ids, (0, 1))
-    offsets = torch.arange(packing.num_draft_tokens + 1, device=first.device)
-    # A row behind a request's last is never looked at: any will do.
-    rows = torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None])
-    token_ids = ids[rows[:, :-1]].masked_fill(offsets[:-1] >= num_drafts[:, None], -1)
+    rows, _ = rows_of(packing, len(batch.target_logits))
+    offsets = torch.arange(packing.num_draft_tokens, device=first.device)
+    token_ids = ids[rows[:, :-1]].masked_fill(offsets >= num_drafts[:, None], -1)
     draft_logits = None
     if batch.draft_logits is not None:
         draft_logits = IndexedRows(
-            batch.draft_logits, (slots[:, None].expand_as(token_ids), offsets[:-1].expand_as(token_ids))
+            batch.draft_logits, (slots[:, None].expand_as(token_ids), offsets.expand_as(token_ids))
         )
 
     positions = batch.positions

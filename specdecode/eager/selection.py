@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode.checks import on_host
+from specdecode.eager.adjustments import AdjustedRows
 from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import race
@@ -27,13 +28,13 @@ Compute = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(logits: Any) -> Any:
-    """Return logits as a tensor: if they are `packed.IndexedRows`, also in a named tuple, they are copied now.
+    """Return logits as a tensor: if they are rows that copy themselves (`gather`), also in a named tuple, that is done now.
 
     Those of a draft's own vocabulary stay `vocabulary.DraftVocabRows`, of a tensor.
     """
     if isinstance(logits, tuple):
         return type(logits)(*map(gathered, logits))
-    return logits.gather() if isinstance(logits, IndexedRows | DraftVocabRows) else logits
+    return logits.gather() if isinstance(logits, IndexedRows | AdjustedRows | DraftVocabRows) else logits
 
 
 def rows_at(logits: Any, requests: Tensor, offsets: Tensor) -> Any:

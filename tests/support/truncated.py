@@ -8,7 +8,8 @@ from torch import Tensor
 
 from reference import oracle
 from reference.sampling import Sampling
-from specdecode import AcceptanceSchedule
+from specdecode import AcceptanceSchedule, Adjustments
+from tests.support import adjusted
 from tests.support.differential import Case
 
 NAN, INF = float("nan"), float("inf")
@@ -54,11 +55,22 @@ def on(device: str, options: Mapping) -> dict:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
-def expected(method: str, batch: Case, options: Mapping, draft_options: Mapping | None, with_logits: bool) -> list:
+def expected(
+    method: str,
+    batch: Case,
+    options: Mapping,
+    draft_options: Mapping | None,
+    with_logits: bool,
+    adjustments: Adjustments | None = None,
+) -> list:
     outcomes = []
     for index in range(len(batch.seeds)):
         target, token_ids, draft = batch.rows(index)
         keywords = {**batch.request(index), **of_request(options, index)}
+        if adjustments is not None:
+            logits = batch.target_logits[index].cpu()
+            target = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy()
+            keywords["adjustments"] = adjusted.of_request(adjustments, index, target.shape[-1])
         rows = (target, token_ids)
         if method != "strict":
             rows = (target, token_ids, draft if with_logits else None)

@@ -1,0 +1,165 @@
+"""Adjustments in PyTorch: biases, penalties and masks, applied to rows of logits when these are copied to be computed.
+
+An index of rows takes the place of a tensor of logits. Of it the rows of a few requests at a time are copied, in float32
+(float64 stays), and what each request adds is applied to the copy.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode.adjustments import WORD, Adjustments
+from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.eager.packed import IndexedRows, rows_of
+
+MOST_COUNTED = 2**30
+"""Counts above it are taken for it: float32 has no more digits, and drafts may be added without an overflow."""
+
+
+class Places(NamedTuple):
+    """Where the adjustments of some rows are: tensors of one shape, [...] int64."""
+
+    slots: Tensor  # of all that is by slot
+    requests: Tensor  # of the drafts
+    offsets: Tensor  # how many drafts come before the row
+    masks: Tensor  # the row of the mask, if masks are by row alone; else not used
+
+
+class AdjustedRows:
+    """Rows of logits that are adjusted when they are copied: what a tensor of [..., vocab] logits is, until then.
+
+    Args:
+        logits: [..., vocab] raw logits.
+        adjustments: of all requests.
+        draft_token_ids: [batch, num_draft_tokens] int, -1 for none.
+        places: [...] of the rows.
+        first_token: the id of the logits' first token, which is 0 but for a shard.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor | IndexedRows,
+        adjustments: Adjustments,
+        draft_token_ids: Tensor,
+        places: Places,
+        first_token: int = 0,
+    ) -> None:
+        self.logits, self.adjustments, self.draft_token_ids = logits, adjustments, draft_token_ids
+        self.places, self.first_token = places, first_token
+        self.shape, self.ndim, self.device = logits.shape, logits.ndim, logits.device
+        self.dtype = torch.promote_types(logits.dtype, torch.float32)
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension."""
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> "AdjustedRows":
+        """Return some of the rows."""
+        places = Places(*(each[key] for each in self.places))
+        return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, places, self.first_token)
+
+    def gather(self) -> Tensor:
+        """Copy the rows, adjusted."""
+        rows = self.logits.gather() if isinstance(self.logits, IndexedRows) else self.logits
+        rows = rows.to(self.dtype, copy=True)
+        if self.adjustments.bias_ids is not None:
+            rows = add_bias(rows, self.adjustments, self.places.slots, self.first_token)
+        if self.adjustments.penalizes:
+            rows = penalize(rows, self.adjustments, self.places, self.counts(rows))
+        allowed_mask = self.adjustments.allowed_mask
+        if allowed_mask is not None:
+            places = self.places
+            words = allowed_mask[places.masks] if allowed_mask.ndim == 2 else allowed_mask[places.requests, places.offsets]
+            rows.masked_fill_(~bits_of(words, rows.shape[-1]), -torch.inf)
+        return rows
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """Return how often each token was emitted before each row, the drafts before it included, [..., vocab] int32."""
+        slots, requests, offsets, _ = self.places
+        if self.adjustments.output_counts is None:
+            counts = torch.zeros_like(rows, dtype=torch.int32)
+        else:
+            counts = self.adjustments.output_counts[slots].clamp(0, MOST_COUNTED)
+        num_draft_tokens = self.draft_token_ids.shape[1]
+        if num_draft_tokens == 0 or counts.shape[-1] == 0:
+            return counts
+        ids = self.draft_token_ids[requests].to(torch.int64) - self.first_token
+        is_before = torch.arange(num_draft_tokens, device=rows.device) < offsets[..., None]
+        is_before &= (ids >= 0) & (ids < counts.shape[-1])
+        return counts.scatter_add(-1, ids.masked_fill(~is_before, 0), is_before.to(counts.dtype))
+
+
+def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor, first_token: int) -> Tensor:
+    """Return l + b of [..., vocab] rows; a bias that is NaN, or of what is no token, is none."""
+    assert adjustments.bias_ids is not None and adjustments.bias is not None
+    ids = adjustments.bias_ids[slots].to(torch.int64) - first_token
+    bias = adjustments.bias[slots].to(rows.dtype)
+    is_here = (ids >= 0) & (ids < rows.shape[-1]) & ~bias.isnan()
+    if rows.shape[-1] == 0:
+        return rows
+    return rows.scatter_add(-1, ids.masked_fill(~is_here, 0), bias.masked_fill(~is_here, 0))
+
+
+def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Tensor) -> Tensor:
+    """Return penalised [..., vocab] rows, given how often each token was emitted."""
+    repetition, frequency, presence = (
+        harmless(penalty, float(neutral), places.slots, rows.dtype)
+        for penalty, neutral in zip(adjustments[:3], (1, 0, 0))
+    )
+    is_emitted = counts > 0
+    is_seen = is_emitted
+    if adjustments.prompt_mask is not None:
+        is_seen = is_emitted | bits_of(adjustments.prompt_mask[places.slots], rows.shape[-1])
+    repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
+    rows = torch.where(is_seen, repeated, rows)
+    return rows - frequency * counts.to(rows.dtype) - presence * is_emitted.to(rows.dtype)
+
+
+def harmless(penalty: Tensor | float | None, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the penalty of each row, [..., 1] or []; what could not be checked and makes no sense is neutral."""
+    if not isinstance(penalty, Tensor):
+        return torch.tensor(neutral if penalty is None else penalty, dtype=dtype, device=slots.device)
+    given = penalty.to(torch.float32).to(dtype)[slots][..., None]
+    valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
+    return given.where(valid, neutral)
+
+
+def bits_of(words: Tensor, width: int) -> Tensor:
+    """Return the first bits of [..., words] int32 masks, the lowest of each word first, [..., width] bool."""
+    shifts = torch.arange(WORD, device=words.device, dtype=words.dtype)
+    return ((words[..., None] >> shifts) & 1).flatten(-2)[..., :width].bool()
+
+
+def first_token_of(batch: RowBatch | VerificationBatch) -> int:
+    """Return the id of the logits' first token."""
+    return 0 if batch.shard is None else batch.shard.start
+
+
+def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
+    """Return a batch whose target rows are adjusted where they are read, given it before and after it was unpacked."""
+    logits, adjustments = unpacked.target_logits, batch.adjustments
+    if adjustments is None:
+        return unpacked
+    shape, device = logits.shape[:-1], logits.device
+    requests, offsets = (torch.arange(size, device=device) for size in shape)
+    requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
+    places = Places(requests, requests, offsets, requests)
+    if batch.packing is not None:
+        rows, slots = rows_of(batch.packing, len(batch.target_logits))
+        places = places._replace(slots=slots[:, None].expand(shape), masks=rows)
+        mask = adjustments.allowed_mask
+        if mask is not None and len(mask) == 0:
+            adjustments = adjustments._replace(allowed_mask=mask.new_zeros(1, mask.shape[1]))
+    rows = AdjustedRows(logits, adjustments, unpacked.draft_token_ids, places, first_token_of(batch))
+    return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
+
+
+def adjusted_rows(batch: RowBatch) -> AdjustedRows | Tensor:
+    """Return the rows of a batch without drafts, adjusted where they are read."""
+    if batch.adjustments is None:
+        return batch.logits
+    requests = torch.arange(len(batch.logits), device=batch.logits.device)
+    places = Places(requests, requests, torch.zeros_like(requests), requests)
+    no_drafts = requests[:, None][:, :0]
+    return AdjustedRows(batch.logits, batch.adjustments, no_drafts, places, first_token_of(batch))

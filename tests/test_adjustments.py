@@ -1,0 +1,216 @@
+"""Biases, penalties and masks: what they make of a row, and that every method verifies the adjusted target."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from reference import sampling
+from reference.adjustments import adjust
+from specdecode import Adjustments, RejectionSampler, VocabShard, sample
+from tests.conftest import ON_GPU
+from tests.support.adjusted import SOME, adjusted_rows, adjustments_for, all_of, of_request, to, words_of
+from tests.support.differential import assert_same_tokens, case, like_a_device
+
+from tests.support.packing import METHODS, assert_same, in_slots, packed_rows
+from tests.support.truncated import SCHEDULE, expected
+
+NAN, INF = float("nan"), float("inf")
+DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]
+
+
+def sampler_of(method: str, **options) -> RejectionSampler:
+    return RejectionSampler(method, schedule=SCHEDULE if method == "synthetic" else None, **options)
+
+
+def call(method, batch, adjustments, *, with_logits=True, backend="eager", **options):
+    draft_logits = batch.draft_logits if with_logits else None
+    numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions, **options}
+    arguments = batch.target_logits, batch.draft_token_ids, draft_logits
+    return sampler_of(method, backend=backend)(*arguments, adjustments=adjustments, **numbers)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against the reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float64, {"top_k": 9, "top_p": 0.9})])
+def test_tokens_are_the_references(device, method, kind, dtype, options):
+    batch = case(9, 3, 1100, dtype, seed=len(kind))
+    adjustments = adjustments_for(batch, kind)
+    for with_logits in (True, False):
+        output = call(method, batch.to(device), to(device, adjustments), with_logits=with_logits, **options)
+        outcomes = expected(method, batch, options, None, with_logits, adjustments)
+        assert_same_tokens(output.token_ids, outcomes, batch.band("eager"))
+        assert output.invalid.tolist() == [outcome.invalid for outcome in outcomes]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_is_given_the_same_tokens(method):
+    batch = case(9, 3, 1100, torch.float32, seed=2)
+    adjustments = adjustments_for(batch)
+    usual = call(method, batch, adjustments, logprobs="processed")
+    with like_a_device():
+        output = call(method, batch, adjustments, logprobs="processed")
+    assert torch.equal(output.token_ids, usual.token_ids)
+    torch.testing.assert_close(output.logprobs, usual.logprobs, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_a_call_with_the_rows_adjusted_before(method):
+    """With float32 logits an adjusted copy can be passed in; log-probabilities are of that, but raw ones of the model's."""
+    batch = case(9, 3, 1100, torch.float32, seed=3)
+    adjustments = adjustments_for(batch)
+    copied = replace(batch, target_logits=adjusted_rows(batch, adjustments, batch.draft_token_ids))
+    for options in ({}, {"top_p": 0.9, "min_p": 0.01}):
+        output = call(method, batch, adjustments, logprobs="processed", **options)
+        assert_same(output, call(method, copied, None, logprobs="processed", **options))
+        raw = call(method, batch, adjustments, logprobs="raw", **options)
+        log_p = batch.target_logits.log_softmax(-1).gather(-1, raw.token_ids.clamp(min=0)[..., None]).squeeze(-1)
+        log_p = log_p.masked_fill(raw.token_ids < 0, NAN)
+        torch.testing.assert_close(raw.logprobs, log_p, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5, "top_p": 0.8}])
+def test_sample_draws_from_adjusted_rows(options):
+    batch = case(12, 0, 1100, torch.bfloat16, seed=4)
+    adjustments = adjustments_for(batch)
+    logits, numbers = batch.target_logits[:, 0], (batch.temperature, batch.seeds, batch.positions)
+    tokens = sample(logits, *numbers, adjustments=adjustments, **options)
+    for index, token in enumerate(tokens.tolist()):
+        row = adjust(logits[index].float().numpy(), [], of_request(adjustments, index, 1100))
+        how = {**options, **batch.request(index)}
+        row, margin = sampling.truncate(row, sampling.Sampling(how["temperature"], *options.values()))
+        choice = sampling.sample(row, **batch.request(index))
+        assert token == choice.index or min(margin, choice.margin) < batch.band("eager")
+    one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, 0])
+    assert torch.equal(sample(logits, *numbers, adjustments=one_row, **options), tokens)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_calls_take_them_by_slot(method):
+    batch, counts = case(6, 3, 100, torch.float32, seed=5), [3, 0, 2, 1, 3, 0]
+    ids = batch.draft_token_ids.clone()
+    for row, count in zip(ids, counts):
+        row[count:] = -1
+    batch = replace(batch, draft_token_ids=ids)
+    adjustments, slots, num_slots = adjustments_for(batch), torch.tensor([7, 2, 5, 0, 3, 1]), 9
+    by_slot = Adjustments(*[in_slots(each, slots, num_slots) for each in adjustments[:-1]])
+    rows = packed_rows(batch, counts)
+    mask = torch.zeros(len(rows["target_logits"]), 4, dtype=torch.int32)
+    for request, (start, count) in enumerate(zip(rows["row_starts"].tolist(), counts)):
+        mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
+    others = {"temperature": batch.temperature, "seeds": batch.seeds, "draft_logits": batch.draft_logits}
+    others = {name: in_slots(each, slots, num_slots) for name, each in others.items()}
+    others |= {"positions": batch.positions, "adjustments": by_slot._replace(allowed_mask=mask)}
+    for of in (None, "raw", "processed"):
+        packed = sampler_of(method, backend="eager").packed(**rows, slots=slots, logprobs=of, **others)
+        assert_same(packed, call(method, batch, adjustments, logprobs=of))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What they mean
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_neutral_values_change_no_bit():
+    batch = case(8, 3, 1100, torch.bfloat16, seed=6)
+    given = all_of(batch)
+    for neutral in (
+        Adjustments(1.0, 0.0, 0, given["prompt_mask"], given["output_counts"]),
+        Adjustments(torch.ones(8), torch.zeros(8), torch.zeros(8), given["prompt_mask"], given["output_counts"]),
+        Adjustments(bias_ids=torch.full((8, 3), -1), bias=torch.full((8, 3), NAN)),
+        Adjustments(bias_ids=given["bias_ids"], bias=torch.zeros(8, 9)),
+        Adjustments(allowed_mask=torch.full((8, 4, 35), -1, dtype=torch.int32)),
+        Adjustments(),
+    ):
+        for method in METHODS:
+            options = {"logprobs": "processed", "top_p": 0.9}
+            assert_same(call(method, batch, neutral, **options), call(method, batch, None, **options))
+
+
+def test_drafts_before_a_row_count_as_emitted():
+    """The target repeats token 0 until the penalty of what it has emitted makes token 1 better, in the middle of a step."""
+    logits = torch.tensor([2.0, 1.5, 0.0]).expand(1, 6, 3)
+    drafts = torch.tensor([[0, 0, 1, 0, 1]])
+    greedy = RejectionSampler("strict")
+    tokens = greedy(logits, drafts, temperature=0.0, adjustments=Adjustments(frequency_penalty=0.4)).token_ids
+    assert tokens.tolist() == [[0, 0, 1, 0, 1, 0]]
+    before = torch.tensor([[1, 0, 0]], dtype=torch.int32)
+    counted = Adjustments(frequency_penalty=0.4, output_counts=before)
+    assert greedy(logits, drafts, temperature=0.0, adjustments=counted).token_ids.tolist() == [[0, 1, -1, -1, -1, -1]]
+    once = Adjustments(presence_penalty=0.6)
+    assert greedy(logits, drafts, temperature=0.0, adjustments=once).token_ids.tolist() == [[0, 1, -1, -1, -1, -1]]
+
+
+def test_everything_forbidden_but_one():
+    """And everything: then the request is invalid, as one whose logits are all -inf."""
+    logits, drafts = torch.randn(2, 3, 70), torch.tensor([[64, 64], [64, 3]])
+    allowed = torch.zeros(2, 3, 70, dtype=torch.bool)
+    allowed[:, :, 64] = True
+    allowed[1, 1] = False
+    for method in METHODS:
+        adjustments = Adjustments(allowed_mask=words_of(allowed))
+        output = sampler_of(method)(logits, drafts, seeds=0, adjustments=adjustments)
+        if method != "synthetic":
+            assert output.token_ids.tolist() == [[64, 64, 64], [64, 0, -1]]
+            assert output.invalid.tolist() == [False, True]
+
+
+def test_values_on_a_device_that_make_no_sense_are_harmless():
+    batch = case(6, 2, 100, torch.float32, seed=7)
+    bad = torch.tensor([NAN, INF, -1.0, 0.0, -INF, -0.0])
+    wild = torch.tensor([NAN, INF, -INF, NAN, INF, NAN])
+    ids = torch.tensor([[100, -7, 2**31 - 1]]).expand(6, 3).to(torch.int32)
+    counts = torch.full((6, 100), -(2**31), dtype=torch.int32)
+    hostile = Adjustments(bad, wild, wild, output_counts=counts, bias_ids=ids, bias=torch.full((6, 3), 5.0))
+    with like_a_device():
+        for method in METHODS:
+            assert_same(call(method, batch, hostile), call(method, batch, None))
+    most = Adjustments(frequency_penalty=1e-9, output_counts=torch.full((6, 100), 2**31 - 1, dtype=torch.int32))
+    assert not call("strict", batch, most).invalid.any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "repetition_penalty: expected a finite number > 0": {"repetition_penalty": 0.0},
+    "repetition_penalty: expected a finite number > 0, got nan": {"repetition_penalty": NAN},
+    "frequency_penalty: expected a finite number": {"frequency_penalty": 10**400},
+    "presence_penalty: expected a float or a": {"presence_penalty": "1"},
+    "repetition_penalty: expected finite numbers > 0": {"repetition_penalty": torch.tensor([1.0, -2.0])},
+    r"repetition_penalty: expected shape \[2\]": {"repetition_penalty": torch.ones(3)},
+    r"prompt_mask: expected shape \[2, 3\]": {"prompt_mask": torch.zeros(2, 70, dtype=torch.int32)},
+    "prompt_mask: expected dtype int32": {"prompt_mask": torch.zeros(2, 3, dtype=torch.int64)},
+    "output_counts: expected numbers >= 0": {"output_counts": torch.full((2, 70), -1, dtype=torch.int32)},
+    "output_counts: expected a stride of 1": {"output_counts": torch.zeros(70, 2, dtype=torch.int32).T},
+    r"bias_ids: given without adjustments.bias": {"bias_ids": torch.zeros(2, 1, dtype=torch.int32)},
+    r"bias: given without adjustments.bias_ids": {"bias": torch.zeros(2, 1)},
+    r"bias_ids: expected ids in \[0, 70\)": {"bias_ids": torch.full((2, 1), 70), "bias": torch.zeros(2, 1)},
+    "bias: expected numbers": {"bias_ids": torch.zeros(2, 1, dtype=torch.int32), "bias": torch.full((2, 1), NAN)},
+    r"bias: expected shape \[2, 1\]": {"bias_ids": torch.zeros(2, 1, dtype=torch.int32), "bias": torch.zeros(2)},
+    r"allowed_mask: expected shape \[2, 3, 3\]": {"allowed_mask": torch.zeros(2, 3, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_values_are_errors_that_name_the_argument(message):
+    logits, drafts = torch.zeros(2, 3, 70), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises((TypeError, ValueError), match=f"^adjustments.{message}"):
+        RejectionSampler("strict")(logits, drafts, adjustments=Adjustments(**WRONG[message]))
+
+
+def test_other_things_are_no_adjustments():
+    logits, drafts = torch.zeros(2, 3, 70), torch.zeros(2, 2, dtype=torch.int64)
+    with pytest.raises(TypeError, match="^adjustments: expected Adjustments, got dict"):
+        RejectionSampler("strict")(logits, drafts, adjustments={"frequency_penalty": 1.0})
+    starts = torch.tensor([0, 3])
+    with pytest.raises(TypeError, match="^adjustments: expected Adjustments, got tuple"):
+        RejectionSampler("strict").packed(logits[0], drafts[0], starts, num_draft_tokens=2, adjustments=())
