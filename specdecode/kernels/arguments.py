@@ -89,6 +89,27 @@ class Limits(NamedTuple):
     min_p: Float32  # 0 keeps all tokens
 
 
+class Adjustments(NamedTuple):
+    """What requests add to target rows: a value for each request (at its slot), or one for all; None where nothing is."""
+
+    repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
+    repetition: Float32  # None: there are no penalties
+    frequency_ptr: Pointer
+    frequency: Float32
+    presence_ptr: Pointer
+    presence: Float32
+    prompt_ptr: Pointer  # [batch, ceil(vocab_size / 32)] int32 masks
+    prompt_stride: Int64
+    counts_ptr: Pointer  # [batch, vocab_size] int32
+    counts_stride: Int64
+    bias_ids_ptr: Pointer  # [batch, num_biases] int32 or int64, -1 for none
+    bias_ptr: Pointer  # [batch, num_biases] any float
+    num_biases: Int32
+    allowed_ptr: Pointer  # [batch, num_draft_tokens + 1, ceil(vocab_size / 32)] int32 masks, or [num_rows, ...]
+    allowed_stride_request: Int64
+    allowed_stride_offset: Int64
+
+
 class Inputs(NamedTuple):
     """All that a step is given."""
 
@@ -100,6 +121,7 @@ class Inputs(NamedTuple):
     requests: Requests
     limits: Limits
     draft_limits: Limits
+    adjustments: Adjustments
 
 
 class Outputs(NamedTuple):

@@ -154,7 +154,7 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     await_launch(tuning.OVERLAPS)
     if offset < num_drafts:
         place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
-        raw = load_raw_statistics(place, workspace, sizes)  # in flight while the terms are computed
+        raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while the terms are computed
         terms = acceptance_terms(place, inputs, workspace, sizes)
         store_terms(
             terms_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdecode.batch import Logprobs
 from specdecode.kernels.arguments import (
+    Adjustments,
     Drafts,
     DraftVocabulary,
     Inputs,
@@ -31,6 +32,9 @@ MIN_DRAFTS, MIN_BLOCKS = 32, 256
 
 LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
 EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+EACH_PENALTY = tuple(f"{name}_each" for name in PENALTIES)
 
 STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
 """How logits rows lie: anyhow; token beside token; and such that they start and end at multiples of 16 logits."""
@@ -55,6 +59,7 @@ class Structure(NamedTuple):
     truncates: bool  # rows are truncated
     logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
+    penalizes: bool  # target rows may have penalties
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
 
     @property
@@ -123,6 +128,7 @@ def inputs_in(structure: Structure) -> Inputs:
         ),
         Requests(*requests, get("positions"), get("row_positions"), *numbers[2:]),
         *limits,
+        adjustments_of(tensors, structure.penalizes, is_packed),
     )
 
 
@@ -172,6 +178,21 @@ def limits_of(tensors: dict[str, Argument], some: slice) -> Limits:
     """Return the bundle of some of `LIMITS`."""
     pointers = [tensors.get(name) for name in EACH_LIMIT[some]]
     return Limits(*itertools.chain.from_iterable(zip(pointers, map(Number, LIMITS[some]))))
+
+
+def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: bool) -> Adjustments:
+    """Return the bundle of adjustments."""
+    get = tensors.get
+    penalties: list[Any] = [None] * 6
+    if penalizes:
+        penalties = list(itertools.chain.from_iterable(zip(map(get, EACH_PENALTY), map(Number, PENALTIES))))
+    masks: list[Any] = []
+    for name in ("prompt_mask", "output_counts"):
+        rows = get(name)
+        masks += [rows, None if rows is None else stride_of(rows, 0)]
+    num_biases = Number("num_biases") if "bias" in tensors else None
+    allowed = by_offset(get("allowed_mask"), is_packed)
+    return Adjustments(*penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed)
 
 
 def outputs_in(structure: Structure) -> Outputs:

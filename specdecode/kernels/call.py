@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode.adjustments import Adjustments
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import mark_invalid
 from specdecode.kernels.bundles import (
     EACH_LIMIT,
+    EACH_PENALTY,
     LIMITS,
     MIN_DRAFTS,
+    PENALTIES,
     Structure,
     class_of,
     inputs_in,
@@ -193,6 +196,7 @@ def run_step(
         "top_k" in numbers,
         logprobs,
         seeds_by_request,
+        "repetition_penalty" in numbers,
         max(numbers["batch"], numbers["num_draft_tokens"] + 1) > MOST_PROGRAMS,
     )
     if batch.shard is None:
@@ -215,6 +219,8 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
         numbers["first_seed"] = seeds
     if positions is not None:
         tensors["positions"] = positions.contiguous()
+    if batch.adjustments is not None:
+        add_adjustments(batch.adjustments, tensors, numbers)
     if not batch.is_truncated:
         return
     nothing = (None, None, None)
@@ -226,6 +232,24 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
             tensors[each] = limit.contiguous()
         elif limit is not None:
             numbers[name] = limit
+
+
+def add_adjustments(adjustments: Adjustments, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Add what requests add to target rows."""
+    if adjustments.penalizes:
+        for name, each, penalty, neutral in zip(PENALTIES, EACH_PENALTY, adjustments, (1.0, 0.0, 0.0)):
+            numbers[name] = neutral
+            if isinstance(penalty, Tensor):
+                tensors[each] = penalty.contiguous()
+            elif penalty is not None:
+                numbers[name] = penalty
+    for name in ("prompt_mask", "output_counts", "allowed_mask"):
+        rows = getattr(adjustments, name)
+        if rows is not None:
+            tensors[name] = rows
+    if adjustments.bias_ids is not None and adjustments.bias is not None:
+        tensors["bias_ids"], tensors["bias"] = adjustments.bias_ids.contiguous(), adjustments.bias.contiguous()
+        numbers["num_biases"] = adjustments.bias.shape[1]
 
 
 @functools.lru_cache(maxsize=1024)

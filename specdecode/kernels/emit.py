@@ -45,7 +45,7 @@ def emit_sample(place, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
     noise = noise_at(place, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
-    raw = load_raw_statistics(place, workspace, sizes)
+    raw = load_raw_statistics(place, inputs, workspace, sizes)
     token, normalizer = sample(place, noise, inputs, workspace, sizes)
     store_normalizer(outputs, place, normalizer, workspace)
     logprob = 0.0
@@ -76,7 +76,7 @@ def emit_row(place, inputs, outputs, workspace, sizes, tuning):
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
-        raw = load_raw_statistics(place, workspace, sizes)  # in flight while it is decided
+        raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while it is decided
         accepted, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, normalizer.row_max == -INFINITY
         if tuning.POSTED:
@@ -113,7 +113,7 @@ def emit_request(place, inputs, outputs, workspace, sizes, tuning):
     stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
     place = with_draft(place, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
     noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw_statistics(place, workspace, sizes)  # in flight while the row is looked at
+    raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while the row is looked at
     _, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:

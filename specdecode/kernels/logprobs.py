@@ -15,16 +15,17 @@ in a large batch most of its time again.
 import triton
 import triton.language as tl
 
+from specdecode.kernels.adjustments import adjusts
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import load_logit, row_index, target_row_at, whole_target_row_at, with_shard
+from specdecode.kernels.rows import load_logit, row_index, target_row_at, stored_target_row_at, with_shard
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
 
 
 @triton.jit
-def untruncated_target_row_at(place, inputs, workspace, sizes):
-    """Return the target row at a place, all of it."""
-    row = whole_target_row_at(place.request, place.offset, inputs)
+def raw_target_row_at(place, inputs, workspace, sizes):
+    """Return the target row at a place, not truncated and not adjusted."""
+    row = stored_target_row_at(place.request, place.offset, inputs)
     return with_shard(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
@@ -35,20 +36,20 @@ def normalizer_of(p):
 
 
 @triton.jit
-def load_raw_statistics(place, workspace, sizes):
+def load_raw_statistics(place, inputs, workspace, sizes):
     """Return the statistics at temperature 1 of the target row at a place, if raw log-probabilities are asked for."""
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
     else:
         pointer = raw_statistics(workspace, place.request, place.offset, sizes)
-        return load_statistics(pointer, differs_from_raw(place, workspace), sizes)
+        return load_statistics(pointer, differs_from_raw(place, inputs, workspace), sizes)
 
 
 @triton.jit
-def differs_from_raw(place, workspace):
-    """Return whether a row's distribution may differ from the raw one, that at temperature 1 without truncation."""
+def differs_from_raw(place, inputs, workspace):
+    """Return whether a row's distribution may differ from the raw one: at temperature 1, not truncated, not adjusted."""
     differs = True  # of shards, too: their raw statistics are always exchanged
-    if workspace.cutoffs_ptr is None and workspace.known_ptr is None:
+    if workspace.cutoffs_ptr is None and workspace.known_ptr is None and not adjusts(inputs.adjustments):
         differs = place.temperature != 1
     return differs
 
@@ -57,9 +58,12 @@ def differs_from_raw(place, workspace):
 def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
     """Return what gives the log-probabilities asked for at a place: as given, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is not None:
-        if differs_from_raw(place, workspace):
-            row = untruncated_target_row_at(place, inputs, workspace, sizes)
-            normalizer = normalizer_of(combine_below(normalizer.row_max, raw, row, tl.full([], 1.0, tl.float32), sizes))
+        if differs_from_raw(place, inputs, workspace):
+            row = raw_target_row_at(place, inputs, workspace, sizes)
+            row_max, one = normalizer.row_max, tl.full([], 1.0, tl.float32)
+            if adjusts(inputs.adjustments):
+                row_max = tl.max(raw[0], 0)
+            normalizer = normalizer_of(combine_below(row_max, raw, row, one, sizes))
     return normalizer
 
 
@@ -70,7 +74,7 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(place, inputs, workspace, sizes), place.temperature
     else:
-        row = untruncated_target_row_at(place, inputs, workspace, sizes)
+        row = raw_target_row_at(place, inputs, workspace, sizes)
         temperature = tl.full([], 1.0, tl.float32)
     return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
 

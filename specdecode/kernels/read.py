@@ -21,6 +21,7 @@ from specdecode.kernels.rows import (
     INFINITY,
     WARP_BITS,
     load_blocks,
+    stored_target_row_at,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -34,7 +35,7 @@ from specdecode.kernels.statistics import (
     target_statistics,
 )
 from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
-from specdecode.kernels.values import Place
+from specdecode.kernels.values import Place, exists
 
 
 @triton.jit
@@ -54,7 +55,8 @@ def locate_in_grid(inputs, sizes, tuning):
 @triton.jit
 def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
     """Return the raw logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
-    PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
+    AS_STORED: tl.constexpr = not exists(row.adjustments)
+    PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16 and AS_STORED
     LANES: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
     return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
 
@@ -87,7 +89,12 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         if tuning.ADMITS_LATE:
             if tile == tuning.tiles - 1:
                 admit_next_launch(tuning.OVERLAPS)
-        if workspace.raw_statistics_ptr is None:
+        if exists(row.adjustments) and workspace.raw_statistics_ptr is not None:
+            stored = stored_target_row_at(request, offset, inputs)
+            stored = load_row_blocks(inputs.target, stored, first, True, tuning.BLOCKS)  # once more, from a cache
+            ONE = tl.full([], 1.0, tl.float32)
+            store_statistics(raw, stored, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        if exists(row.adjustments) or workspace.raw_statistics_ptr is None:
             store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
         else:
             store_statistics_and_raw(statistics, raw, target, first, temperature, sizes, tuning)
@@ -132,7 +139,7 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
             post_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
-                raw = load_raw_statistics(place, workspace, sizes)
+                raw = load_raw_statistics(place, inputs, workspace, sizes)
                 store_draft_logprob(place, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)

@@ -74,7 +74,8 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     draft_dtype: tl.constexpr = inputs.draft.ptr.dtype.element_ty
     BFLOAT16: tl.constexpr = dtype == tl.bfloat16 and draft_dtype == tl.bfloat16
     ALIGNED: tl.constexpr = inputs.target.ALIGNED and inputs.draft.ALIGNED
-    AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids)
+    IS_ADJUSTED: tl.constexpr = exists(row.adjustments)
+    AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids) and not IS_ADJUSTED
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
     return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
 

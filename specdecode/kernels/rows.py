@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
+from specdecode.kernels.adjustments import adjusted, adjustments_at
 from specdecode.kernels.values import Cutoff, Row, RowShard, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
@@ -43,7 +44,7 @@ def scaled(logits, row_max, temperature):
 @triton.jit
 def whole_row(ptr, stride_token, vocab_size):
     """Return a row of which all is read."""
-    return Row(ptr, stride_token, vocab_size, (), (), ())
+    return Row(ptr, stride_token, vocab_size, (), (), (), ())
 
 
 @triton.jit
@@ -54,9 +55,17 @@ def row_at(rows, index, offset, vocab_size):
 
 
 @triton.jit
-def whole_target_row_at(request, offset, inputs):
-    """Return the target row at an offset of a request."""
+def stored_target_row_at(request, offset, inputs):
+    """Return the target row at an offset of a request, as it is in memory."""
     return row_at(inputs.target, request.row, offset, request.vocab_size)
+
+
+@triton.jit
+def whole_target_row_at(request, offset, inputs):
+    """Return the target row at an offset of a request, adjusted."""
+    row = stored_target_row_at(request, offset, inputs)
+    adjustments = adjustments_at(request, offset, inputs)
+    return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments)
 
 
 @triton.jit
@@ -88,7 +97,7 @@ def with_cutoff(row, workspace, index, sizes):
     else:
         pointer = workspace.cutoffs_ptr + index * 2
         cutoff = Cutoff(tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True))
-        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids)
+        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids, row.adjustments)
 
 
 @triton.jit
@@ -106,7 +115,7 @@ def with_shard(row, workspace, index, sizes):
         draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
         other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
         shard = RowShard(start, row_max, first, draft, draft_logit, other, other_logit)
-        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids)
+        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, row.adjustments)
 
 
 @triton.jit
@@ -138,14 +147,20 @@ def both_rows_at(place, inputs, workspace, sizes):
 
 @triton.jit
 def load_raw(row, token_ids, wanted):
-    """Return logits as they are stored, -inf beyond the vocabulary; of a row with a cutoff float32, -inf beyond that too."""
+    """Return logits as they are stored, -inf beyond the vocabulary.
+
+    Adjusted ones are float32, and so are those of a row with a cutoff, -inf beyond that.
+    """
     if exists(row.draft_ids):
         token_ids, wanted = draft_ids_of(row.draft_ids, token_ids, wanted), True
     pointers = row.ptr + token_ids * row.stride_token
     inside = token_ids < row.vocab_size
     if exists(row.shard):
         inside &= token_ids >= row.shard.start
-    logits = tl.load(pointers, mask=tl.where(wanted, inside, False), other=-INFINITY)
+    inside = tl.where(wanted, inside, False)
+    logits = tl.load(pointers, mask=inside, other=-INFINITY)
+    if exists(row.adjustments):
+        logits = adjusted(logits.to(tl.float32), token_ids, inside, row.adjustments, False)
     if exists(row.cutoff):
         return up_to_cutoff(logits.to(tl.float32), token_ids, row.cutoff)
     else:
@@ -181,6 +196,8 @@ def load_logit(row, token, wanted):
     else:
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
         logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
+    if exists(row.adjustments):
+        logit = adjusted(logit, token, wanted, row.adjustments, True)
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
@@ -216,9 +233,28 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
             if exists(row.shard):
                 inside &= pairs >= row.shard.start // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
+        elif exists(row.adjustments):  # all loads before the first adjustment, which may take a branch
+            whole = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
+            parts = parts + (load_raw(whole, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted).to(tl.float32),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
+    if exists(row.adjustments):
+        parts = adjusted_parts(parts, row, blocks, wanted, LANES)
     return parts
+
+
+@triton.jit
+def adjusted_parts(parts, row, blocks, wanted, LANES: tl.constexpr):
+    """Return the parts of some blocks of a row, adjusted, -inf beyond its cutoff."""
+    changed = ()
+    for part in tl.static_range(len(parts)):
+        token_ids = part_of_blocks(blocks, part, BLOCK_SIZE, LANES)
+        inside = tl.where(wanted, token_ids < row.vocab_size, False)
+        logits = adjusted(parts[part], token_ids, inside, row.adjustments, False)
+        if exists(row.cutoff):
+            logits = up_to_cutoff(logits, token_ids, row.cutoff)
+        changed = changed + (logits,)
+    return changed
 
 
 @triton.jit

@@ -17,6 +17,7 @@ class Row(NamedTuple):
     cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
     shard: Any  # `RowShard`: this rank has a part of the tokens, others are read as -inf
     draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
+    adjustments: Any  # `RowAdjustments`: of a target row, what its request adds to logits
 
 
 class Cutoff(NamedTuple):
@@ -43,6 +44,34 @@ class DraftIds(NamedTuple):
 
     ptr: Any
     vocab_size: Any  # of the target
+
+
+class RowAdjustments(NamedTuple):
+    """What a request adds to the logits of a row; each part is () if no request does."""
+
+    biases: Any  # `Biases`
+    penalties: Any  # `Penalties`
+    allowed: Any  # a pointer to the row of a mask
+
+
+class Biases(NamedTuple):
+    """A request's biases."""
+
+    ids_ptr: Any
+    ptr: Any
+    count: Any  # after so many there are no more
+
+
+class Penalties(NamedTuple):
+    """A request's penalties, and what they are for."""
+
+    is_any: Any  # whether one of the three is not neutral
+    repetition: Any
+    frequency: Any
+    presence: Any
+    prompt: Any  # a pointer to a mask
+    counts: Any  # a pointer to how often each token was emitted before the step
+    drafts: Any  # a pointer to the step's drafts, how far they are apart, and how many come before the row
 
 
 @triton.constexpr_function

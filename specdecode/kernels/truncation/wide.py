@@ -28,7 +28,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
-from specdecode.kernels.values import WeighedRow
+from specdecode.kernels.values import WeighedRow, exists
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
@@ -277,7 +277,7 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
 
     `BLOCKS` are read at once: one by each warp is best.
     """
-    dtype: tl.constexpr = row.ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if exists(row.adjustments) else row.ptr.dtype.element_ty
     # By so many bits keys can be shifted: those of different logits remain different.
     SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
     top_k, top_p, min_p = limits
