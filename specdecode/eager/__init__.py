@@ -16,9 +16,9 @@ from specdecode.eager import block, probabilistic, strict, synthetic
 from specdecode.eager.adjustments import adjusted, adjusted_rows
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
-from specdecode.eager.selection import gathered
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
+from specdecode.eager.whole import whole_batch, whole_rows
 from specdecode.synthetic import AcceptanceSchedule
 
 METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
@@ -49,19 +49,12 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
     And the target's rows as they are in memory, which raw log-probabilities are of; and which requests of a packed call have
     rows.
     """
-    unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
-    raw_logits, unpacked = unpacked.target_logits, adjusted(batch, unpacked)
-    if batch.shard is None:
-        return unpacked, raw_logits, has_rows
-    target, draft = (
-        None if rows is None else batch.shard.whole_rows(gathered(rows))
-        for rows in (unpacked.target_logits, unpacked.draft_logits)
-    )
-    if batch.logprobs == "raw" and batch.adjustments is not None:
-        raw_logits = batch.shard.whole_rows(gathered(raw_logits))
+    if batch.shard is not None:
+        batch, has_rows = whole_batch(batch, reads_drafts=True)
+        unpacked = batch
     else:
-        raw_logits = target
-    return unpacked._replace(target_logits=target, draft_logits=draft, shard=None), raw_logits, has_rows
+        unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    return adjusted(batch, unpacked), unpacked.target_logits, has_rows
 
 
 @torch.no_grad()
@@ -72,9 +65,9 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    logits = adjusted_rows(batch)
     if batch.shard is not None:
-        logits = batch.shard.whole_rows(gathered(logits))
+        batch = whole_rows(batch)
+    logits = adjusted_rows(batch)
     temperature, greedy = row_temperature(batch.temperature, logits)
     requests = torch.arange(len(logits), device=logits.device)
     seeds, positions = seeds_and_positions(batch, requests)

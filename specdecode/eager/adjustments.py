@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode.adjustments import WORD, Adjustments
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.eager.packed import IndexedRows, rows_of
+from specdecode.packing import Packing
 
 MOST_COUNTED = 2**30
 """Counts above it are taken for it: float32 has no more digits, and drafts may be added without an overflow."""
@@ -34,19 +35,13 @@ class AdjustedRows:
         adjustments: of all requests.
         draft_token_ids: [batch, num_draft_tokens] int, -1 for none.
         places: [...] of the rows.
-        first_token: the id of the logits' first token, which is 0 but for a shard.
     """
 
     def __init__(
-        self,
-        logits: Tensor | IndexedRows,
-        adjustments: Adjustments,
-        draft_token_ids: Tensor,
-        places: Places,
-        first_token: int = 0,
+        self, logits: Tensor | IndexedRows, adjustments: Adjustments, draft_token_ids: Tensor, places: Places
     ) -> None:
         self.logits, self.adjustments, self.draft_token_ids = logits, adjustments, draft_token_ids
-        self.places, self.first_token = places, first_token
+        self.places = places
         self.shape, self.ndim, self.device = logits.shape, logits.ndim, logits.device
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
 
@@ -57,14 +52,14 @@ class AdjustedRows:
     def __getitem__(self, key: Any) -> "AdjustedRows":
         """Return some of the rows."""
         places = Places(*(each[key] for each in self.places))
-        return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, places, self.first_token)
+        return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, places)
 
     def gather(self) -> Tensor:
         """Copy the rows, adjusted."""
         rows = self.logits.gather() if isinstance(self.logits, IndexedRows) else self.logits
         rows = rows.to(self.dtype, copy=True)
         if self.adjustments.bias_ids is not None:
-            rows = add_bias(rows, self.adjustments, self.places.slots, self.first_token)
+            rows = add_bias(rows, self.adjustments, self.places.slots)
         if self.adjustments.penalizes:
             rows = penalize(rows, self.adjustments, self.places, self.counts(rows))
         allowed_mask = self.adjustments.allowed_mask
@@ -82,22 +77,20 @@ class AdjustedRows:
         else:
             counts = self.adjustments.output_counts[slots].clamp(0, MOST_COUNTED)
         num_draft_tokens = self.draft_token_ids.shape[1]
-        if num_draft_tokens == 0 or counts.shape[-1] == 0:
+        if num_draft_tokens == 0:
             return counts
-        ids = self.draft_token_ids[requests].to(torch.int64) - self.first_token
+        ids = self.draft_token_ids[requests].to(torch.int64)
         is_before = torch.arange(num_draft_tokens, device=rows.device) < offsets[..., None]
         is_before &= (ids >= 0) & (ids < counts.shape[-1])
         return counts.scatter_add(-1, ids.masked_fill(~is_before, 0), is_before.to(counts.dtype))
 
 
-def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor, first_token: int) -> Tensor:
+def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
     """Return l + b of [..., vocab] rows; a bias that is NaN, or of what is no token, is none."""
     assert adjustments.bias_ids is not None and adjustments.bias is not None
-    ids = adjustments.bias_ids[slots].to(torch.int64) - first_token
+    ids = adjustments.bias_ids[slots].to(torch.int64)
     bias = adjustments.bias[slots].to(rows.dtype)
     is_here = (ids >= 0) & (ids < rows.shape[-1]) & ~bias.isnan()
-    if rows.shape[-1] == 0:
-        return rows
     return rows.scatter_add(-1, ids.masked_fill(~is_here, 0), bias.masked_fill(~is_here, 0))
 
 
@@ -131,9 +124,20 @@ def bits_of(words: Tensor, width: int) -> Tensor:
     return ((words[..., None] >> shifts) & 1).flatten(-2)[..., :width].bool()
 
 
-def first_token_of(batch: RowBatch | VerificationBatch) -> int:
-    """Return the id of the logits' first token."""
-    return 0 if batch.shard is None else batch.shard.start
+def words_of(bits: Tensor) -> Tensor:
+    """Return [..., width] bool as masks, [..., ceil(width / 32)] int32."""
+    padded = torch.nn.functional.pad(bits.to(torch.int64), (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
+    return (padded << torch.arange(WORD, device=bits.device)).sum(dim=-1).to(torch.int32)
+
+
+def places_in(packing: Packing | None, num_rows: int, shape: tuple[int, int], device: torch.device) -> Places:
+    """Return where the adjustments of [batch, num_draft_tokens + 1] rows are, of a packed call of so many rows or another."""
+    requests, offsets = (torch.arange(size, device=device) for size in shape)
+    requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
+    if packing is None:
+        return Places(requests, requests, offsets, requests)
+    rows, slots = rows_of(packing, num_rows)
+    return Places(slots[:, None].expand(shape), requests, offsets, rows)
 
 
 def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
@@ -141,17 +145,8 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
     logits, adjustments = unpacked.target_logits, batch.adjustments
     if adjustments is None:
         return unpacked
-    shape, device = logits.shape[:-1], logits.device
-    requests, offsets = (torch.arange(size, device=device) for size in shape)
-    requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
-    places = Places(requests, requests, offsets, requests)
-    if batch.packing is not None:
-        rows, slots = rows_of(batch.packing, len(batch.target_logits))
-        places = places._replace(slots=slots[:, None].expand(shape), masks=rows)
-        mask = adjustments.allowed_mask
-        if mask is not None and len(mask) == 0:
-            adjustments = adjustments._replace(allowed_mask=mask.new_zeros(1, mask.shape[1]))
-    rows = AdjustedRows(logits, adjustments, unpacked.draft_token_ids, places, first_token_of(batch))
+    places = places_in(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
+    rows = AdjustedRows(logits, with_a_mask(adjustments), unpacked.draft_token_ids, places)
     return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
 
 
@@ -161,5 +156,23 @@ def adjusted_rows(batch: RowBatch) -> AdjustedRows | Tensor:
         return batch.logits
     requests = torch.arange(len(batch.logits), device=batch.logits.device)
     places = Places(requests, requests, torch.zeros_like(requests), requests)
-    no_drafts = requests[:, None][:, :0]
-    return AdjustedRows(batch.logits, batch.adjustments, no_drafts, places, first_token_of(batch))
+    return AdjustedRows(batch.logits, batch.adjustments, requests[:, None][:, :0], places)
+
+
+def with_a_mask(adjustments: Adjustments) -> Adjustments:
+    """Return adjustments with at least one row of masks, if they have masks: requests without rows look at the first."""
+    mask = adjustments.allowed_mask
+    if mask is None or len(mask) > 0:
+        return adjustments
+    return adjustments._replace(allowed_mask=mask.new_zeros(1, *mask.shape[1:]))
+
+
+def by_request(batch: VerificationBatch) -> Adjustments | None:
+    """Return the adjustments of a batch as if it were not packed."""
+    packing, adjustments = batch.packing, batch.adjustments
+    if packing is None or adjustments is None:
+        return adjustments
+    rows, slots = rows_of(packing, len(batch.target_logits))
+    each = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
+    mask = with_a_mask(adjustments).allowed_mask
+    return Adjustments(*each, None if mask is None else mask[rows])

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdecode.adjustments import Adjustments
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.eager.packed import mark_invalid
+from specdecode.eager.whole import whole_batch, whole_rows
 from specdecode.kernels.bundles import (
     EACH_LIMIT,
     EACH_PENALTY,
@@ -58,7 +59,7 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         tokens kept, None if rows are not truncated.
     """
     if batch.shard is not None and shard_rows.are_gathered(batch.shard, batch, batch.logits, None):
-        batch = batch._replace(logits=batch.shard.whole_rows(batch.logits), shard=None)
+        batch = whole_rows(batch)
     requests, device = batch.logits.shape[0], batch.logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     outputs = {"token_ids": token_ids, "logsumexp": torch.empty(requests, dtype=torch.float32, device=device)}
@@ -93,7 +94,7 @@ def verify(
     if batch.shard is not None:
         draft_logits = batch.draft_logits if method.reads_drafts else None
         if shard_rows.are_gathered(batch.shard, batch, batch.target_logits, draft_logits):
-            whole, has_rows = shard_rows.gathered(batch.shard, batch, method.reads_drafts)
+            whole, has_rows = whole_batch(batch, method.reads_drafts)
             output = verify(name, whole, schedule, large=large, many=many)
             return output if has_rows is None else mark_invalid(output, has_rows)
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
@@ -314,6 +315,14 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
             draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
             draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
             draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
+            adjustments=fewer_masks(batch.adjustments, num_draft_tokens),
         )
         for large, many in ways:
             verify(name, fewer, schedule, large=large, many=many)
+
+
+def fewer_masks(adjustments: Adjustments | None, num_draft_tokens: int) -> Adjustments | None:
+    """Return adjustments with the masks of steps of fewer drafts."""
+    if adjustments is None or adjustments.allowed_mask is None:
+        return adjustments
+    return adjustments._replace(allowed_mask=adjustments.allowed_mask[:, : num_draft_tokens + 1])
