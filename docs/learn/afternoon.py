@@ -23,6 +23,7 @@ def softmax(logits):
 
 def draw(weights):
     """Draw a token with a probability proportional to its weight."""
+    assert weights.sum() > 0, "no token has a positive weight"
     return random.choice(len(weights), p=weights / weights.sum())
 
 
@@ -95,7 +96,7 @@ def gain(rate, num_drafts, cost):
     >>> gain(0.8, 5, cost=0.1) > gain(0.8, 50, cost=0.1)  # more drafts are not better
     True
     """
-    tokens = 1 + num_drafts * rate  # TODO draft 2 counts only if draft 1 was accepted
+    tokens = 1 + num_drafts * rate  # TODO draft 1 counts only if draft 0 was accepted
     time = 1 + num_drafts * cost
     return tokens / time
 # --8<-- [end:gain-skeleton]
