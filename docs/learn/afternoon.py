@@ -314,10 +314,10 @@ run_examples("6. truncate, solution", truncate)
 
 # --8<-- [start:base-rate-skeleton]
 def base_rate(mean, decay):
-    """Return a, so that accepted / drafted tokens is the mean, for two drafts a step.
+    """Return the a with which two drafts a step have this mean acceptance rate: accepted / drafted tokens.
 
-    The first is accepted with probability a; if it was, the second with a * decay.
-    a = 1/2 and decay 1/2: 1/2 and 1/2 * 1/4 accepted drafts, of two 5/16.
+    Draft 0 is accepted with probability a. If it was, draft 1 is accepted with a * decay.
+    With a = decay = 1/2: draft 0 is accepted with 1/2, both with 1/2 * 1/4 = 1/8. Mean: (1/2 + 1/8) / 2 = 5/16.
 
     >>> base_rate(5 / 16, 1 / 2)
     0.5
