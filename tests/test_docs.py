@@ -337,7 +337,13 @@ def test_the_search_finds_pages_before_the_api(server):
     with opened(server) as (tab, _):
         tab.goto(server.address)
         tab.locator("input.md-search__input").click()
-        for words, page in (("bonus token", "notation"), ("install", "use/quickstart"), ("temperature", "")):
+        for words, page in {
+            "bonus token": "notation",
+            "install": "use/quickstart",
+            "residual": "learn/accept-and-resample",
+            "temperature": "",
+            "vllm": "use/vllm",
+        }.items():
             # Filled at once and with one key: typed letter by letter, each prefix is a search whose results come first.
             tab.locator("input.md-search__input").fill(words)
             tab.locator("input.md-search__input").press("End")

@@ -88,7 +88,7 @@ LAUNCHES = [
 def launches_figure() -> str:
     """Draw the launches of each kind of step, and what one leaves for the next."""
     left, pitch, width, height = 4, 88, 82, 40
-    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "search", "tick")]
+    parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "settle", "tick")]
     parts.append(text(left + pitch * 4 + width / 2, 14, "emit", "tick"))
     passed = ["statistics", "stops, statistics", "", "statistics"]
     for row, (title, launches) in enumerate(LAUNCHES):

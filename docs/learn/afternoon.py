@@ -23,6 +23,7 @@ def softmax(logits):
 
 def draw(weights):
     """Draw a token with a probability proportional to its weight."""
+    assert weights.sum() > 0, "no token has a positive weight"
     return random.choice(len(weights), p=weights / weights.sum())
 
 
@@ -95,7 +96,7 @@ def gain(rate, num_drafts, cost):
     >>> gain(0.8, 5, cost=0.1) > gain(0.8, 50, cost=0.1)  # more drafts are not better
     True
     """
-    tokens = 1 + num_drafts * rate  # TODO draft 2 counts only if draft 1 was accepted
+    tokens = 1 + num_drafts * rate  # TODO draft 1 counts only if draft 0 was accepted
     time = 1 + num_drafts * cost
     return tokens / time
 # --8<-- [end:gain-skeleton]
@@ -313,10 +314,10 @@ run_examples("6. truncate, solution", truncate)
 
 # --8<-- [start:base-rate-skeleton]
 def base_rate(mean, decay):
-    """Return a, so that accepted / drafted tokens is the mean, for two drafts a step.
+    """Return the a with which two drafts a step have this mean acceptance rate: accepted / drafted tokens.
 
-    The first is accepted with probability a; if it was, the second with a * decay.
-    a = 1/2 and decay 1/2: 1/2 and 1/2 * 1/4 accepted drafts, of two 5/16.
+    Draft 0 is accepted with probability a. If it was, draft 1 is accepted with a * decay.
+    With a = decay = 1/2: draft 0 is accepted with 1/2, both with 1/2 * 1/4 = 1/8. Mean: (1/2 + 1/8) / 2 = 5/16.
 
     >>> base_rate(5 / 16, 1 / 2)
     0.5

@@ -4,8 +4,8 @@ Read them in this order: `greedy`; `philox`, `rows` and `selection`, which have 
 others; then `strict`, `probabilistic`, `block`.
 
 Each method has two versions. In `verify` one program does all the work of a request. In `verify_by_blocks` a first launch
-reads the rows, one program for each block of 1,024 tokens, and leaves one number of each; a second launch decides and
-draws. The arguments are the same everywhere:
+(two with draft logits) reads the rows, one program for each block of 1,024 tokens, and leaves one number of each; the last
+launch decides and draws. The arguments are the same everywhere:
 
 - `target_logits` [batch, num_draft_tokens + 1, vocab] and `draft_logits` [batch, num_draft_tokens, vocab]: float32,
   contiguous, finite or -inf, with at least one finite logit in a row. At most 262,144 tokens.

@@ -1,9 +1,9 @@
 """The Triton backend: fused kernels for NVIDIA GPUs.
 
-A step is read, search where a method needs it, emit. `read` reads the rows and leaves 8 bytes of statistics for each block
-of 1,024 logits; in a large batch it also decides, so as to read no row after a rejection. `emit` decides what is left, draws
-the token of each request from the statistics and a few blocks, and writes the output. Between them `block` verification
-compares residual masses.
+A step is two launches, read and emit; truncation and the three launches of `block` verification come between them. `read`
+reads the rows and leaves 8 bytes of statistics for each block of 1,024 logits; in a large batch it also decides, so as to
+read no row after a rejection. `emit` makes the decisions that are not made yet, draws the token of each request from the
+statistics and a few blocks, and writes the output.
 
 | file | what is in it |
 |---|---|
@@ -31,10 +31,13 @@ compares residual masses.
 
 | what happens | where |
 |---|---|
+| a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `DECIDE` by `emit.emit_row` |
+| ... in a large batch | as `DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
+| ... in `block` | `block.decide_without_reading`; what that leaves open, `block.settle` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
-| the token after a rejection | `probabilistic.recover`; in `strict`, `strict.decide` |
+| a recovered or a bonus token | `probabilistic.recover`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
 | ... between ranks | `sharding.offer.best_offers` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |

@@ -98,7 +98,10 @@ def sum_both_in_order(weights, others):
 
 @triton.jit
 def is_finite(p):
-    """Return whether the statistics are enough: not if the row is greedy, or has a NaN or an infinity that matters."""
+    """Return whether the statistics are enough: not if the row is greedy, or has a NaN or an infinity that matters.
+
+    A finite largest logit adds 1 to the sum. The sum of a greedy row is 0, and of a row of -inf; NaN or +inf make it NaN.
+    """
     return p.sumexp > 0.5  # not if it is NaN
 
 

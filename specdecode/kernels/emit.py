@@ -114,6 +114,7 @@ def emit_request(place, inputs, outputs, workspace, sizes, tuning):
     place = with_draft(place, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
     noise = noise_at(place, inputs.requests, sizes)
     raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while the row is looked at
+    # It is known where the request stops: this is for what its token is drawn from.
     _, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:

@@ -17,8 +17,9 @@ class Method:
         settles: launches of its own decide about all drafts of a request, between reading and emitting.
         decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
         decide_before_truncation: likewise, of rows that are truncated afterwards.
-        decide: how it decides about a draft; if it settles, what the token after the accepted drafts is drawn from.
-        draw: how it draws that token, if the decision has not.
+        decide: returns whether the draft is accepted (False if it settles), the row's `Normalizer`, and a source: what
+            `draw` draws from, or the token itself if `draw` is None. The two above return as much; their source is not used.
+        draw: how it draws the token after the accepted drafts from that source, recovered or bonus; None: `decide` has.
         num_warps: of a program that emits without draft logits; 8 with.
         large_rows: a batch with so many rows to read is large: it pays to find out early which rows do not matter.
     """

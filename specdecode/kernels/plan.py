@@ -1,7 +1,8 @@
 """The launches of a step, for calls of all sizes: what they have for a workspace, how many programs, how much each does.
 
-Nothing that is tuned here changes a result. Unless they say otherwise, numbers are the best found for the cells of the
-record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
+No number here changes a result, except LANES, which set the order in which a residual is summed, and so its rounding.
+(DECIDE and DRAW, in the same bundles, are the method's and not tuned.) Unless they say otherwise, numbers are the best found
+for the cells of the record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
 """
 
 from typing import Any

@@ -78,7 +78,7 @@ def acceptance_terms(place, inputs, workspace, sizes):
     log_p = logprob(logit, token, normalizer, temperature)
 
     log_q, draft_max, draft_log_sum, log_sum_ratio = 0.0, 0.0, 0.0, 0.0
-    draft_one_hot = token
+    draft_one_hot = token  # the point mass on the draft; without a draft -1, and so NONE is subtracted
     if inputs.draft.ptr is not None:
         if has_draft_row:
             draft_one_hot = tl.full([], -1, tl.int32)
@@ -113,7 +113,7 @@ def accepts(terms, place, uniform, drafts):
 
 @triton.jit
 def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tuning):
-    """Draw the token at a place from p less what is subtracted, or from p if nothing is left.
+    """Draw the token at a place, recovered or bonus: from p less what is subtracted, or from p if nothing is left.
 
     Return it; the score of its block, as the bits of a float32; and whether it is drawn from a residual.
     """

@@ -6,7 +6,7 @@ bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
 the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
 offset exits. No program waits for another: a stop that is known late only costs the reading of a row.
-A small batch is read up to each request's last draft, because all its rows are in flight before the first decision could be
+A small batch is read up to the row after each request's last draft: all are in flight before the first decision could be
 known. So is any batch of `block`, which needs the rows of all drafts.
 """
 
