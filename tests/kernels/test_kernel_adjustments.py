@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdecode import RejectionSampler, eager, kernels
+from specdecode import Adjustments, RejectionSampler, eager, kernels
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
 from tests.support.adjusted import SOME, adjusted_rows, adjustments_for, to
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same
+from tests.support.packing import in_slots, packed_rows, with_counts
 from tests.support.truncated import SCHEDULE, expected
 
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
@@ -48,3 +49,82 @@ def test_tokens_are_the_references(method, kind, dtype, way, options):
         outcomes = expected(method, batch, options, None, with_logits, adjustments)
         assert_same_tokens(output.token_ids, outcomes, FLOAT32_BAND)
         assert output.invalid.tolist() == [outcome.invalid for outcome in outcomes]
+
+
+def both(batch, adjustments, **options):
+    """A call of both backends, each with the same checked arguments."""
+    outputs = [
+        RejectionSampler("probabilistic", backend=backend)(
+            batch.target_logits.to(DEVICE),
+            batch.draft_token_ids.to(DEVICE),
+            batch.draft_logits.to(DEVICE),
+            temperature=batch.temperature.to(DEVICE),
+            seeds=batch.seeds.to(DEVICE),
+            adjustments=to(DEVICE, adjustments),
+            **options,
+        )
+        for backend in ("triton", "eager")
+    ]
+    return outputs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
+def test_it_is_a_call_with_the_rows_adjusted_before(method, way):
+    """Bit for bit, log-probabilities too: an adjusted float32 copy is what `adjusted` makes of a float32 row."""
+    batch = case(3, 2, 1100, torch.float32, seed=3)
+    adjustments = adjustments_for(batch)
+    copied = replace(batch, target_logits=adjusted_rows(batch, adjustments, batch.draft_token_ids)).to(DEVICE)
+    options = {"way": WAYS[way], "logprobs": "processed"} | ({"top_p": 0.9} if method in ("strict", "block") else {})
+    assert_same(verify(method, batch.to(DEVICE), adjustments, **options), verify(method, copied, None, **options))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("all", {}), ("mask", {"top_k": 7})])
+def test_raw_log_probabilities_are_of_the_models_own_logits(kind, options):
+    batch = case(6, 2, 1100, torch.bfloat16, seed=4)
+    output, expected_output = both(batch, adjustments_for(batch, kind), logprobs="raw", **options)
+    assert torch.equal(output.token_ids, expected_output.token_ids)
+    torch.testing.assert_close(output.logprobs, expected_output.logprobs, rtol=0, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "min_p": 0.01}])
+def test_a_request_without_them_keeps_its_bits(options):
+    """Beside requests that have some. Rows are then read by other instructions, summed in the same order."""
+    batch = case(6, 2, 3000, torch.bfloat16, seed=5).to(DEVICE)
+    adjustments = adjustments_for(batch)  # requests 0 and 3 have none
+    for method in ("strict", "probabilistic", "block"):
+        adjusted = verify(method, batch, adjustments, logprobs="processed", **options)
+        usual = verify(method, batch, None, logprobs="processed", **options)
+        for got, want in zip(adjusted, usual):
+            torch.testing.assert_close(got[[0, 3]], want[[0, 3]], rtol=0, atol=0, equal_nan=True)
+
+
+def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend():
+    batch, counts = with_counts(case(5, 2, 1100, torch.float16, seed=6), [2, 0, 1, 2, 0]), [2, 0, 1, 2, 0]
+    adjustments, slots = to(DEVICE, adjustments_for(batch)), torch.tensor([4, 0, 3, 1, 6])
+    one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, :1])
+    numbers = batch.temperature.to(DEVICE), batch.seeds.to(DEVICE)
+    rows = RowBatch.check(batch.target_logits[:, 0].to(DEVICE), *numbers, None, adjustments=one_row)
+    for got, want in zip(kernels.sample(rows, SELECT)[:2], eager.sample(rows, SELECT)):
+        torch.testing.assert_close(got, want)
+    packed = packed_rows(batch.to(DEVICE), counts)
+    mask = torch.zeros(len(packed["target_logits"]), 35, dtype=torch.int32, device=DEVICE)
+    for request, (start, count) in enumerate(zip(packed["row_starts"].tolist(), counts)):
+        mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
+    by_slot = [in_slots(each, slots.to(DEVICE), 7) for each in (*adjustments[:-1], *numbers, batch.draft_logits.to(DEVICE))]
+    *parts, temperature, seeds, draft_logits = by_slot
+    options = {"temperature": temperature, "seeds": seeds, "draft_logits": draft_logits, "slots": slots.to(DEVICE)}
+    options["adjustments"] = Adjustments(*parts, mask)
+    outputs = [
+        RejectionSampler("probabilistic", backend=backend).packed(**packed, **options) for backend in ("triton", "eager")
+    ]
+    for got, want in zip(*outputs):
+        if got is not None:
+            assert torch.equal(got, want)
+
+
+def test_warmup_compiles_steps_of_fewer_drafts():
+    batch = case(2, 2, 70, torch.float32).to(DEVICE)
+    arguments = batch.target_logits, batch.draft_token_ids
+    adjustments = to(DEVICE, adjustments_for(batch))
+    RejectionSampler("strict", backend="triton").warmup(*arguments, seeds=0, adjustments=adjustments)
