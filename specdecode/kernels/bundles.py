@@ -191,7 +191,7 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: boo
         rows = get(name)
         masks += [rows, None if rows is None else stride_of(rows, 0)]
     num_biases = Number("num_biases") if "bias" in tensors else None
-    allowed = by_offset(get("allowed_mask"), is_packed)
+    allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
     return Adjustments(*penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed)
 
 
