@@ -55,11 +55,19 @@ ATTRIBUTES = {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
         *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
         *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
-        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies"),
-        "unknown",
+        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies", "adjusting"),
+        *("unknown", "known", "added"),
     },
     "SamplingStates": {
         *("max_num_reqs", "vocab_size", "temperature", "top_k", "top_p", "min_p", "seeds", "seeds_set", "num_logprobs"),
+    },
+    "PenaltiesState": {
+        *("req_states", "device", "repetition_penalty", "frequency_penalty", "presence_penalty", "use_penalty"),
+        *("prompt_bin_mask", "output_bin_counts", "_new_penalties_reqs"),
+    },
+    "LogitBiasState": {
+        *("prompt_len_np", "num_allowed_token_ids", "allowed_token_ids", "num_logit_bias", "logit_bias_token_ids"),
+        *("logit_bias", "min_lens", "num_stop_token_ids", "restore_when_all_masked", "stop_token_ids", "use_logit_bias"),
     },
 }
 """What vLLM's objects hold, by class, and what `TokenSampling` adds."""

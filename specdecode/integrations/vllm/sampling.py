@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler, Sampling, backends, eager
+from specdecode import Adjustments, RejectionSampler, Sampling, backends, eager
 from specdecode.batch import VerificationBatch
+from specdecode.integrations.vllm.adjusting import Known, known_processors
 from specdecode.packing import Packing
 from specdecode.sampling import Truncation
 
-PROCESSORS, TRUNCATES, LOGPROBS = 1, 2, 4
-"""What a request may need, in bits: logits processors, truncation, log-probabilities."""
+PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS = 1, 2, 4, 8
+"""What a request may need, in bits: vLLM's logits processors, truncation, log-probabilities, penalties or biases."""
 
 NO_SAMPLING_NEED = SimpleNamespace(add_request=lambda request, params: False)
 """In place of vLLM's sampling states: temperature and truncation need no processing."""
@@ -56,9 +57,11 @@ class TokenSampling:
     """Why all steps are left to vLLM: it may do what is not known here."""
 
     copies: SlotValues | None = None
+    added: Adjustments | None = None
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]
+    logits_processors: list[Any]
     logprobs_mode: str
     needs_logits_processing: np.ndarray
     return_sampling_mask: bool
@@ -67,6 +70,7 @@ class TokenSampling:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.other_processing = np.zeros_like(self.needs_logits_processing)
+        self.adjusting = np.zeros_like(self.needs_logits_processing)
         self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)
         config = kwargs.get("vllm_config", args[0] if args else None)
         self.shards_batches = bool(
@@ -78,24 +82,42 @@ class TokenSampling:
         """Of logits whose kernels are compiled."""
         return set()
 
+    @functools.cached_property
+    def known(self) -> Known | None:
+        """vLLM's states of penalties and biases, if they are applied here."""
+        return known_processors(self)
+
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Note what a request needs: logits processing beyond temperature and truncation, truncation, log-probabilities."""
-        # vLLM keeps one flag for both: so first let its method see no need of temperature and truncation.
-        states, self.sampling_states = self.sampling_states, NO_SAMPLING_NEED
+        """Note what a request needs: vLLM's logits processors, penalties or biases, truncation, log-probabilities."""
+        # vLLM keeps one flag for all: so first let its method see no need of temperature, truncation, penalties and biases.
+        known, states = self.known, self.sampling_states
+        processors = getattr(self, "logits_processors", [])
+        self.sampling_states = NO_SAMPLING_NEED
+        self.logits_processors = [each for each in processors if all(each is not one for one in known or ())]
         try:
             super().add_request(req_idx, sampling_params)  # type: ignore[misc]
         finally:
-            self.sampling_states = states
-        self.other_processing[req_idx] = self.needs_logits_processing[req_idx]
-        self.needs_logits_processing[req_idx] |= states.add_request(req_idx, sampling_params)
+            self.sampling_states, self.logits_processors = states, processors
+        adjusts, others = (False, False) if known is None else known.add_request(req_idx, sampling_params)
+        self.other_processing[req_idx] = self.needs_logits_processing[req_idx] | others
+        self.adjusting[req_idx] = adjusts
+        needs_others = self.other_processing[req_idx] | adjusts
+        self.needs_logits_processing[req_idx] = needs_others | states.add_request(req_idx, sampling_params)
         self.needs[req_idx] = needs_of(self, np.array([req_idx]))[0]
-        self.copies = None
+        self.copies = self.added = None
 
     def slot_values(self) -> SlotValues:
         """Return what requests sample by, in memory of the device; copied again only after a request has come."""
         if self.copies is None:
             self.copies = SlotValues(*[values.clone() for values in views_of(self.sampling_states)])
         return self.copies
+
+    def adjustments(self) -> Adjustments:
+        """Return the penalties and biases of requests; copied again only after a request has come."""
+        assert self.known is not None
+        if self.added is None:
+            self.added = self.known.adjustments()
+        return self.added
 
     def sample(
         self,
@@ -116,7 +138,7 @@ class TokenSampling:
             return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
         needs, values = needs_in(self, idx_mapping_np), self.slot_values()
         if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
-            sampling = requested(values, needs)
+            sampling = requested(values, needs) | adjusted(self, needs)
         else:
             logits = self.apply_sampling_params(logits, *mappings, *tokens)
             sampling = of_processed(values)
@@ -131,7 +153,7 @@ class TokenSampling:
         }
         if logits.dtype not in self.kinds:
             self.kinds.add(logits.dtype)
-            compile_both(self.verifier, call, values)
+            compile_all(self.verifier, call, self)
         return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
 
 
@@ -147,6 +169,8 @@ def needs_of(sampler: Any, requests: np.ndarray) -> np.ndarray:
     truncates = (truncates | (states.min_p.np[requests] != 0)) & (states.temperature.np[requests] != 0)
     logprobs = states.num_logprobs[requests] >= 0
     bits: np.ndarray = PROCESSORS * processors | TRUNCATES * truncates | LOGPROBS * logprobs
+    if hasattr(sampler, "adjusting"):
+        bits = bits | ADJUSTS * sampler.adjusting[requests]
     return bits.astype(np.uint8)
 
 
@@ -165,7 +189,7 @@ def processes_logprobs(sampler: Any) -> bool:
 def why_processed(sampler: Any, needs: int) -> str | None:
     """Return why a step that needs so much needs logits that vLLM has processed, or None."""
     if needs & PROCESSORS:
-        return "logits processors (penalties, biases, bad words, thinking budgets, custom ones)"
+        return "logits processors (allowed tokens, minimum lengths, bad words, thinking budgets, custom ones)"
     if needs & LOGPROBS and processes_logprobs(sampler):
         return f"logprobs_mode {sampler.logprobs_mode!r}"
     if sampler.return_sampling_mask:
@@ -176,6 +200,11 @@ def why_processed(sampler: Any, needs: int) -> str | None:
 def requested(values: SlotValues, needs: int) -> dict[str, Any]:
     """Return how requests sample from raw logits, by slot, with no truncation if none of them truncates: that costs more."""
     return truncated(values) if needs & TRUNCATES else {"temperature": values.temperature}
+
+
+def adjusted(sampler: Any, needs: int) -> dict[str, Any]:
+    """Return the penalties and biases of requests, if any of them has any."""
+    return {"adjustments": sampler.adjustments()} if needs & ADJUSTS else {}
 
 
 def truncated(values: SlotValues) -> dict[str, Any]:
@@ -212,23 +241,29 @@ def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatc
         draft_temperature=temperature if "draft_sampling" in sampling else None,
         packing=Packing(starts, most, slots, temperature.shape[0], False, call["row_positions"]),
         draft_vocab_ids=call.get("draft_vocab_ids"),
+        adjustments=sampling.get("adjustments"),
     )
 
 
-def compile_both(verifier: RejectionSampler, call: dict[str, Any], values: SlotValues) -> tuple[str | None, str | None]:
-    """Compile the kernels of steps like a call, not truncated and truncated; return why the kernels do not take either.
+def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) -> tuple[str | None, str | None]:
+    """Compile the kernels of steps like a call: truncated or not, with penalties and biases or not.
 
     Args:
         verifier: compiles.
         call: the arguments of its `packed`, but how requests sample.
-        values: have that.
+        sampler: has that.
+
+    Returns:
+        Why the kernels do not take steps that are not truncated, and those that are; None where they do.
     """
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
+    values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
+    others = [{}, adjusted(sampler, ADJUSTS)] if getattr(sampler, "known", None) is not None else [{}]
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     for sampling, reason in zip(samplings, why_not):
-        if reason is None:
-            verifier.warmup(**one, **sampling)
+        for more in others if reason is None else ():
+            verifier.warmup(**one, **sampling, **more)
     return why_not[0], why_not[1]
 
 

@@ -10,6 +10,7 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
+| the states of penalties and biases | `adjustments`, if a request of the step has any |
 """
 
 import functools
@@ -29,8 +30,9 @@ from specdecode.integrations.vllm.reporting import Report, log_interval, logger,
 from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
     TRUNCATES,
+    adjusted,
     batch_of,
-    compile_both,
+    compile_all,
     for_drafts,
     needs_in,
     of_processed,
@@ -159,7 +161,7 @@ class DraftVerification:
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
         if processed is None:
-            sampling = requested(values_of(self.sampler), needs)
+            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs)
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
             kind = kind_of(logits, draft_rows)
@@ -175,7 +177,7 @@ class DraftVerification:
 
     def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        checked = kind, "top_p" in sampling
+        checked = kind, "top_p" in sampling, "adjustments" in sampling
         if checked not in self.checked:
             self.checked.add(checked)
             return self.verifier.packed(**call, **sampling)
@@ -228,8 +230,8 @@ class DraftVerification:
         return set()
 
     def prepare(self, kind: Any, call: dict[str, Any]) -> None:
-        """Compile kernels, truncated and not, at the first call of its kind: vLLM's own warm-up makes that."""
-        self.kinds[kind] = compile_both(self.verifier, call, values_of(self.sampler))
+        """Compile all kernels of its kind at the first call: vLLM's own warm-up makes that."""
+        self.kinds[kind] = compile_all(self.verifier, call, self.sampler)
 
     def call_of(
         self,

@@ -1,0 +1,175 @@
+"""The adapter of vLLM: penalties and biases are verified here, from vLLM's own state; what else changes logits is not.
+
+Stand-ins have the names, shapes and dtypes of vLLM 0.33.
+"""
+
+from types import SimpleNamespace as Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from reference.adjustments import Adjustments as OfRequest
+from reference.adjustments import adjust
+from specdecode.integrations.vllm import TokenSampling
+from specdecode.integrations.vllm.adjusting import known_processors
+from specdecode.integrations.vllm.sampling import ADJUSTS, PROCESSORS
+from tests.support.vllm import LEFT, METHODS, emitted, mirrored, ragged_case, rejection_sampler, sampling_states
+
+SLOTS, VOCAB = 64, 50
+NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+
+
+class PenaltiesState:
+    def __init__(self):
+        for name, neutral in NEUTRAL.items():
+            setattr(self, name, mirrored(np.full(SLOTS, neutral), torch.float32))
+        self.use_penalty = np.zeros(SLOTS, dtype=bool)
+        self.prompt_bin_mask = torch.randint(-(2**31), 2**31, (SLOTS, 2)).to(torch.int32)
+        self.output_bin_counts = torch.randint(0, 3, (SLOTS, VOCAB), dtype=torch.int32)
+
+    def add_request(self, slot, params):
+        for name, neutral in NEUTRAL.items():
+            getattr(self, name).np[slot] = getattr(params, name, neutral)
+        self.use_penalty[slot] = any(hasattr(params, name) for name in NEUTRAL)
+        return self.use_penalty[slot]
+
+
+class LogitBiasState:
+    def __init__(self):
+        for name in ("num_allowed_token_ids", "num_logit_bias", "num_stop_token_ids"):
+            setattr(self, name, mirrored(np.zeros(SLOTS), torch.int32))
+        self.logit_bias_token_ids = Namespace(gpu=torch.randint(0, VOCAB, (SLOTS, 16), dtype=torch.int32))
+        self.logit_bias = Namespace(gpu=torch.full((SLOTS, 16), 99.0))
+
+    def add_request(self, slot, params):
+        biases = getattr(params, "logit_bias", {})
+        self.num_logit_bias.np[slot] = len(biases)
+        for place, (token, bias) in enumerate(biases.items()):
+            self.logit_bias_token_ids.gpu[slot, place], self.logit_bias.gpu[slot, place] = token, bias
+        self.num_allowed_token_ids.np[slot] = len(getattr(params, "allowed_token_ids", []))
+        self.num_stop_token_ids.np[slot] = getattr(params, "min_tokens", 0)
+        return True
+
+
+class BadWords:
+    def add_request(self, slot, params):
+        return hasattr(params, "bad_words")
+
+
+class PlainSampler:
+    def __init__(self):
+        self.needs_logits_processing = np.zeros(SLOTS, dtype=bool)
+        self.sampling_states = sampling_states(SLOTS, VOCAB, temperature=0.0)
+        self.sampling_states.add_request = lambda slot, params: False
+        self.penalties_state = PenaltiesState()
+        self.logits_processors = [LogitBiasState(), self.penalties_state, BadWords()]
+        self.logprobs_mode, self.return_sampling_mask = "raw_logprobs", False
+
+    def add_request(self, slot, params):
+        needs = self.sampling_states.add_request(slot, params)
+        for processor in self.logits_processors:
+            needs |= processor.add_request(slot, params)
+        self.needs_logits_processing[slot] = needs
+
+
+Sampler = type("Sampler", (TokenSampling, PlainSampler), {})
+
+ASKED = [
+    ({}, 0),
+    ({"repetition_penalty": 1.3}, ADJUSTS),
+    ({"frequency_penalty": 0.5, "presence_penalty": -0.5}, ADJUSTS),
+    ({"logit_bias": {3: 2.5, 7: -100.0}}, ADJUSTS),
+    ({"logit_bias": {1: 1.0}, "repetition_penalty": 0.8}, ADJUSTS),
+    ({"allowed_token_ids": [4, 5]}, PROCESSORS),
+    ({"min_tokens": 2}, PROCESSORS),
+    ({"bad_words": ["x"]}, PROCESSORS),
+    ({"bad_words": ["x"], "presence_penalty": 1.0}, PROCESSORS | ADJUSTS),
+]
+
+
+@pytest.mark.parametrize(("asked", "needs"), ASKED)
+def test_what_is_applied_here_is_told_apart_from_what_needs_vllms_copy(asked, needs):
+    sampler = Sampler()
+    sampler.add_request(5, Namespace(repetition_penalty=2.0, bad_words=["y"]))  # who was in the slot before
+    sampler.add_request(5, Namespace(**asked))
+    assert sampler.needs[5] == needs
+    assert sampler.needs_logits_processing[5] == (needs > 0)  # for steps that are left to vLLM
+    assert [type(each).__name__ for each in sampler.logits_processors] == ["LogitBiasState", "PenaltiesState", "BadWords"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_with_penalties_and_biases_emits_what_adjusted_rows_say(method):
+    """Greedy: every request takes the argmax of its adjusted rows, the drafts before a row counted as emitted."""
+    torch.manual_seed(3)
+    case, drafts, logits = ragged_case(seed=4)
+    sampler = Sampler()
+    slots = case["idx_mapping_np"].tolist()
+    for slot in range(SLOTS):  # all slots had another request before
+        sampler.add_request(slot, Namespace(logit_bias={0: 50.0, 1: 50.0, 2: 50.0}, repetition_penalty=3.0))
+    for place, slot in enumerate(slots):
+        sampler.add_request(slot, Namespace(**ASKED[place % 5][0]))
+    result = rejection_sampler(method, sampler.sampling_states, 4, sampler=sampler)
+    _, *tokens = result._verify(draft_logits=torch.randn(SLOTS, 4, VOCAB), **case)
+    assert not result.fallbacks
+    for place, (got, slot) in enumerate(zip(emitted(*tokens), slots)):
+        asked = ASKED[place % 5][0]
+        words = sampler.penalties_state.prompt_bin_mask[slot].tolist()
+        given = OfRequest(
+            **{name: value for name, value in asked.items() if name in NEUTRAL},
+            in_prompt=np.array([words[token // 32] >> token % 32 & 1 for token in range(VOCAB)], dtype=bool),
+            output_counts=sampler.penalties_state.output_bin_counts[slot].numpy(),
+            bias=asked.get("logit_bias", {}),
+        )
+        expected = []
+        for row, draft in enumerate([*drafts[place], None]):
+            best = int(np.argmax(adjust(logits[place, row].float().numpy(), drafts[place][:row], given)))
+            expected.append(best)
+            if best != draft:
+                break
+        assert got == expected
+
+
+def test_a_request_that_needs_vllms_copy_takes_its_step_along():
+    case, _, _ = ragged_case(seed=5)
+    sampler = Sampler()
+    for slot, asked in zip(case["idx_mapping_np"], [{"repetition_penalty": 1.3}, {"bad_words": ["x"]}]):
+        sampler.add_request(slot, Namespace(**asked))
+    result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
+    assert result._verify(draft_logits=None, **case) is LEFT
+    ((reason, _),) = result.fallbacks.items()
+    assert reason.startswith("logits processors (allowed tokens")
+
+
+@pytest.mark.parametrize("change", ["attribute", "width", "name"])
+def test_states_that_are_not_as_known_are_left_to_vllm(change):
+    sampler = Sampler()
+    if change == "attribute":
+        sampler.penalties_state.decay = 0.5
+    elif change == "width":
+        sampler.penalties_state.output_bin_counts = torch.zeros(SLOTS, VOCAB + 1, dtype=torch.int32)
+    else:
+        sampler.logits_processors[0] = BadWords()
+    assert known_processors(sampler) is None
+    sampler.add_request(5, Namespace(repetition_penalty=2.0))
+    assert sampler.needs[5] == PROCESSORS
+
+
+def test_kernels_are_compiled_with_penalties_and_biases_too():
+    case, _, _ = ragged_case()
+    sampler = Sampler()
+    result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
+    calls = []
+    real = result.verifier
+    result.verifier = Namespace(
+        method="probabilistic", backend="auto", warmup=lambda **call: calls.append(call), packed=real.packed
+    )
+    result._verify(draft_logits=None, **case)
+    assert [("top_p" in call, "adjustments" in call) for call in calls] == [
+        (False, False),
+        (False, True),
+        (True, False),
+        (True, True),
+    ]
+    for call in calls:
+        real.packed(**call)
