@@ -103,9 +103,7 @@ def check_packed(
     return Extent(batch, num_slots, most, vocab, device, *used), packing
 
 
-def count_slots(
-    by_slot: tuple[BySlot, ...], batch: int, slots: Tensor | None
-) -> tuple[str | None, int]:
+def count_slots(by_slot: tuple[BySlot, ...], batch: int, slots: Tensor | None) -> tuple[str | None, int]:
     """Return the name of an argument that is by slot, None if there is none, and how many slots it has."""
     for name, argument in zip(BY_SLOT, by_slot):
         for part in argument if isinstance(argument, tuple) else (argument,):

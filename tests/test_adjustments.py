@@ -255,7 +255,8 @@ def test_ranks_have_the_columns_of_their_shards(bounds):
         sampler = sampler_of("probabilistic", backend="eager", shard=shard)
         of_rank = columns(by_slot, start, end)
         outputs = [
-            sampler.packed(**mine, slots=slots, logprobs=of, adjustments=of_rank, **numbers) for of in ("processed", "raw")
+            sampler.packed(**mine, slots=slots, logprobs=of, adjustments=of_rank, **numbers)
+            for of in ("processed", "raw")
         ]
         logits = batch.target_logits[:, 0, start:end]
         return outputs, sample(logits, 0.9, batch.seeds, shard=shard, adjustments=columns(one_row, start, end))

@@ -95,7 +95,11 @@ def test_what_is_applied_here_is_told_apart_from_what_needs_vllms_copy(asked, ne
     sampler.add_request(5, Namespace(**asked))
     assert sampler.needs[5] == needs
     assert sampler.needs_logits_processing[5] == (needs > 0)  # for steps that are left to vLLM
-    assert [type(each).__name__ for each in sampler.logits_processors] == ["LogitBiasState", "PenaltiesState", "BadWords"]
+    assert [type(each).__name__ for each in sampler.logits_processors] == [
+        "LogitBiasState",
+        "PenaltiesState",
+        "BadWords",
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -65,7 +65,9 @@ class AdjustedRows:
         allowed_mask = self.adjustments.allowed_mask
         if allowed_mask is not None:
             places = self.places
-            words = allowed_mask[places.masks] if allowed_mask.ndim == 2 else allowed_mask[places.requests, places.offsets]
+            words = (
+                allowed_mask[places.masks] if allowed_mask.ndim == 2 else allowed_mask[places.requests, places.offsets]
+            )
             rows.masked_fill_(~bits_of(words, rows.shape[-1]), -torch.inf)
         return rows
 

@@ -13,9 +13,7 @@ from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling
 
 
-def emitted_logprobs(
-    steps: Steps, raw_logits: Any, token_ids: Tensor, num_accepted: Tensor, of: Logprobs
-) -> Tensor:
+def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, num_accepted: Tensor, of: Logprobs) -> Tensor:
     """Return the log-probability of each emitted token, NaN behind the last.
 
     Args:

@@ -89,9 +89,7 @@ def adjustments_at(request, offset, inputs):
         if given.allowed_ptr is not None:
             start = request.row * given.allowed_stride_request + offset * given.allowed_stride_offset
             allowed = (given.allowed_ptr + start,)
-        return RowAdjustments(
-            biases_of(request, given), penalties_of(request, offset, given, inputs.drafts), allowed
-        )
+        return RowAdjustments(biases_of(request, given), penalties_of(request, offset, given, inputs.drafts), allowed)
 
 
 @triton.jit

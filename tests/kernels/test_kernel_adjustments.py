@@ -111,12 +111,15 @@ def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend():
     mask = torch.zeros(len(packed["target_logits"]), 35, dtype=torch.int32, device=DEVICE)
     for request, (start, count) in enumerate(zip(packed["row_starts"].tolist(), counts)):
         mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
-    by_slot = [in_slots(each, slots.to(DEVICE), 7) for each in (*adjustments[:-1], *numbers, batch.draft_logits.to(DEVICE))]
+    by_slot = [
+        in_slots(each, slots.to(DEVICE), 7) for each in (*adjustments[:-1], *numbers, batch.draft_logits.to(DEVICE))
+    ]
     *parts, temperature, seeds, draft_logits = by_slot
     options = {"temperature": temperature, "seeds": seeds, "draft_logits": draft_logits, "slots": slots.to(DEVICE)}
     options["adjustments"] = Adjustments(*parts, mask)
     outputs = [
-        RejectionSampler("probabilistic", backend=backend).packed(**packed, **options) for backend in ("triton", "eager")
+        RejectionSampler("probabilistic", backend=backend).packed(**packed, **options)
+        for backend in ("triton", "eager")
     ]
     for got, want in zip(*outputs):
         if got is not None:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import AcceptanceSchedule, RejectionSampler, backends, sample
+from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends, sample
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Writer, value_of
 from specdecode.kernels.launch import Plan, compile_all
+from tests.support.adjusted import SOME, adjustments_for
 from tests.support.differential import Case, case
 from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
 
@@ -175,6 +176,22 @@ class Calls:
                 call["draft_cutoff"] = None if limits == "none" else batch.draft_token_ids.long()
             self.verify(method, call if layout == "padded" else packed(call, batch, layout), **way)
 
+    def adjusted(self) -> None:
+        """Calls with penalties, biases and masks, in each layout, large and small; and draws."""
+        for vocab, kind, layout in itertools.product((1040, 1025), SOME, ("padded", "packed", "packed hostile")):
+            batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
+            adjustments = adjustments_for(batch, kind)
+            call = arguments(batch) | limits_of("top_k and top_p" if kind == "all" else "none")
+            if layout != "padded":
+                call = packed(call, batch, layout)
+                by_slot = [in_slots(each, torch.arange(BATCH), 2 * BATCH) for each in adjustments[:-1]]
+                mask = adjustments.allowed_mask
+                rows = None if mask is None else mask[:1, :1].expand(1, len(call["target_logits"]), -1)[0].contiguous()
+                adjustments = Adjustments(*by_slot, rows)
+            for method, large in itertools.product(("strict", "probabilistic", "block"), (False, True)):
+                moved = [each.to(self.device).clone() if isinstance(each, Tensor) else each for each in adjustments]
+                self.verify(method, call | {"adjustments": Adjustments(*moved)}, large=large)
+
     def draws(self) -> None:
         """Draws from rows, truncated or not."""
         for vocab, limits in itertools.product(CHOICES["vocab"], CHOICES["limits"]):
@@ -239,6 +256,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     """Make all calls, or a part of them; return how many there are."""
     calls = Calls(device, part, parts)
     calls.all_choices()
+    calls.adjusted()
     calls.draws()
     calls.other_shapes()
     calls.many_requests()

@@ -67,7 +67,14 @@ ATTRIBUTES = {
     },
     "LogitBiasState": {
         *("prompt_len_np", "num_allowed_token_ids", "allowed_token_ids", "num_logit_bias", "logit_bias_token_ids"),
-        *("logit_bias", "min_lens", "num_stop_token_ids", "restore_when_all_masked", "stop_token_ids", "use_logit_bias"),
+        *(
+            "logit_bias",
+            "min_lens",
+            "num_stop_token_ids",
+            "restore_when_all_masked",
+            "stop_token_ids",
+            "use_logit_bias",
+        ),
     },
 }
 """What vLLM's objects hold, by class, and what `TokenSampling` adds."""

@@ -1,0 +1,95 @@
+"""What penalties, biases and masks cost beside the plain call, and beside a copy of the rows that is adjusted before it.
+
+`pytest --benchmark-only tests/benchmarks/test_adjustments.py`. Times are taken as in `test_gpu`. Of the counts and masks of
+a request, 4 bytes and a bit a token, all rows share the first and each row of a mask is read once: `bytes` are these alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specdecode import Adjustments
+from specdecode.eager.adjustments import AdjustedRows, Places
+from tests.benchmarks import test_gpu
+from tests.benchmarks.bandwidth import Recording
+from tests.benchmarks.inputs import VOCAB, Inputs
+from tests.benchmarks.providers import Verifier
+from tests.benchmarks.test_gpu import Shape, check_token_ids, measure, note_bytes
+
+WHY_NOT, pytestmark = test_gpu.WHY_NOT, test_gpu.pytestmark
+inputs, environment, bytes_per_second = test_gpu.inputs, test_gpu.environment, test_gpu.bytes_per_second  # fixtures
+
+WORDS, BIASES = -(-VOCAB // 32), 32
+SHAPES = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
+KINDS = [
+    "none",
+    "penalties of one request",
+    "penalties",
+    "biases of one request",
+    "biases",
+    "masks",
+    "a copy, penalties",
+]
+
+
+def adjustments_of(kind: str, inputs: Inputs) -> Adjustments | None:
+    """Return adjustments of a kind: for the first request, or for all."""
+    batch, rows, _ = inputs.target_logits.shape
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def each(value: float, neutral: float) -> torch.Tensor:
+        values = torch.full((batch,), neutral, device="cuda")
+        values[: 1 if "one" in kind else batch] = value
+        return values
+
+    if "penalties" in kind:
+        counts = torch.randint(-40, 3, (batch, VOCAB), generator=generator, device="cuda", dtype=torch.int32)
+        prompt = torch.randint(0, 2**31, (batch, WORDS), generator=generator, device="cuda").to(torch.int32)
+        return Adjustments(each(1.1, 1), each(0.2, 0), each(0.2, 0), prompt, counts.clamp_(min=0))
+    if "biases" in kind:
+        ids = torch.randint(0, VOCAB, (batch, BIASES), generator=generator, device="cuda", dtype=torch.int32)
+        return Adjustments(bias_ids=ids.masked_fill(each(1, 0)[:, None] == 0, -1), bias=torch.ones_like(ids).float())
+    if kind == "masks":
+        return Adjustments(allowed_mask=torch.full((batch, rows, WORDS), -2, device="cuda", dtype=torch.int32))
+    return None
+
+
+def with_a_copy(method: str, inputs: Inputs, adjustments: Adjustments) -> Callable[[], Any]:
+    """Return a call of the kernels with rows that PyTorch has adjusted in a float32 copy."""
+    token_ids = inputs.drafts(method).token_ids
+    batch, rows, _ = shape = inputs.target_logits.shape
+    requests, offsets = torch.arange(batch, device="cuda"), torch.arange(rows, device="cuda")
+    requests, offsets = requests[:, None].expand(shape[:2]), offsets.expand(shape[:2])
+    places = Places(requests, requests, offsets, requests)
+
+    def call() -> Any:
+        logits = AdjustedRows(inputs.target_logits, adjustments, token_ids, places).gather()
+        copied = Inputs.__new__(Inputs)
+        copied.__dict__ |= vars(inputs) | {"target_logits": logits}
+        return Verifier(method)(copied)()
+
+    return call
+
+
+@pytest.mark.parametrize("inputs", SHAPES, indirect=True, ids=str)
+@pytest.mark.parametrize("method", ["probabilistic", "strict"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adjustments_on_the_gpu(benchmark, request, inputs, method, kind, bytes_per_second, environment):
+    benchmark.group = f"adjustments, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{method}, {kind}", "environment": environment}
+    adjustments = adjustments_of(kind, inputs)
+    if kind.startswith("a copy"):
+        assert adjustments is not None
+        call = with_a_copy(method, inputs, adjustments)
+    else:
+        call, expected = (Verifier(method, backend)(inputs, adjustments=adjustments) for backend in ("triton", "eager"))
+        got = call()
+        check_token_ids(got.token_ids)
+        assert (got.num_accepted == expected().num_accepted).double().mean() >= 0.98
+    device_us = measure(benchmark, Recording(call))
+    batch, rows, _ = inputs.target_logits.shape
+    needed = {"penalties": batch * (4 * VOCAB + 4 * WORDS), "masks": batch * rows * 4 * WORDS}.get(kind)
+    if needed is not None:
+        note_bytes(benchmark, needed, device_us, bytes_per_second)
