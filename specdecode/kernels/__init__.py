@@ -17,6 +17,7 @@ statistics and a few blocks, and writes the output.
 | `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |
 | `vocabulary` | draft rows over a vocabulary of their own |
 | `rows` | where rows lie, and how they are read |
+| `adjustments` | biases, penalties and masks, applied to target logits as they are loaded |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `truncation.early` | what is decided before that is known |
@@ -34,6 +35,7 @@ statistics and a few blocks, and writes the output.
 | a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `DECIDE` by `emit.emit_row` |
 | ... in a large batch | as `DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
 | ... in `block` | `block.decide_without_reading`; what that leaves open, `block.settle` |
+| a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.load_blocks`: they call `adjustments.adjusted` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
