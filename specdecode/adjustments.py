@@ -25,8 +25,8 @@ class Adjustments(NamedTuple):
     What was emitted before row i of a step includes its drafts 0 to i - 1. The logits stay as they are in memory: each is
     adjusted in float32 (float64 logits in the eager backend in float64) where it is read.
 
-    In a packed call what is [batch, ...] here is by slot, [num_slots, ...], and `allowed_mask` by row, [num_rows, ...]. With a
-    shard, masks and counts have the columns of this rank's tokens, which may be views of whole ones; ids stay those of the
+    In a packed call what is [batch, ...] here is by slot, [num_slots, ...], and `allowed_mask` by row, [num_rows, ...]. With
+    a shard, masks and counts have the columns of this rank's tokens, which may be views of whole ones; ids stay those of the
     whole vocabulary.
 
     Example:
@@ -100,18 +100,21 @@ def check_adjustments(
     """
     by_slot_of(adjustments)
     words, by_slot = -(-width // WORD), (extent.num_slots,)
-    penalties = [check_penalty(name, getattr(adjustments, name), extent) for name in Adjustments._fields[:3]]
+    repetition, frequency, presence = (
+        check_penalty(name, getattr(adjustments, name), extent) for name in Adjustments._fields[:3]
+    )
     prompt_mask = check_rows("prompt_mask", adjustments.prompt_mask, (*by_slot, words), extent)
     output_counts = check_rows("output_counts", adjustments.output_counts, (*by_slot, width), extent)
     if output_counts is not None and on_host(output_counts):
         used = None if extent.used_slots is None else extent.used_slots[:, None]
         check_values("adjustments.output_counts", output_counts, output_counts >= 0, "numbers >= 0", used)
-    of_bias = check_bias(adjustments.bias_ids, adjustments.bias, extent)
+    bias_ids, bias = check_bias(adjustments.bias_ids, adjustments.bias, extent)
     allowed_mask = adjustments.allowed_mask
     if isinstance(allowed_mask, Tensor) and allowed_mask.ndim == 2 and rows == (extent.batch, 1):
         allowed_mask = allowed_mask[:, None]  # of `sample`
     allowed_mask = check_rows("allowed_mask", allowed_mask, (*rows, words), extent)
-    checked = Adjustments(*penalties, prompt_mask, output_counts, *of_bias, allowed_mask)
+    penalties = repetition, frequency, presence, prompt_mask, output_counts
+    checked = Adjustments(*penalties, bias_ids, bias, allowed_mask)
     if not checked.penalizes:
         checked = checked._replace(prompt_mask=None, output_counts=None)  # which only penalties look at
     return None if all(field is None for field in checked) else checked

@@ -178,12 +178,12 @@ class VerificationBatch(NamedTuple):
         draft_cutoff: Tensor | None = None,
         logprobs: Logprobs | None = None,
         draft_vocab_ids: Tensor | None = None,
+        adjustments: Adjustments | None = None,
         shard: VocabShard | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
         row_positions: Tensor | None = None,
-        adjustments: Adjustments | None = None,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments; with row_starts they are those of a packed call.
 

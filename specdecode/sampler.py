@@ -235,8 +235,9 @@ class RejectionSampler:
                     [0.3000,    nan]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
-        return self._verify(VerificationBatch.check(*arguments, *others, adjustments=adjustments))
+        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
+        return self._verify(VerificationBatch.check(*arguments, *limits, *others))
 
     @breaks_graph
     def packed(
@@ -322,11 +323,12 @@ class RejectionSampler:
                     [ 3, -1, -1]])
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
+        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
-        return self._verify(VerificationBatch.check(*arguments, *others, *where, adjustments))
+        return self._verify(VerificationBatch.check(*arguments, *limits, *others, *where))
 
     def warmup(
         self,
@@ -393,12 +395,13 @@ class RejectionSampler:
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        others: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff, logprobs, draft_vocab_ids, self.shard
+        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
+        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
         if row_starts is None and any(given is not None for given in (slots, num_draft_tokens, row_positions)):
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        batch = VerificationBatch.check(*arguments, *others, *where, adjustments)
+        batch = VerificationBatch.check(*arguments, *limits, *others, *where)
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         if self.shard is not None:

@@ -206,10 +206,10 @@ def test_wrong_values_are_errors_that_name_the_argument(message):
 
 def test_other_things_are_no_adjustments():
     logits, drafts = torch.zeros(2, 3, 70), torch.zeros(2, 2, dtype=torch.int64)
-    with pytest.raises(TypeError, match="^adjustments: expected Adjustments, got dict"):
+    with pytest.raises(TypeError, match=r"^adjustments: expected Adjustments, got dict"):
         RejectionSampler("strict")(logits, drafts, adjustments={"frequency_penalty": 1.0})
     starts = torch.tensor([0, 3])
-    with pytest.raises(TypeError, match="^adjustments: expected Adjustments, got tuple"):
+    with pytest.raises(TypeError, match=r"^adjustments: expected Adjustments, got tuple"):
         RejectionSampler("strict").packed(logits[0], drafts[0], starts, num_draft_tokens=2, adjustments=())
 
 

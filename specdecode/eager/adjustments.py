@@ -89,7 +89,8 @@ class AdjustedRows:
 
 def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
     """Return l + b of [..., vocab] rows; a bias that is NaN, or of what is no token, is none."""
-    assert adjustments.bias_ids is not None and adjustments.bias is not None
+    assert adjustments.bias_ids is not None
+    assert adjustments.bias is not None
     ids = adjustments.bias_ids[slots].to(torch.int64)
     bias = adjustments.bias[slots].to(rows.dtype)
     is_here = (ids >= 0) & (ids < rows.shape[-1]) & ~bias.isnan()
@@ -128,12 +129,13 @@ def bits_of(words: Tensor, width: int) -> Tensor:
 
 def words_of(bits: Tensor) -> Tensor:
     """Return [..., width] bool as masks, [..., ceil(width / 32)] int32."""
-    padded = torch.nn.functional.pad(bits.to(torch.int64), (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD))
-    return (padded << torch.arange(WORD, device=bits.device)).sum(dim=-1).to(torch.int32)
+    padded = torch.nn.functional.pad(bits.to(torch.int64), (0, -bits.shape[-1] % WORD))
+    words = padded.view(*bits.shape[:-1], -1, WORD) << torch.arange(WORD, device=bits.device)
+    return words.sum(dim=-1).to(torch.int32)
 
 
-def places_in(packing: Packing | None, num_rows: int, shape: tuple[int, int], device: torch.device) -> Places:
-    """Return where the adjustments of [batch, num_draft_tokens + 1] rows are, of a packed call of so many rows or another."""
+def places_in(packing: Packing | None, num_rows: int, shape: torch.Size, device: torch.device) -> Places:
+    """Return where the adjustments of [batch, num_draft_tokens + 1] rows are; a packed call has so many rows in all."""
     requests, offsets = (torch.arange(size, device=device) for size in shape)
     requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
     if packing is None:
@@ -152,7 +154,7 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
     return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
 
 
-def adjusted_rows(batch: RowBatch) -> AdjustedRows | Tensor:
+def adjusted_rows(batch: RowBatch) -> Any:
     """Return the rows of a batch without drafts, adjusted where they are read."""
     if batch.adjustments is None:
         return batch.logits
@@ -175,6 +177,6 @@ def by_request(batch: VerificationBatch) -> Adjustments | None:
     if packing is None or adjustments is None:
         return adjustments
     rows, slots = rows_of(packing, len(batch.target_logits))
-    each = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
+    each: Any = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
     mask = with_a_mask(adjustments).allowed_mask
-    return Adjustments(*each, None if mask is None else mask[rows])
+    return Adjustments._make([*each, None if mask is None else mask[rows]])

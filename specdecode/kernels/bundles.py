@@ -114,7 +114,9 @@ def inputs_in(structure: Structure) -> Inputs:
     is_packed = "row_starts" in tensors
     numbers = [Number(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
     requests = get("temperatures"), numbers[0], get("seeds"), structure.seeds_by_request, numbers[1]
-    limits = [limits_of(tensors, slice(first, first + 3)) if structure.truncates else NO_LIMITS for first in (0, 3)]
+    limits, draft_limits = (
+        limits_of(tensors, slice(first, first + 3)) if structure.truncates else NO_LIMITS for first in (0, 3)
+    )
     return Inputs(
         packing_of(get("row_starts"), get("slots"), tensors["target"]),
         rows_of(get("target"), structure.target, is_packed or not structure.has_drafts),
@@ -127,7 +129,8 @@ def inputs_in(structure: Structure) -> Inputs:
             get("rates"),
         ),
         Requests(*requests, get("positions"), get("row_positions"), *numbers[2:]),
-        *limits,
+        limits,
+        draft_limits,
         adjustments_of(tensors, structure.penalizes, is_packed),
     )
 
@@ -192,7 +195,7 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: boo
         masks += [rows, None if rows is None else stride_of(rows, 0)]
     num_biases = Number("num_biases") if "bias" in tensors else None
     allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
-    return Adjustments(*penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed)
+    return Adjustments._make([*penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed])
 
 
 def outputs_in(structure: Structure) -> Outputs:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from specdecode.kernels.adjustments import adjusts
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import load_logit, row_index, target_row_at, stored_target_row_at, with_shard
+from specdecode.kernels.rows import load_logit, row_index, stored_target_row_at, target_row_at, with_shard
 from specdecode.kernels.statistics import load_statistics, raw_statistics
 from specdecode.kernels.values import Normalizer
 

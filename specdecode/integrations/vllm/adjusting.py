@@ -32,20 +32,16 @@ class Known(NamedTuple):
 
         All of it is passed if any request of a step needs any: each selection would need kernels of its own.
         """
-        penalties = [
+        penalties: Any = [
             getattr(self.penalties, name).gpu.clone()
             for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
         ]
         most = max(1, int(self.bias.num_logit_bias.np.max()))
         ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
         is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
-        return Adjustments(
-            *penalties,
-            self.penalties.prompt_bin_mask,
-            self.penalties.output_bin_counts,
-            ids.masked_fill(~is_there, -1),  # behind them are those of requests that were in the slot before
-            bias.clone(),
-        )
+        ids = ids.masked_fill(~is_there, -1)  # behind them are those of requests that were in the slot before
+        seen = self.penalties.prompt_bin_mask, self.penalties.output_bin_counts
+        return Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
 
 
 def known_processors(sampler: Any) -> Known | None:

@@ -84,7 +84,7 @@ class TokenSampling:
 
     @functools.cached_property
     def known(self) -> Known | None:
-        """vLLM's states of penalties and biases, if they are applied here."""
+        """The states of penalties and biases that vLLM has, if they are applied here."""
         return known_processors(self)
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
