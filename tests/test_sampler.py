@@ -65,10 +65,11 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 ("draft_cutoff", None),
                 ("draft_vocab_ids", None),
                 ("logprobs", None),
+                ("adjustments", None),
             ],
         ),
         (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),
-        (sample, [("logits", REQUIRED), *SAMPLING], [*TRUNCATION, ("shard", None)]),
+        (sample, [("logits", REQUIRED), *SAMPLING], [*TRUNCATION, ("shard", None), ("adjustments", None)]),
     ],
     ids=["RejectionSampler", "call", "draft", "sample"],
 )
