@@ -1,5 +1,6 @@
 """Every page of the site loads without an error, is no wider than the screen, and hides no part of a table or of code: on a
-desk all of it is shown, on smaller screens the rest is a scroll away, and a shadow says so.
+desk all of it is shown, on smaller screens the rest is a scroll away, and a shadow says so. On a phone, figures and widgets
+have no text below 12 px.
 """
 
 import re
@@ -15,7 +16,7 @@ DESK, TABLET, PHONE = 1280, 768, 390
 EVERYTHING_OPEN = """() => {
   for (const fold of document.querySelectorAll("details")) fold.open = true;
   const style = document.createElement("style");
-  style.textContent = ".md-typeset .tabbed-block { display: block !important }";
+  style.textContent = ".md-typeset .tabbed-block, .steps .frames > div { display: block !important }";
   document.head.append(style);
 }"""
 
@@ -30,6 +31,23 @@ CLIPPED = """() => [...document.querySelectorAll(".md-content table, .md-content
   const text = node.textContent.trim().replace(/\\s+/g, " ").slice(0, 60);
   return [{ hidden: Math.round(hidden), visibly: scrolls && shadow, what: `${node.tagName.toLowerCase()}: ${text}` }];
 })"""
+
+
+# Of each picture and widget: its smallest text, if that is shown below 12 px. Widgets are drawn again after a frame.
+SMALL_TEXT = """async () => {
+  const figures = document.querySelectorAll(".md-content :is(svg[role=img], .sd-widget, .steps, .legend)");
+  if (figures.length) await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const size = (node) => {
+    const matrix = node.getScreenCTM?.() ?? { b: 0, d: 1 };
+    return parseFloat(getComputedStyle(node).fontSize) * Math.hypot(matrix.b, matrix.d);
+  };
+  const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
+  return [...figures].flatMap((figure) => {
+    const [smallest] = [...figure.querySelectorAll("*")].filter(hasText).map((node) => [size(node), node.textContent.trim()])
+      .sort(([one], [other]) => one - other);
+    return smallest?.[0] < 11.9 ? [`${smallest[0].toFixed(1)} px: ${smallest[1].slice(0, 60)}`] : [];
+  });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +67,7 @@ NO_SEARCH = "ERR_FAILED|Network error"
 TOO_WIDE = "document.documentElement.scrollWidth > window.innerWidth"
 
 
-def test_every_page_loads_and_nothing_is_clipped_on_a_desk_a_tablet_or_a_phone(site, server):
+def test_every_page_loads_and_nothing_is_clipped_or_too_small_on_a_desk_a_tablet_or_a_phone(site, server):
     wrong = []
     with opened(server) as (tab, complaints):
         tab.route("**/search/**", lambda route: route.abort())
@@ -71,6 +89,7 @@ def test_every_page_loads_and_nothing_is_clipped_on_a_desk_a_tablet_or_a_phone(s
                 for found in tab.evaluate(CLIPPED):
                     if width == DESK or not found["visibly"]:
                         wrong.append(f"{page} at {width}: {found['hidden']} px of {found['what']}")
+            wrong += [f"{page} at {PHONE}: text of {found}" for found in tab.evaluate(SMALL_TEXT)]
             wrong += [f"{page}: {complaint}" for complaint in complaints if not re.search(NO_SEARCH, complaint)]
             complaints.clear()
     assert not wrong, "\n".join(wrong)

@@ -120,7 +120,7 @@ def by_shape(
             content = show(cell.values) + cell.of_commit
         except KeyError:
             continue
-        key = f"{cell.count:,}, {cell.drafts}" if cell.kind != "row" else f"{cell.count:,}"
+        key = shape(cell) if cell.kind != "row" else f"{cell.count:,}"
         columns[key] = None
         rows.setdefault(cell.title, {})[key] = content
     if not rows:
@@ -128,6 +128,11 @@ def by_shape(
     return html_table(
         [first, *columns], ([title, *(row.get(key, "") for key in columns)] for title, row in rows.items())
     )
+
+
+def shape(cell: Cell) -> str:
+    """Return the number of requests and of drafts, on one line."""
+    return f"{cell.count:,},\N{NO-BREAK SPACE}{cell.drafts}"
 
 
 def device_time(values: dict[str, Any]) -> str:
@@ -295,12 +300,12 @@ def packed_table(record: str) -> str:
         for cell in cells(record, kind="packed")
     }
     results = [cell._replace(provider=cell.provider.removesuffix(", packed")) for cell in results]
-    columns = list(dict.fromkeys(f"{cell.count:,}, {cell.drafts}" for cell in results))
+    columns = list(dict.fromkeys(shape(cell) for cell in results))
     rows: dict[str, dict[str, str]] = {}
     for cell in results:
         beside = padded[cell.count, cell.drafts, cell.provider]
         content = f"{device_time(cell.values)}{cell.of_commit} ({beside})"
-        rows.setdefault(cell.title, {})[f"{cell.count:,}, {cell.drafts}"] = content
+        rows.setdefault(cell.title, {})[shape(cell)] = content
     table = [[title, *[row.get(key, "") for key in columns]] for title, row in rows.items()]
     return html_table(["Requests, drafts", *columns], table)
 
@@ -327,7 +332,7 @@ def logprobs_table(record: str, method: str) -> str:
     kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for cell in results:
-        row = rows.setdefault((f"{cell.count:,}, {cell.drafts}", f"{cell.temperature:g}"), {})
+        row = rows.setdefault((shape(cell), f"{cell.temperature:g}"), {})
         row[cell.provider.rpartition(", ")[2]] = device_time(cell.values) + cell.of_commit
     return html_table(
         ["Requests, drafts", "T", *kinds], [[*key, *[row.get(kind, "") for kind in kinds]] for key, row in rows.items()]
@@ -459,7 +464,7 @@ def reading_table(record: str) -> str:
     every_row = ["for comparison", "`read_kernel` reads every row and decides nothing"]
     alone = [shown(column["every row"]) + cell.of_commit for column, cell in zip(columns, results)]
     rows = [*added(steps, results), [*every_row, *alone]]
-    headings = [f"{cell.title}, {cell.count:,}, {cell.drafts}" for cell in results]
+    headings = [f"{cell.title}, {shape(cell)}" for cell in results]
     return html_table(["Hypothesis: time goes into", "Change", *headings], rows, text_columns=2)
 
 
@@ -468,9 +473,9 @@ def seeds_table(record: str) -> str:
     rows = []
     for cell in cells(record, kind="seeds"):
         by_seed = cell.values["by_seed_us"]
-        shape = f"{cell.title}, {cell.count:,}, {cell.drafts}, {cell.temperature:g}"
+        what = f"{cell.title}, {shape(cell)}, {cell.temperature:g}"
         times = (min(by_seed), median(by_seed), max(by_seed))
-        rows.append([shape, *[shown(us) + cell.of_commit for us in times]])
+        rows.append([what, *[shown(us) + cell.of_commit for us in times]])
     return html_table(["Method, requests, drafts, T", "fastest seed", "median", "slowest"], rows)
 
 

@@ -34,12 +34,12 @@ def figure_fence(source: str, language: str, css_class: str, options: dict[str, 
 def step_figure() -> str:
     """Draw one verification step: three drafts, of which two are accepted."""
     drafts, emitted = ["sat", "on", "my"], ["sat", "on", "the"]
-    left, pitch, width = 118, 80, 70
+    left, pitch, width = 64, 74, 66
     columns = [left + pitch * i for i in range(4)]
     parts = []
-    rows = {"the draft proposes": 48, "the target scores": 108, "verification": 168, "the step emits": 228}
+    rows = {"draft\nproposes": 48, "target\nscores": 108, "verified": 168, "step\nemits": 228}
     for label, y in rows.items():
-        parts.append(text(left - 10, y + 5, label, "label", "end"))
+        parts.append(text(0, y + 5, label, "label", "start"))
     parts.append(text(left, 18, "text so far: “The cat …”", "label", "start"))
     for i, x in enumerate(columns):
         middle = x + width / 2
@@ -68,14 +68,14 @@ def step_figure() -> str:
 
 
 LAUNCHES = [
-    ("strict, probabilistic: small batch", {0: ("read", "every row"), 4: ("emit", "decides too")}),
-    ("the same: large batch", {0: ("read", "decides too"), 4: ("emit", "one token")}),
+    ("strict, probabilistic: small batch", {0: ("read", "every row"), 4: ("emit", "decides")}),
+    ("the same: large batch", {0: ("read", "decides"), 4: ("emit", "one token")}),
     (
         "block",
         {
             0: ("read", "every row"),
-            1: ("ratio", "p(x) / q(x)"),
-            2: ("decide", "most drafts"),
+            1: ("ratio", "p / q"),
+            2: ("decide", "most"),
             3: ("sum", "the rest"),
             4: ("emit", "settles"),
         },
@@ -87,7 +87,7 @@ LAUNCHES = [
 
 def launches_figure() -> str:
     """Draw the launches of each kind of step, and what one leaves for the next."""
-    left, pitch, width, height = 4, 88, 82, 40
+    left, pitch, width, height = 1, 73, 64, 40
     parts = [text(left + width / 2, 14, "read", "tick"), text(left + pitch * 2 + width / 2, 14, "settle", "tick")]
     parts.append(text(left + pitch * 4 + width / 2, 14, "emit", "tick"))
     passed = ["statistics", "stops, statistics", "", "statistics"]
@@ -187,14 +187,14 @@ def schedule_frame(
     schedule: Schedule, states: dict[tuple[int, int, int], str], posted: dict[int, int], number: int, total: int
 ) -> str:
     """Draw the rows of all requests at one moment."""
-    left, top, pitch_x, pitch_y, width, height = 92, 44, 86, 36, 78, 28
+    left, top, pitch_x, pitch_y, width, height = 68, 44, 73, 36, 67, 28
     parts = []
     for offset in range(schedule.offsets):
         name = f"draft {offset}" if offset < schedule.offsets - 1 else "bonus"
         parts.append(text(left + pitch_x * offset + width / 2, 34, name, "tick"))
     for request, stop in enumerate(schedule.stops):
         y = top + pitch_y * request
-        parts.append(text(left - 10, y + 19, f"request {request}", "label", "end"))
+        parts.append(text(0, y + 19, f"request {request}", "label", "start"))
         for offset in range(schedule.offsets):
             x = left + pitch_x * offset
             for half in range(schedule.halves):
@@ -210,19 +210,19 @@ def schedule_frame(
     count = {state: sum(value == state for value in states.values()) for state in ("reading", "read", "left")}
     programs = len(schedule.stops) * schedule.offsets * schedule.halves
     caption = (
-        f"{count['read']} of {programs} half rows read, {count['reading']} being read, {count['left']} left unread"
+        f"{count['read']} of {programs} half rows read,\n{count['reading']} being read, {count['left']} left unread"
     )
     y = top + pitch_y * len(schedule.stops) + 18
-    parts.append(text(left - 82, y, caption, "label", "start"))
-    return picture(parts, y + 10, f"Which rows are read, moment {number + 1} of {total}", caption)
+    parts.append(text(0, y + 6, caption, "label", "start"))
+    return picture(parts, y + 20, f"Which rows are read, moment {number + 1} of {total}", caption.replace("\n", " "))
 
 
 def packed_figure() -> str:
     """Draw a packed call of three requests: whose each row is, and which slot holds each one's state."""
     row_starts, slots, num_slots = [0, 4, 5, 8], [3, 0, 4], 5
-    left, top, pitch, height = 8, 42, 53, 30
+    left, top, pitch, height = 1, 58, 44.5, 30
     starts = ", ".join(map(str, row_starts))
-    parts = [text(left, 14, f"by row: target_logits, draft_token_ids; row_starts = [{starts}]", "label", "start")]
+    parts = [text(left, 21, f"by row: target_logits, draft_token_ids\nrow_starts = [{starts}]", "label", "start")]
     for request, (first, end) in enumerate(itertools.pairwise(row_starts)):
         middle = left + pitch * (first + end) / 2
         for row in range(first, end):
@@ -232,18 +232,18 @@ def packed_figure() -> str:
             parts.append(text(x + pitch / 2 - 2, top - 6, str(row), "tick"))
         parts.append(path([(left + pitch * first, top + 38), (left + pitch * end - 4, top + 38)], "axis"))
         parts.append(text(middle - 2, top + 54, f"request {request}", "small"))
-        slot_x = left + 85 * slots[request] + 40
+        slot_x = left + 72 * slots[request] + 34
         parts.append(path([(middle - 2, top + 60), (slot_x, top + 126)], "arrow"))
-    parts.append(text(left + 172, top + 118, f"slots = {slots}", "label"))
+    parts.append(text(left + 146, top + 118, f"slots = {slots}", "label"))
     for slot in range(num_slots):
-        x, unused = left + 85 * slot, "" if slot in slots else " unread"
-        parts.append(rect(x, top + 126, 80, height, f"box read{unused}"))
-        parts.append(text(x + 40, top + 145, f"slot {slot}", "muted" if unused else "small"))
-    by_slot = "by slot: draft_logits, draft_logsumexp, temperature, seeds, top_k, …"
-    parts.append(text(left, top + 176, by_slot, "label", "start"))
+        x, unused = left + 72 * slot, "" if slot in slots else " unread"
+        parts.append(rect(x, top + 126, 68, height, f"box read{unused}"))
+        parts.append(text(x + 34, top + 145, f"slot {slot}", "muted" if unused else "small"))
+    by_slot = "by slot: draft_logits, draft_logsumexp,\ntemperature, seeds, top_k, …"
+    parts.append(text(left, top + 183, by_slot, "label", "start"))
     return picture(
         parts,
-        top + 184,
+        top + 198,
         "A packed call",
         "Three requests with three, no and two drafts have eight rows. Request 0 has rows 0 to 3, request 1 row 4, "
         "request 2 rows 5 to 7, as row_starts = 0, 4, 5, 8 says. The last row of each gives its bonus token. Their "
@@ -253,31 +253,31 @@ def packed_figure() -> str:
 
 def timeline_figure() -> str:
     """Draw the same time spent with and without drafts. A draft is drawn a tenth as long as a call of the target."""
-    left, call, height = 8, 106, 28
+    left, call, height = 1, 89, 40
     parts = [text(left, 14, "one token for each call of the target: 4 tokens", "label", "start")]
     for i, word in enumerate(["sat", "on", "the", "mat"]):
         x = left + call * i
-        parts += [rect(x, 22, call, height, "box row"), text(x + call / 2, 41, "target: 1 row", "small")]
-        parts.append(text(x + call / 2, 68, word))
-    parts.append(text(left, 104, "three drafts before each call of the target: 8 tokens", "label", "start"))
+        parts += [rect(x, 22, call, height, "box row"), text(x + call / 2, 46, "target\n1 row", "small")]
+        parts.append(text(x + call / 2, 80, word))
+    parts.append(text(left, 116, "three drafts before each call: 8 tokens", "label", "start"))
     steps = [(["sat", "on"], "the"), ([], "mat"), (["and", "then", "it"], "slept")]
     for i, (accepted, last) in enumerate(steps):
         x = left + 1.3 * call * i
-        parts += [rect(x + 0.1 * call * draft, 112, 0.1 * call, height, "box read", 2) for draft in range(3)]
+        parts += [rect(x + 0.1 * call * draft, 124, 0.1 * call, height, "box read", 2) for draft in range(3)]
         x += 0.3 * call
-        parts += [rect(x, 112, call, height, "box row"), text(x + call / 2, 131, "target: 4 rows", "small")]
+        parts += [rect(x, 124, call, height, "box row"), text(x + call / 2, 148, "target\n4 rows", "small")]
         words = [*((word, "good") for word in accepted), (last, "new")]
-        parts.append(colored_text(x + call * (0.35 if i == 2 else 0.5), 158, words))
+        parts.append(colored_text(x + call * (0.35 if i == 2 else 0.5), 182, words))
     end = left + 4 * call
-    parts += [path([(left, 176), (end, 176)], "arrow"), path([(end - 6, 172), (end, 176), (end - 6, 180)], "arrow")]
-    parts.append(text(end, 194, "time", "label", "end"))
-    parts.append(rect(left, 185, 10.6, 11, "box read", 2))
-    parts.append(text(left + 16, 194, "a draft", "small", "start"))
-    parts.append(text(left + 78, 194, "accepted", "small good", "start"))
-    parts.append(text(left + 148, 194, "recovered or bonus token", "small new", "start"))
+    parts += [path([(left, 200), (end, 200)], "arrow"), path([(end - 6, 196), (end, 200), (end - 6, 204)], "arrow")]
+    parts.append(text(end, 218, "time", "label", "end"))
+    parts.append(rect(left, 231, 10.6, 11, "box read", 2))
+    parts.append(text(left + 16, 241, "a draft", "small", "start"))
+    parts.append(text(left + 88, 241, "accepted", "small good", "start"))
+    parts.append(text(left + 170, 241, "recovered or bonus token", "small new", "start"))
     return picture(
         parts,
-        202,
+        248,
         "The same time with and without drafts",
         "Four calls of the target without drafts give four tokens: sat, on, the, mat. With three drafts before each call, "
         "three calls fit into that time. The first accepts sat and on and adds the; the second accepts nothing and adds "
@@ -296,7 +296,7 @@ def runs_figure() -> str:
     lost = [word for word, count in zip(words, rejected) for _ in range(round(count))]
     new = [word for word, count in zip(words, recovered) for _ in range(round(count))]
     drafts, emitted = kept + lost, kept + new
-    left, pitch, width = 5, 43.2, 38.6
+    left, pitch, width = 3, 35.2, 32
     gap = 6  # between the accepted and the rejected
     parts = [text(left, 13, f"drafted as q says: {count_words(drafts, words)}", "label", "start")]
     for i, (draft, word) in enumerate(zip(drafts, emitted)):
@@ -331,18 +331,16 @@ def greedy_figure() -> str:
     """Draw greedy verification of the drafts 1, 2 over the rows of the example by hand."""
     rows, drafts = [[0.0, 9.0, 1.0], [5.0, 0.0, 1.0], [0.0, 1.0, 2.0]], [1, 2]
     emitted = greedy.verify(rows, drafts)
-    left, pitch, width, base = 108, 112, 96, 76
+    left, pitch, width, base = 66, 98, 92, 76
     parts = []
-    labels = {"target's logits": 56, "argmax": 116, "draft": 152, "compare": 186, "emitted": 222}
+    labels = {"target's\nlogits": 56, "argmax": 116, "draft": 152, "compare": 186, "emitted": 222}
     for label, y in labels.items():
-        parts.append(text(left - 12, y, label, "label", "end"))
+        parts.append(text(0, y, label, "label", "start"))
     for i, row in enumerate(rows):
         x, middle = left + pitch * i, left + pitch * i + width / 2
         used = i < len(emitted)
         best = greedy.argmax(row)
-        parts.append(
-            text(middle, 14, f"row {i}" + ("" if used else ", not needed"), "small" if used else "small muted")
-        )
+        parts.append(text(middle, 14, f"row {i}" if used else "not needed", "small" if used else "small muted"))
         parts.append(path([(x, base), (x + width, base)], "axis"))
         for token, logit in enumerate(row):
             height = 3 + 5.2 * logit
@@ -370,7 +368,7 @@ def greedy_figure() -> str:
 def race_figure() -> str:
     """Draw two draws of the same exponential numbers: one where target and draft select one token, one where they differ."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    left, right, top, pitch, panel, seed = 96, 428, 46, 40, 160, 0
+    left, right, top, pitch, panel, seed = 92, 344, 46, 40, 160, 0
     parts, told = [], []
     for number, position in enumerate(RACES):
         exponentials = -np.log1p(-uniform(seed, position, np.arange(3), Domain.SELECT_TOKEN))
@@ -379,7 +377,7 @@ def race_figure() -> str:
         picks = int(np.argmin(exponentials / p)), int(np.argmin(exponentials / q))
         verdict = f"both select token {picks[0]}" if picks[0] == picks[1] else "they select different tokens"
         parts.append(
-            text(left, y - 32, f"position {position}: {verdict}", "good" if picks[0] == picks[1] else "bad", "start")
+            text(0, y - 32, f"position {position}: {verdict}", "good" if picks[0] == picks[1] else "bad", "start")
         )
         scale = (right - left) / max(times.max() for times in lines.values())
         placed = [[left + scale * time for time in times] for times in lines.values()]
@@ -388,7 +386,7 @@ def race_figure() -> str:
             parts.append(path(steps, f"line thread s{token + 1}"))
         for line, label in enumerate(lines):
             height = y + pitch * line
-            parts.append(text(left - 12, height + 4, label, "label", "end"))
+            parts.append(text(0, height + 4, label, "label", "start"))
             parts.append(path([(left, height), (right, height)], "axis"))
             for token in range(3):
                 x = placed[line][token]
@@ -423,17 +421,17 @@ def numbers(values: Any) -> str:
 def strict_step_figure() -> str:
     """Draw one step of strict verification: noise of each position drives the draft and the target's own sample."""
     drafts, samples = ["sat", "on", "my"], ["sat", "on", "the"]
-    left, pitch, width = 118, 80, 70
+    left, pitch, width = 64, 74, 66
     parts = []
     rows = {
-        "draft, from q": 42,
-        "noise, by position": 96,
-        "target's sample": 150,
+        "draft,\nfrom q": 42,
+        "noise, by\nposition": 96,
+        "target's\nsample": 150,
         "compare": 190,
-        "the step emits": 236,
+        "step\nemits": 236,
     }
     for label, y in rows.items():
-        parts.append(text(left - 10, y + 5, label, "label", "end"))
+        parts.append(text(0, y + 5, label, "label", "start"))
     for i in range(4):
         x, middle = left + pitch * i, left + pitch * i + width / 2
         last = i == 3
@@ -471,32 +469,32 @@ def strict_step_figure() -> str:
 def noise_figure() -> str:
     """Draw the counter, and the numbers of one seed by domain and position."""
     parts = []
-    fields = [("seed", 2, "key"), ("index", 1, "counter"), ("position", 2, ""), ("domain", 1, "")]
-    x, word, height = 4, 54, 30
+    fields = [("seed", 2, "key"), ("index", 1, "counter"), ("position", 2, ""), ("domain", 1.2, "")]
+    x, word, height = 1, 44, 30
     for name, count, group in fields:
         if group:
             parts.append(text(x, 14, group, "label", "start"))
         parts += [rect(x, 22, word * count, height, "box row"), text(x + word * count / 2, 41, name, "small")]
-        for i in range(1, count):
+        for i in range(1, round(count)):
             parts.append(path([(x + word * i, 22), (x + word * i, 22 + 6)], "axis"))
             parts.append(path([(x + word * i, 46), (x + word * i, 22 + height)], "axis"))
-        x += word * count + (14 if name == "seed" else 0)
+        x += word * count + (10 if name == "seed" else 0)
     end = x
     parts += [
         path([(end, 37), (end + 40, 37)], "arrow"),
         path([(end + 35, 33), (end + 40, 37), (end + 35, 41)], "arrow"),
     ]
     parts.append(text(end + 20, 28, "Philox", "small"))
-    parts += [rect(end + 42, 22, 44, height, "box new"), text(end + 64, 41, "u")]
+    parts += [rect(end + 42, 22, 30, height, "box new"), text(end + 57, 41, "u")]
     seed, positions, token = 7, (12, 13, 14), 0
-    columns = [136 + 44 * i for i in range(3)]
-    parts.append(text(4, 84, f"u at seed {seed}, index {token}", "label", "start"))
-    parts.append(text(columns[1], 70, "position", "small muted"))
+    columns = [116 + 40 * i for i in range(3)]
+    parts.append(text(0, 66, f"u at seed {seed}, index {token}", "label", "start"))
+    parts.append(text(columns[1] + 10, 66, "position", "small muted"))
     for column, position in zip(columns, positions):
         parts.append(text(column, 84, str(position), "small muted"))
-    uses = [294, 386]
+    uses = [252, 317]
     parts += [text(uses[0], 84, "probabilistic", "small muted"), text(uses[1], 84, "strict", "small muted")]
-    parts.append(path([(4, 92), (WIDTH - 4, 92)], "axis"))
+    parts.append(path([(0, 92), (WIDTH, 92)], "axis"))
     table = {
         Domain.ACCEPT: ("accepts", "bad", "", ""),
         Domain.SELECT_BLOCK: ("emits", "new", "drafts, emits", "new"),
@@ -508,7 +506,7 @@ def noise_figure() -> str:
     for row, (domain, (use, look, strict_use, strict_look)) in enumerate(table.items()):
         y = 111 + 24 * row
         found = [f"{uniform(seed, position, token, domain):.3f}" for position in positions]
-        parts.append(text(4, y, domain.name, "small", "start"))
+        parts.append(text(0, y, domain.name, "small", "start"))
         parts += [text(column, y, value, "small") for column, value in zip(columns, found)]
         parts.append(text(uses[0], y, use, f"small {look}"))
         parts.append(text(uses[1], y, strict_use or "not used", f"small {strict_look or 'muted'}"))
@@ -565,43 +563,43 @@ def short(value: Fraction) -> str:
 
 def block_tree_figure() -> str:
     """Draw the four paths of two drafts: how often each is proposed, and how often it is accepted, given the path."""
-    ratios, left = [p / q for p, q in zip(*BLOCK_PAIR)], 158
-    tall, gap, widths, columns = 54, 12, (136, 160), (352, 414)
+    ratios = [p / q for p, q in zip(*BLOCK_PAIR)]
+    indent, tall, gap, width, columns = 26, 58, 8, 184, (254, 326)
     parts = [
-        text(widths[0] / 2 + 2, 14, "first draft", "label"),
-        text(left + widths[1] / 2, 14, "second draft", "label"),
-        text(sum(columns) / 2, 14, "both accepted,", "label"),
-        text(sum(columns) / 2, 29, "given the path", "label"),
-        text(columns[0], 46, "by token", "small"),
-        text(columns[1], 46, "by block", "small"),
+        text(1, 14, "first draft", "label", "start"),
+        text(indent, 30, "second draft", "label", "start"),
+        text(sum(columns) / 2, 14, "both accepted", "label"),
+        text(columns[0], 30, "by token", "small"),
+        text(columns[1], 30, "by block", "small"),
     ]
-    told = []
+    told, y = [], 38.0
     for first in draft_paths(1):
         token = first.drafts[0]
-        top = 56 + 2 * token * (tall + gap)
-        middle = top + tall + gap / 2
         lines = [
             f"token {token}: λ = {short(ratios[token])}",
             f"c₁ = {product(Fraction(1), ratios[token])}",
+            f"proposed: {short(first.proposed)}",
         ]
-        parts += node(2, middle - tall / 2, widths[0], tall, [*lines, f"proposed: {short(first.proposed)}"])
+        parts += node(1, y, width, tall, lines)
+        start = y + tall
         for second, path_of_two in enumerate(draft_paths(2)[2 * token : 2 * token + 2]):
-            y = top + second * (tall + gap)
-            parts.append(path([(138, middle), (148, middle), (148, y + tall / 2), (left, y + tall / 2)], "arrow"))
+            y += tall + gap
+            parts.append(path([(indent / 2, start), (indent / 2, y + tall / 2), (indent, y + tall / 2)], "arrow"))
             gains = path_of_two.by_block > path_of_two.by_token
             lines = [
                 f"token {second}: λ = {short(ratios[second])}",
                 f"c₂ = {product(first.by_block, ratios[second])}",
                 f"proposed: {short(path_of_two.proposed)}",
             ]
-            parts += node(left, y, widths[1], tall, lines, "box good" if gains else "box")
+            parts += node(indent, y, width, tall, lines, "box good" if gains else "box")
             parts.append(text(columns[0], y + tall / 2 + 5, short(path_of_two.by_token)))
             parts.append(text(columns[1], y + tall / 2 + 5, short(path_of_two.by_block), "good" if gains else ""))
             told.append(
                 f"Drafts {token}, {second}: proposed with {short(path_of_two.proposed)}; given them, both are accepted with "
                 f"{short(path_of_two.by_token)} by token, {short(path_of_two.by_block)} by block"
             )
-    return picture(parts, 56 + 4 * (tall + gap) - gap + 4, "The four paths of two drafts", f"{'. '.join(told)}.")
+        y += tall + 2 * gap
+    return picture(parts, y - 2 * gap + 2, "The four paths of two drafts", f"{'. '.join(told)}.")
 
 
 def product(before: Fraction, ratio: Fraction) -> str:
@@ -641,7 +639,7 @@ def block_bars_figure() -> str:
             parts.append(inside.replace("<text ", '<text style="fill: var(--md-default-bg-color)" '))
         parts.append(text(x + width / 2, bottom + 16, ", ".join(map(str, each.drafts)), "tick"))
     areas = [sum(each.proposed * each[method] for each in paths) for method in (2, 3)]
-    parts.append(text((left + right) / 2, bottom + 34, "the two drafts; width: how often they are proposed", "label"))
+    parts.append(text((left + right) / 2, bottom + 34, "the two drafts; width: how often proposed", "label"))
     told = ". ".join(
         f"Drafts {', '.join(map(str, each.drafts))}, proposed with {short(each.proposed)}: {short(each.by_token)} by token, "
         f"{short(each.by_block)} by block"
@@ -667,15 +665,15 @@ def block_bars_figure() -> str:
 
 def band_figure() -> str:
     """Draw accept decisions by how far they were from the opposite one, and the band in which another backend may differ."""
-    middle, reach, y = WIDTH / 2, 196, 92
+    middle, reach, y = WIDTH / 2, 165, 92
     band = 1e-4
 
     def x_of(slack: float) -> float:  # logarithmic on both sides; within a millionth of 0 there is nothing to see
         return middle + math.copysign(reach * math.log10(max(abs(slack), 1e-6) / 1e-6) / 6.5, slack)
 
-    parts = [rect(x_of(-band), 40, x_of(band) - x_of(-band), 52, "box new"), path([(8, y), (WIDTH - 8, y)], "axis")]
+    parts = [rect(x_of(-band), 40, x_of(band) - x_of(-band), 52, "box new"), path([(0, y), (WIDTH, y)], "axis")]
     parts.append(text(middle, 30, "rounding band: may differ", "small new"))
-    parts += [text(40, 30, "rejected", "small bad", "start"), text(WIDTH - 40, 30, "accepted", "small good", "end")]
+    parts += [text(4, 30, "rejected", "small bad", "start"), text(WIDTH - 4, 30, "accepted", "small good", "end")]
     for power in (0, -2, -4):
         for sign, name in ((-1, "−"), (1, "")):
             x = x_of(sign * 10.0**power)
@@ -684,13 +682,15 @@ def band_figure() -> str:
     for log_uniform in (np.log(0.9), np.log(0.2) + 2e-5, np.log(0.2) - 3e-3, np.log(0.05)):
         decision = accepts(log_uniform, np.log(0.1), np.log(0.5))
         slack = decision.margin if decision.index else -decision.margin
-        label = f"{slack:.2g}".replace("-", "−", 1) if slack < 0 else f"{slack:.2g}"
-        parts += [mark(x_of(slack), y - 14, "s1"), text(x_of(slack), y - 26, label, "small")]
+        inside = abs(slack) < band
+        label = (f"{slack:.5f}" if inside else f"{slack:.2g}").replace("-", "−")
+        x = x_of(slack) + (18 if inside else 0)  # or the label crosses the edge of the band
+        parts += [mark(x_of(slack), y - 14, "s1"), text(x, y - 26, label, "small")]
         told.append(f"{'accepted' if decision.index else 'rejected'} by {decision.margin:.2g} nats")
-    parts.append(text(middle, y + 40, "log p(x) − log q(x) − log u, in nats (logarithmic on both sides)", "label"))
+    parts.append(text(middle, y + 47, "log p(x) − log q(x) − log u, in nats\n(logarithmic on both sides)", "label"))
     return picture(
         parts,
-        y + 48,
+        y + 60,
         "Accept decisions and the rounding band",
         f"Four decisions about a draft with p = 0.1 and q = 0.5: {', '.join(told)}. Only the one within 0.0001 nats of 0 "
         "may be different in another backend.",
@@ -703,11 +703,11 @@ LEVEL_ROW = ((3, 1, 0, 2), (7, 2, 6, 1), (2, 4, 1, 0), (1, 8, 3, 5), (5.5, 0, 2,
 
 def level_figure() -> str:
     """Draw the maxima of blocks, the level that k of them reach, and the tokens from the level on."""
-    k, left, pitch, width, bottom, unit = 3, 40, 66, 54, 170, 16
+    k, left, pitch, width, bottom, unit = 3, 20, 56, 51, 170, 16
     level = sorted(map(max, LEVEL_ROW))[-k]
     logits = np.array(LEVEL_ROW, dtype=float).ravel()
     *_, last = kept = token_order(logits)[:k].tolist()
-    parts = [text(4, 14, f"top_k = {k}; bars: largest logit of each block", "label", "start")]
+    parts = [text(0, 14, f"top_k = {k}; bars: largest logit of each block", "label", "start")]
     for logit in (0, 4, 8):
         parts += [text(left - 8, bottom - unit * logit + 4, str(logit), "tick", "end")]
     for block, row in enumerate(LEVEL_ROW):
@@ -729,8 +729,9 @@ def level_figure() -> str:
     y = bottom + 52
     parts += [mark(left, y, "s1"), text(left + 9, y + 4, "kept", "small", "start")]
     parts += [mark(left + 66, y, "s3"), text(left + 75, y + 4, "candidate, not kept", "small", "start")]
-    parts += [f'<circle cx="{left + 206}" cy="{y}" r="7" class="ring"/>']
-    parts.append(text(left + 218, y + 4, f"cutoff: token {last}, logit {logits[last]:g}", "small", "start"))
+    y += 22
+    parts += [f'<circle cx="{left}" cy="{y}" r="7" class="ring"/>']
+    parts.append(text(left + 12, y + 4, f"cutoff: token {last}, logit {logits[last]:g}", "small", "start"))
     return picture(
         parts,
         y + 10,
@@ -742,9 +743,9 @@ def level_figure() -> str:
 
 
 SHARD_STEPS = [
-    ("block statistics; draft logits", "exchange 1: 8 bytes for 1,024 logits, 16 a row"),
-    ("the same accept decisions", ""),
-    ("its best token, if it stops there", "exchange 2: 8 bytes a row"),
+    ("block statistics;\ndraft logits", "exchange 1: 8 bytes for 1,024 logits, 16 a row"),
+    ("the same\naccept decisions", ""),
+    ("its best token,\nif it stops there", "exchange 2: 8 bytes a row"),
     ("the same tokens", ""),
 ]
 """What each rank computes from its shard and what came before, and what then travels."""
@@ -752,11 +753,11 @@ SHARD_STEPS = [
 
 def shards_figure() -> str:
     """Draw a step of probabilistic verification on two ranks: what each computes, and what they exchange."""
-    left, gap, width, height = 4, 24, 204, 28
+    left, gap, width, height = 1, 12, 172, 42
     columns = [left, left + width + gap]
     parts, y = [], 12.0
     for rank, x in enumerate(columns):
-        parts.append(text(x + width / 2, y, f"rank {rank}: half of the vocabulary", "label"))
+        parts.append(text(x + width / 2, y, f"rank {rank}: half the vocabulary", "label"))
         for block in range(6):
             parts.append(rect(x + block * width / 6, y + 10, width / 6 - 3, 20, "box row", 2))
     y += 30
@@ -765,11 +766,11 @@ def shards_figure() -> str:
             middle = x + width / 2
             parts.append(path([(middle, y + 2), (middle, y + 16)], "arrow"))
             look = "box good" if not exchanged else "box"
-            parts += [rect(x, y + 16, width, height, look), text(middle, y + 34, computed, "small")]
+            parts += [rect(x, y + 16, width, height, look), text(middle, y + 41, computed, "small")]
         y += 16 + height
         if exchanged:
             parts += [path([(x + width / 2, y + 2), (x + width / 2, y + 12)], "arrow") for x in columns]
-            parts += [rect(left, y + 12, 2 * width + gap, 24, "box read"), text(220, y + 28, exchanged)]
+            parts += [rect(left, y + 12, 2 * width + gap, 24, "box read"), text(WIDTH / 2, y + 28, exchanged, "small")]
             y += 36
     return picture(
         parts,
@@ -778,7 +779,7 @@ def shards_figure() -> str:
         "Each rank holds half of each row's logits. "
         + " ".join(
             f"It computes {computed}. {exchanged and f'Then {exchanged}.'}" for computed, exchanged in SHARD_STEPS
-        ),
+        ).replace("\n", " "),
     )
 
 

@@ -36,6 +36,7 @@ class MathProcessor(Treeprocessor):
         for heading in root.iter():
             if heading.tag in ("h1", "h2", "h3", "h4", "h5", "h6") and any(map(is_math, heading.iter())):
                 raise ValueError(f"mathematics in a heading: {''.join(heading.itertext())!r}")
+        before = {child: (parent, i) for parent in root.iter() for i, child in enumerate(parent)}
         for element in filter(is_math, root.iter()):
             tex = unescape(element.text or "").strip()[2:-2].strip()
             try:
@@ -43,11 +44,19 @@ class MathProcessor(Treeprocessor):
             except LatexError as error:
                 raise ValueError(f"TeX that cannot be converted: {tex!r}: {error}") from error
             element.text = self.md.htmlStash.store(mathml)
-            if element.tag == "span":  # a line may break after a formula, but not before the comma that follows
+            if element.tag == "span":  # no line breaks between a formula and the comma or bracket beside it
                 tail = element.tail or ""
                 after = re.match(r"[.,;:!?)\]]*", tail).group()
-                element.text += after
+                element.text = take_brackets(*before[element]) + element.text + after
                 element.tail = tail.removeprefix(after)
+
+
+def take_brackets(parent: Element, index: int) -> str:
+    """Take opening brackets away from the end of the text before a child, and return them."""
+    holder, name = (parent[index - 1], "tail") if index else (parent, "text")
+    text = getattr(holder, name) or ""
+    setattr(holder, name, text.rstrip("(["))
+    return text[len(text.rstrip("([")) :]
 
 
 def is_math(element: Element) -> bool:

@@ -1,7 +1,7 @@
 """Inline SVG: a logarithmic plot, and the few shapes that the drawings are made of.
 
 Colours are classes, which the stylesheet sets from the theme's variables: so pictures follow the palette. Pictures are drawn
-440 units wide, which a phone shows at nearly full size.
+as wide as a phone's column: a unit is a pixel there, and text has 12 or more.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH = 440
+WIDTH, LEADING = 358, 15
 
 
 class Series(NamedTuple):
@@ -23,8 +23,11 @@ class Series(NamedTuple):
 
 
 def text(x: float, y: float, content: str, css: str = "", anchor: str = "middle") -> str:
-    """Return a text element."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{escape(content)}</text>'
+    """Return a text element. If it has several lines, they lie around y."""
+    first, *others = escape(content).split("\n")
+    spans = "".join(f'<tspan x="{x:.1f}" dy="{LEADING}">{line}</tspan>' for line in others)
+    y -= LEADING / 2 * len(others)
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{css}" text-anchor="{anchor}">{first}{spans}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, css: str, radius: float = 4) -> str:
