@@ -100,22 +100,25 @@ def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
 def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Tensor) -> Tensor:
     """Return penalised [..., vocab] rows, given how often each token was emitted."""
     repetition, frequency, presence = (
-        harmless(penalty, float(neutral), places.slots, rows.dtype)
+        None if penalty is None else harmless(penalty, float(neutral), places.slots, rows.dtype)
         for penalty, neutral in zip(adjustments[:3], (1, 0, 0))
     )
     is_emitted = counts > 0
-    is_seen = is_emitted
-    if adjustments.prompt_mask is not None:
-        is_seen = is_emitted | bits_of(adjustments.prompt_mask[places.slots], rows.shape[-1])
-    repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
-    rows = torch.where(is_seen, repeated, rows)
-    return rows - frequency * counts.to(rows.dtype) - presence * is_emitted.to(rows.dtype)
+    if repetition is not None:
+        is_seen = is_emitted
+        if adjustments.prompt_mask is not None:
+            is_seen = is_emitted | bits_of(adjustments.prompt_mask[places.slots], rows.shape[-1])
+        repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
+        rows = torch.where(is_seen, repeated, rows)
+    if frequency is not None:
+        rows = rows - frequency * counts.to(rows.dtype)
+    return rows if presence is None else rows - presence * is_emitted.to(rows.dtype)
 
 
-def harmless(penalty: Tensor | float | None, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
+def harmless(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the penalty of each row, [..., 1] or []; what could not be checked and makes no sense is neutral."""
     if not isinstance(penalty, Tensor):
-        return torch.tensor(neutral if penalty is None else penalty, dtype=dtype, device=slots.device)
+        return torch.tensor(penalty, dtype=dtype, device=slots.device)
     given = penalty.to(torch.float32).to(dtype)[slots][..., None]
     valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
     return given.where(valid, neutral)

@@ -23,12 +23,6 @@ MOST_COUNTED = tl.constexpr(2**30)
 """Larger counts are taken for it: so drafts can be added."""
 
 
-@triton.constexpr_function
-def adjusts(given):
-    """Return, at compile time, whether target rows are adjusted."""
-    return not (given.repetition is None and given.bias_ids_ptr is None and given.allowed_ptr is None)
-
-
 @triton.jit
 def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
     """Return a request's penalty; in a tensor, whose values could not be checked, what makes no sense is neutral."""
@@ -79,17 +73,24 @@ def penalties_of(request, offset, given, drafts):
 
 
 @triton.jit
-def adjustments_at(request, offset, inputs):
-    """Return what is added to the target row at an offset of a request."""
-    given = inputs.adjustments
-    if not adjusts(given):
+def allowed_at(request, offset, given):
+    """Return a pointer to the row of a mask."""
+    if given.allowed_ptr is None:
         return ()
     else:
-        allowed = ()
-        if given.allowed_ptr is not None:
-            start = request.row * given.allowed_stride_request + offset * given.allowed_stride_offset
-            allowed = (given.allowed_ptr + start,)
-        return RowAdjustments(biases_of(request, given), penalties_of(request, offset, given, inputs.drafts), allowed)
+        start = request.row * given.allowed_stride_request + offset * given.allowed_stride_offset
+        return (given.allowed_ptr + start,)
+
+
+@triton.jit
+def adjustments_at(request, offset, inputs):
+    """Return what is added to the target row at an offset of a request."""
+    if inputs.adjustments.EXIST:
+        biases = biases_of(request, inputs.adjustments)
+        penalties = penalties_of(request, offset, inputs.adjustments, inputs.drafts)
+        return RowAdjustments(biases, penalties, allowed_at(request, offset, inputs.adjustments))
+    else:
+        return ()
 
 
 @triton.jit

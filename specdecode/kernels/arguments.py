@@ -92,6 +92,7 @@ class Limits(NamedTuple):
 class Adjustments(NamedTuple):
     """What requests add to target rows: a value for each request (at its slot), or one for all; None where nothing is."""
 
+    EXIST: Constant  # whether anything is
     repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
     repetition: Float32  # None: there are no penalties
     frequency_ptr: Pointer

@@ -195,7 +195,8 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: boo
         masks += [rows, None if rows is None else stride_of(rows, 0)]
     num_biases = Number("num_biases") if "bias" in tensors else None
     allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
-    return Adjustments._make([*penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed])
+    exist = penalizes or "bias" in tensors or "allowed_mask" in tensors
+    return Adjustments._make([exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed])
 
 
 def outputs_in(structure: Structure) -> Outputs:

@@ -15,7 +15,6 @@ in a large batch most of its time again.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import adjusts
 from specdecode.kernels.distribution import combine_below, logprob
 from specdecode.kernels.rows import load_logit, row_index, stored_target_row_at, target_row_at, with_shard
 from specdecode.kernels.statistics import load_statistics, raw_statistics
@@ -49,7 +48,7 @@ def load_raw_statistics(place, inputs, workspace, sizes):
 def differs_from_raw(place, inputs, workspace):
     """Return whether a row's distribution may differ from the raw one: at temperature 1, not truncated, not adjusted."""
     differs = True  # of shards, too: their raw statistics are always exchanged
-    if workspace.cutoffs_ptr is None and workspace.known_ptr is None and not adjusts(inputs.adjustments):
+    if workspace.cutoffs_ptr is None and workspace.known_ptr is None and not inputs.adjustments.EXIST:
         differs = place.temperature != 1
     return differs
 
@@ -61,7 +60,7 @@ def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
         if differs_from_raw(place, inputs, workspace):
             row = raw_target_row_at(place, inputs, workspace, sizes)
             row_max, one = normalizer.row_max, tl.full([], 1.0, tl.float32)
-            if adjusts(inputs.adjustments):
+            if inputs.adjustments.EXIST:
                 row_max = tl.max(raw[0], 0)
             normalizer = normalizer_of(combine_below(row_max, raw, row, one, sizes))
     return normalizer

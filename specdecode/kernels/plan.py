@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from specdecode.kernels.adjustments import adjusts
 from specdecode.kernels.arguments import (
     Inputs,
     Mapping,
@@ -144,7 +143,7 @@ def add_reading(
     tiles = Number(reading_tiles, (sizes.batch, num_rows, sizes.num_blocks, small_grid))
     chunks = ceil_div(sizes.num_blocks, tiles * READ_BLOCKS)
     logits = [rows for rows in (inputs.target, inputs.draft) if rows.ptr is not None]
-    is_usual = not adjusts(inputs.adjustments)
+    is_usual = not inputs.adjustments.EXIST
     is_usual &= all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
     registers = READ_REGISTERS_BOTH if reads_both else READ_REGISTERS
     if large and workspace.raw_statistics_ptr is not None:
@@ -178,7 +177,7 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     if inputs.draft.ptr is not None:
         rows += sizes.batch * sizes.num_draft_tokens
         kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
-        is_alike = kinds[0] == kinds[1] and not adjusts(inputs.adjustments)
+        is_alike = kinds[0] == kinds[1] and not inputs.adjustments.EXIST
     num_warps = 4 if large else 8
     bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
     plan.add(truncate_kernel, rows, bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
