@@ -161,7 +161,7 @@ def generate(
     stop_ids = find_stop_ids(config, eos_token_id, vocab_size)
     stops = Stops(stop_ids, find_stop_strings(config, stop_strings, tokenizer), device)
 
-    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, device)
+    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, vocab_size, device)
     drafter: Drafter
     if draft_model is not None:
         drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens)
