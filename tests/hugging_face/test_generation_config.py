@@ -48,6 +48,7 @@ FIELDS = {
 
 ADJUSTED = {
     "repetition_penalty": FIELDS["repetition_penalty"],
+    "penalty_after_bias": {"repetition_penalty": 1.9, "sequence_bias": [[[0], 5.0]]},  # padding is 0
     "suppress_tokens": FIELDS["suppress_tokens"],
     "begin_suppress_tokens": FIELDS["begin_suppress_tokens"],
     "min_new_tokens": FIELDS["min_new_tokens"],
