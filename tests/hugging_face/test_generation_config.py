@@ -9,7 +9,9 @@ import torch
 
 from tests.conftest import combine
 from tests.hugging_face.common import (
+    FIELDS,
     NEW,
+    PROCESSED,
     PROMPTS,
     TARGETS,
     VOCAB,
@@ -25,63 +27,6 @@ from tests.support.distributions import FALSE_ALARM, p_value
 transformers = pytest.importorskip("transformers")
 
 from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
-
-FIELDS = {
-    "repetition_penalty": {"repetition_penalty": 1.9},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[4], [5], [1, 2]]},
-    "suppress_tokens": {"suppress_tokens": [1, 3, 4]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [0, 1, 2, 4, 5]},
-    "sequence_bias": {"sequence_bias": [[[2], 4.0], [[4, 5], -9.0]]},
-    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": [1, 2, 3, 4]},
-    "min_length": {"min_length": 13, "eos_token_id": [1, 2, 3, 4]},
-    "forced_eos_token_id": {"forced_eos_token_id": 6},
-    "exponential_decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 7},
-    "several": {
-        "repetition_penalty": 1.4,
-        "no_repeat_ngram_size": 3,
-        "suppress_tokens": [4],
-        "renormalize_logits": True,
-    },
-}
-"""Fields that change logits, with values that change the text of at least one prompt."""
-
-ADJUSTED = {
-    "repetition_penalty": FIELDS["repetition_penalty"],
-    "penalty_after_bias": {"repetition_penalty": 1.9, "sequence_bias": [[[0], 5.0]]},  # padding is 0
-    "suppress_tokens": FIELDS["suppress_tokens"],
-    "begin_suppress_tokens": FIELDS["begin_suppress_tokens"],
-    "min_new_tokens": FIELDS["min_new_tokens"],
-    "min_length": FIELDS["min_length"],
-    "forced_eos_token_id": FIELDS["forced_eos_token_id"],
-    "bad_tokens": {"bad_words_ids": [[4], [5], [7]], "eos_token_id": 7},
-    "token_bias": {"sequence_bias": [[[2], 4.0], [[5], -9.0], [[3], float("-inf")]]},
-    "forced_bos_token_id": {"forced_bos_token_id": 6, "begin_suppress_tokens": [1, 2, 3]},
-    "forced_in_spite_of_others": {
-        "forced_eos_token_id": 6,
-        "min_new_tokens": NEW,
-        "bad_words_ids": [[6]],
-        "eos_token_id": 7,
-    },
-    "all": {
-        "repetition_penalty": 1.4,
-        "sequence_bias": [[[2], 0.5], [[3], -0.5]],
-        "bad_words_ids": [[0]],
-        "suppress_tokens": [4],
-        "begin_suppress_tokens": [5],
-        "min_new_tokens": 5,
-        "forced_eos_token_id": 6,
-        "eos_token_id": 7,
-    },
-}
-"""Those that are adjustments, which call no processor."""
-
-PROCESSED = {name: fields for name, fields in FIELDS.items() if name not in ADJUSTED} | {
-    "forced_to_one_of_two": {"forced_eos_token_id": [6, 5]},
-}
-"""Those for which processors are called, because the sampler has nothing that does the same."""
-
-FIELDS = ADJUSTED | PROCESSED
 
 
 class Ban(transformers.LogitsProcessor):

@@ -70,7 +70,7 @@ def ids(tokens: Tensor) -> tuple[int, ...]:
     return tuple(tokens.flatten().tolist())
 
 
-class Wishes(NamedTuple):
+class Settings(NamedTuple):
     """What the processors of a request ask for, in the sampler's order."""
 
     bias: dict[int, float]
@@ -78,7 +78,7 @@ class Wishes(NamedTuple):
     rules: list[Rule]
 
 
-def read(processors: Iterable[Any], vocab_size: int) -> Wishes | None:
+def read_processors(processors: Iterable[Any], vocab_size: int) -> Settings | None:
     """Return what processors ask for, None unless all of it is adjustments, in an order that gives the same."""
     bias: dict[int, float] = {}
     penalty, rules = None, []
@@ -106,23 +106,23 @@ def read(processors: Iterable[Any], vocab_size: int) -> Wishes | None:
             rules.append(Rule(ALWAYS, tuple(token for token in of_tokens if token not in added)))
         else:
             return None
-    return Wishes(bias, penalty, [rule for rule in rules if rule.token_ids])
+    return Settings(bias, penalty, [rule for rule in rules if rule.token_ids])
 
 
 class Adjuster:
     """Makes the adjustments of each step.
 
     Args:
-        wishes: what is asked for, by the length of the prompt, which bias and penalty do not depend on.
+        settings: what is asked for, by the length of the prompt, which bias and penalty do not depend on.
         vocab_size: how many tokens the target has.
         device: where rows are.
     """
 
-    def __init__(self, wishes: Mapping[int, Wishes], vocab_size: int, device: torch.device) -> None:
-        bias, self.penalty, _ = next(iter(wishes.values()))
+    def __init__(self, settings: Mapping[int, Settings], vocab_size: int, device: torch.device) -> None:
+        bias, self.penalty, _ = next(iter(settings.values()))
         self.bias_ids = torch.tensor([list(bias)], dtype=torch.int64, device=device)
         self.bias = torch.tensor([list(bias.values())], dtype=torch.float32, device=device)
-        self.rules = {length: each.rules for length, each in wishes.items()}
+        self.rules = {length: each.rules for length, each in settings.items()}
         self.vocab_size = vocab_size
         self.masks = torch.empty(0, dtype=torch.int32, device=device)  # [masks, words]: those that were needed so far
         self.places: dict[tuple[Rule, ...], int] = {}  # of the masks
@@ -130,8 +130,8 @@ class Adjuster:
     @classmethod
     def find(cls, lists: Mapping[int, Sequence[Any]], vocab_size: int, device: torch.device) -> Adjuster | None:
         """Return what takes the place of the processors for prompts of each length; None if they have to stay."""
-        wishes = {length: read(processors, vocab_size) for length, processors in lists.items()}
-        known = {length: each for length, each in wishes.items() if each is not None}
+        settings = {length: read_processors(processors, vocab_size) for length, processors in lists.items()}
+        known = {length: each for length, each in settings.items() if each is not None}
         return cls(known, vocab_size, device) if len(known) == len(lists) and any(lists.values()) else None
 
     def __call__(self, rows: Tensor, tokens: Tensor, batch: Batch, num_drafts: int) -> tuple[Tensor, Adjustments]:

@@ -73,10 +73,11 @@ def generate(
     of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are processed and truncated as those of
     the target are.
 
-    The generation config decides what no argument says. Its logits processors (such as those of `repetition_penalty`,
+    The generation config decides what no argument says. What it adds to logits (such as `repetition_penalty`,
     `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
-    are applied to each row that can matter, with the tokens before that row, drafts included. What cannot be honoured is
-    refused by name.
+    is applied to each row that can matter, with the tokens before that row, drafts included: by the sampler, as
+    [`Adjustments`][specdecode.Adjustments], or by transformers' logits processors. What cannot be honoured is refused by
+    name.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 

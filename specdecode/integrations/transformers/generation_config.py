@@ -188,7 +188,7 @@ class Processors:
         return any(self.lists.values())
 
     def __call__(self, rows: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the processed rows.
+        """Return the processed rows, or rows that are adjusted instead.
 
         Args:
             rows: [requests, vocab] any float: the rows that follow `tokens`.
