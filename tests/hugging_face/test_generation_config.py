@@ -1,13 +1,17 @@
 """Generation configs and other arguments of `generate`: what they do, and what is refused."""
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import combine
 from tests.hugging_face.common import (
+    FIELDS,
     NEW,
+    PROCESSED,
     PROMPTS,
     TARGETS,
     VOCAB,
@@ -24,26 +28,6 @@ transformers = pytest.importorskip("transformers")
 
 from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
 
-FIELDS = {
-    "repetition_penalty": {"repetition_penalty": 1.9},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "bad_words_ids": {"bad_words_ids": [[4], [5], [1, 2]]},
-    "suppress_tokens": {"suppress_tokens": [1, 3, 4]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [0, 1, 2, 4, 5]},
-    "sequence_bias": {"sequence_bias": [[[2], 4.0], [[4, 5], -9.0]]},
-    "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": [1, 2, 3, 4]},
-    "min_length": {"min_length": 13, "eos_token_id": [1, 2, 3, 4]},
-    "forced_eos_token_id": {"forced_eos_token_id": 6},
-    "exponential_decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 7},
-    "several": {
-        "repetition_penalty": 1.4,
-        "no_repeat_ngram_size": 3,
-        "suppress_tokens": [4],
-        "renormalize_logits": True,
-    },
-}
-"""Fields that become logits processors, with values that change the text of at least one prompt."""
-
 
 class Ban(transformers.LogitsProcessor):
     """A processor of a user: no token may follow itself, or a token that is one less."""
@@ -51,6 +35,32 @@ class Ban(transformers.LogitsProcessor):
     def __call__(self, input_ids, scores):
         scores = scores.scatter(1, input_ids[:, -1:], -torch.inf)
         return scores.scatter(1, (input_ids[:, -1:] + 1) % VOCAB, -torch.inf)
+
+
+Bias, Penalty = transformers.SequenceBiasLogitsProcessor, transformers.RepetitionPenaltyLogitsProcessor
+GIVEN = {
+    "of a user": [Ban()],
+    "in the order of the sampler": [Bias([[[4], 4.0]]), Penalty(1.9)],
+    "a bias that is not penalised": [Penalty(1.9), Bias([[[4], 4.0]])],
+    "two penalties": [Penalty(1.9), Penalty(1.2)],
+    "two biases": [Bias([[[5], -9.0]]), Bias([[[5], 1.0]])],
+    "a penalty of new tokens": [Penalty(1.9, prompt_ignore_length=5)],
+    "several tokens": [Bias([[[1], 2.0], [[5, 5], -9.0]])],
+}
+
+
+@contextmanager
+def calls_of_processors(monkeypatch):
+    """The list that grows with each call of transformers' processors."""
+    calls, call = [], transformers.LogitsProcessorList.__call__
+
+    def counted(processors, input_ids, scores):
+        calls.append(processors)
+        return call(processors, input_ids, scores)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.LogitsProcessorList, "__call__", counted)
+        yield calls
 
 
 class TestGenerationConfig:
@@ -65,13 +75,16 @@ class TestGenerationConfig:
         return torch.cat(rows)
 
     @pytest.mark.parametrize("field", FIELDS)
-    def test_greedy_tokens_are_those_of_transformers(self, field):
+    def test_greedy_tokens_are_those_of_transformers(self, field, monkeypatch):
         target = with_config(TARGETS["llama"], do_sample=False, **FIELDS[field])
         # In a padded batch transformers takes the padding for tokens, and bans n-grams that occur in it.
-        expected = self.expected(target, alone="no_repeat_ngram_size" in FIELDS[field])
+        alone = {"no_repeat_ngram_size", "forced_bos_token_id"} & FIELDS[field].keys()
+        expected = self.expected(target, alone)
         assert not torch.equal(expected, self.expected(TARGETS["llama"])[:, : expected.shape[1]])  # the field matters
         for draft in (None, noisy(target, 0.05), PromptLookup()):
-            output = ragged(target, draft, temperature=None)
+            with calls_of_processors(monkeypatch) as calls:
+                output = ragged(target, draft, temperature=None)
+            assert bool(calls) == (field in PROCESSED)
             generated = output.sequences[:, -output.token_kinds.shape[1] :]
             assert torch.equal(generated.masked_fill(output.token_kinds == -1, 0), expected)
 
@@ -82,10 +95,13 @@ class TestGenerationConfig:
         for draft in (noisy(target, 0.03), target, PromptLookup()):
             assert texts(ragged(target, draft, method="strict")) == plain
 
-    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
-    def test_a_drafter_that_is_the_target_is_always_right(self, method):
+    @pytest.mark.parametrize(
+        ("method", "field"),
+        combine(["strict", "probabilistic", "block"], ["several", "all"]),
+    )
+    def test_a_drafter_that_is_the_target_is_always_right(self, method, field):
         # The rows of the draft model are processed as those of the target are, each with its own prefix.
-        target = with_config(TARGETS["llama"], **FIELDS["several"], top_k=4)
+        target = with_config(TARGETS["llama"], **FIELDS[field], top_k=4)
         assert ragged(target, target, method=method, temperature=1.5).stats.acceptance_rate == 1
 
     def test_a_given_config_wins_over_the_target_and_arguments_win_over_both(self):
@@ -119,13 +135,29 @@ class TestGenerationConfig:
         longer = with_config(target, max_new_tokens=3)
         assert ragged(longer, None, max_new_tokens=None, max_length=11).num_generated.tolist() == [4] * len(PROMPTS)
 
-    def test_processors_that_are_given_see_their_own_prefix(self):
+    @pytest.mark.parametrize("name", GIVEN)
+    def test_processors_that_are_given_see_their_own_prefix(self, name, monkeypatch):
         target, prompt = TARGETS["llama"], torch.tensor(PROMPTS[:1])
-        options = {"max_new_tokens": NEW, "logits_processor": transformers.LogitsProcessorList([Ban()])}
+        options = {"max_new_tokens": NEW, "logits_processor": transformers.LogitsProcessorList(GIVEN[name])}
         expected = target.generate(prompt, do_sample=False, pad_token_id=0, **options)
         assert not torch.equal(expected, target.generate(prompt, do_sample=False, pad_token_id=0, max_new_tokens=NEW))
         for draft in (None, noisy(target, 0.05), PromptLookup()):
-            assert torch.equal(generate(target, draft, prompt, temperature=0, **options).sequences, expected)
+            with calls_of_processors(monkeypatch) as calls:
+                output = generate(target, draft, prompt, temperature=0, **options)
+            assert torch.equal(output.sequences, expected)
+            assert bool(calls) == (name != "in the order of the sampler")
+
+    def test_a_token_that_the_model_rules_out_can_be_forced(self):
+        target = copy.deepcopy(with_config(TARGETS["llama"], do_sample=False, forced_eos_token_id=6))
+
+        def without_six(_model, _inputs, output):
+            output.logits[..., 6] = -torch.inf
+
+        target.register_forward_hook(without_six)
+        expected = self.expected(target)
+        assert (expected[:, -1] == 6).all()
+        for draft in (None, noisy(target, 0.05), PromptLookup()):
+            assert torch.equal(ragged(target, draft, temperature=None).sequences[:, -NEW:], expected)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -168,6 +200,9 @@ class TestGenerationConfig:
         both = with_config(TARGETS["llama"], top_p=0.9, min_p=0.1)
         ragged(both, None, max_new_tokens=1, top_p=0.9, min_p=0.1)
 
+    def test_penalties_that_the_sampler_does_not_take_are_not_refused(self):
+        ragged(with_config(TARGETS["llama"], repetition_penalty=1e39), None, max_new_tokens=1)
+
     def test_processors_with_state_and_other_things_are_refused(self):
         state = transformers.PrefixConstrainedLogitsProcessor(lambda *_: [1], 1)
         with pytest.raises(ValueError, match=r"^logits_processor: PrefixConstrainedLogitsProcessor is not supported"):
@@ -187,14 +222,22 @@ class TestGenerationConfig:
     def test_several_steps_have_the_distribution_of_the_processed_target(self, method):
         # With 20,000 requests a total variation of 0.045 is seen 999 times in 1,000, as in `TestDistribution`.
         target, vocab, new, prompt = llama(4, layers=1, scale=0.2), 4, 3, [0, 0, 3, 3]
-        processor = transformers.RepetitionPenaltyLogitsProcessor(3.0)
+        processor = transformers.LogitsProcessorList(
+            [
+                transformers.SequenceBiasLogitsProcessor([[[1], 1.5]]),
+                transformers.RepetitionPenaltyLogitsProcessor(3.0),
+                transformers.MinNewTokensLengthLogitsProcessor(len(prompt), 2, 2),
+            ]
+        )
         joint = {(): 1.0}
         for _ in range(new):
             ids = torch.tensor([[*prompt, *tokens] for tokens in joint])
             with torch.no_grad():
                 rows = processor(ids, target(input_ids=ids).logits[:, -1]).softmax(-1).tolist()
             joint = {(*old, v): joint[old] * row[v] for old, row in zip(list(joint), rows) for v in range(vocab)}
-        config = transformers.GenerationConfig(repetition_penalty=3.0)
+        config = transformers.GenerationConfig(
+            sequence_bias=[[[1], 1.5]], repetition_penalty=3.0, min_new_tokens=2, eos_token_id=2
+        )
         options = {"num_draft_tokens": 2, "max_new_tokens": new, "seeds": 0, "generation_config": config}
         ids = torch.tensor([prompt]).expand(20_000, -1)
         output = generate(target, noisy(target, 0.1), ids, method=method, **options)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.hugging_face.common import NEW, TARGETS, VOCAB, build, gpt2, llama, noisy
+from tests.hugging_face.common import NEW, TARGETS, VOCAB, build, gpt2, llama, noisy, with_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,8 +54,10 @@ class TestWidths:
         options = {"max_new_tokens": NEW, "temperature": 0}
         assert torch.equal(generate(target, PromptLookup(), PROMPT, **options).sequences, by_transformers(target))
 
-    def test_a_prompt_may_hold_tokens_that_are_never_emitted(self):
+    @pytest.mark.parametrize("penalty", [1.0, 1.9])
+    def test_a_prompt_may_hold_tokens_that_are_never_emitted(self, penalty):
         target, ids = widened(TARGETS["llama"], head=VOCAB), torch.tensor([[3, WIDER - 1, 4, 1]])
+        target = with_config(target, repetition_penalty=penalty)
         expected = by_transformers(target, ids)
         for draft in (None, PromptLookup(), noisy(target, 0.02), TARGETS["llama"]):
             output = generate(target, draft, ids, max_new_tokens=NEW, temperature=0)

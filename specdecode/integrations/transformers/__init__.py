@@ -13,6 +13,7 @@ the modules in this order:
     supported          which models can be used, and why others are refused
     arguments          the checks of the other arguments
     generation_config  what a generation config asks for
+    adjustments        what of it the sampler applies itself
     outputs            what is returned
 """
 

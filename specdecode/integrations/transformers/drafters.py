@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
     Args:
         model: the draft model.
         sampler: the sampler that will verify the drafts.
-        processors: the logits processors, which are applied to rows of both models.
+        processors: the logits processors, or the adjustments in their place, which are applied to rows of both models.
         vocab_size: how many tokens the target has.
         stops: what ends a text.
         with_stop: whether a token that ends the text may be drafted.

@@ -73,10 +73,11 @@ def generate(
     of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are processed and truncated as those of
     the target are.
 
-    The generation config decides what no argument says. Its logits processors (such as those of `repetition_penalty`,
+    The generation config decides what no argument says. What it adds to logits (such as `repetition_penalty`,
     `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
-    are applied to each row that can matter, with the tokens before that row, drafts included. What cannot be honoured is
-    refused by name.
+    is applied to each row that can matter, with the tokens before that row, drafts included: by the sampler, as
+    [`Adjustments`][specdecode.Adjustments], or by transformers' logits processors. What cannot be honoured is refused by
+    name.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
@@ -161,7 +162,7 @@ def generate(
     stop_ids = find_stop_ids(config, eos_token_id, vocab_size)
     stops = Stops(stop_ids, find_stop_strings(config, stop_strings, tokenizer), device)
 
-    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, device)
+    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, vocab_size, device)
     drafter: Drafter
     if draft_model is not None:
         drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens)

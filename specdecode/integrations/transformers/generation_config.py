@@ -1,10 +1,10 @@
 """What a generation config of transformers asks for: honoured as its own `generate` would, or refused by name.
 
 Temperature, top-k, top-p and min-p go to the sampler. Everything else that changes logits is a logits processor, built by
-transformers itself. A processor decides by the tokens before a position, so each row of a step is processed with its own
-prefix: the tokens so far and the drafts before that row. Rows of the draft model are processed alike. So the output has the
-distribution of the processed target. A row that cannot matter reaches no processor: its text may be one that the request
-cannot have, which a grammar, for one, would not know.
+transformers itself, or an adjustment in its place (see `adjustments`). A processor decides by the tokens before a position,
+so each row of a step is processed with its own prefix: the tokens so far and the drafts before that row. Rows of the draft
+model are processed alike. So the output has the distribution of the processed target. A row that cannot matter reaches no
+processor: its text may be one that the request cannot have, which a grammar, for one, would not know.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 
 from specdecode import Sampling
+from specdecode.integrations.transformers.adjustments import Adjuster
 from specdecode.integrations.transformers.requests import Batch
 
 REFUSED: dict[str, tuple[object, str]] = {
@@ -143,6 +144,7 @@ class Processors:
         prompts: [batch, prompt] bool: which columns of the prompts are tokens.
         max_new_tokens: the most new tokens per request.
         stop_ids: the stop tokens.
+        vocab_size: how many tokens the target has.
         device: where rows are processed.
 
     Raises:
@@ -158,6 +160,7 @@ class Processors:
         prompts: Tensor,
         max_new_tokens: int,
         stop_ids: list[int],
+        vocab_size: int,
         device: torch.device,
     ) -> None:
         custom = _check_processors(given)
@@ -178,13 +181,14 @@ class Processors:
             self.lists[length] = builder._get_logits_processor(
                 generation_config=own, input_ids_seq_length=length, logits_processor=custom, device=device
             )
+        self.adjuster = Adjuster.find(self.lists, vocab_size, device)
 
     def __bool__(self) -> bool:
         """Return whether there are any."""
         return any(self.lists.values())
 
     def __call__(self, rows: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the processed rows.
+        """Return the processed rows, or rows that are adjusted instead.
 
         Args:
             rows: [requests, vocab] any float: the rows that follow `tokens`.
@@ -198,6 +202,8 @@ class Processors:
         """
         if not self:
             return rows
+        if self.adjuster is not None:
+            return self.adjuster.adjusted(rows, tokens, batch, num_drafts)
         alike = defaultdict(list)  # rows that are processed in one call
         for i, (request, is_used) in enumerate(zip(batch.requests, used.tolist())):
             if is_used:

@@ -86,8 +86,13 @@ class Loop:
         num_drafts = drafts.token_ids.shape[1]
         candidates = torch.cat([batch.tokens, drafts.token_ids.clamp(min=0)], dim=1)
         logits = self.target.logits(candidates, batch.lengths + num_drafts, keep=num_drafts + 1)
+        adjustments = None
+        if self.processors.adjuster is None:
+            logits = self.processed(logits, candidates, batch, drafts.token_ids)
+        else:
+            logits, adjustments = self.processors.adjuster(logits, batch.tokens, batch, num_drafts=0)
         return self.sampler(
-            self.processed(logits, candidates, batch, drafts.token_ids),
+            logits,
             drafts.token_ids,
             drafts.logits,
             **batch.sampling._asdict(),
@@ -95,6 +100,7 @@ class Loop:
             positions=batch.lengths,
             draft_logsumexp=drafts.logsumexp,
             draft_cutoff=drafts.cutoff,
+            adjustments=adjustments,
         )
 
     def processed(self, logits: Tensor, candidates: Tensor, batch: Batch, draft_ids: Tensor) -> Tensor:
