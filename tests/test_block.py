@@ -1,4 +1,4 @@
-"""Block verification: tokens against the reference, distributions over one step and several, and precision."""
+"""Block verification: tokens against the reference, distributions over several steps, and precision."""
 
 import numpy as np
 import pytest
@@ -45,44 +45,6 @@ def test_block_equals_the_reference_token_for_token(place, deterministic, drafts
         verdicts.append(oracle.verify("block", target, token_ids, draft, **batch.request(index)))
     assert_same_tokens(output.token_ids, verdicts, batch.band(backend))
     assert output.invalid.tolist() == [verdict.invalid for verdict in verdicts]
-
-
-@pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
-@pytest.mark.parametrize(("vocab", "drafts", "history"), distributions.CASES, ids=distributions.IDS)
-def test_tokens_and_accepted_length_have_their_distributions(place, vocab, drafts, history, own_drafts):
-    backend, device = place
-    model = distributions.tables(vocab, drafts, history, seed=vocab)
-    sampler = RejectionSampler("block", backend=backend)
-    result = distributions.run(sampler, model, device, own_drafts=own_drafts, temperature=0.8)
-    distributions.assert_distribution(
-        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model, 0.8)
-    )
-    counts = np.bincount(result.num_accepted, minlength=drafts + 1)
-    by_blocks, by_tokens = (
-        distributions.accepted_distribution_of_blocks(model, 0.8),
-        distributions.accepted_distribution(model, np.minimum, 0.8),
-    )
-    distributions.assert_distribution(counts, by_blocks)
-    assert by_blocks @ np.arange(drafts + 1) >= by_tokens @ np.arange(drafts + 1) - 1e-12
-    if drafts > 2:  # and the test can tell the one from the other
-        assert distributions.p_value(counts, by_tokens) < distributions.FALSE_ALARM
-
-
-@pytest.mark.parametrize("draft_logits", [False, True], ids=["deterministic", "point masses as logits"])
-def test_a_deterministic_drafter_is_accepted_as_by_tokens(place, draft_logits):
-    backend, device = place
-    model = distributions.tables(4, 3, history=True)
-    # The drafter always proposes its likeliest token: q is a point mass.
-    greedy = [np.where(rows == rows.max(axis=1, keepdims=True), 0.0, -np.inf) for rows in model.draft]
-    sampler = RejectionSampler("block", backend=backend)
-    result = distributions.run(sampler, model, device, own_drafts=False, draft_logits=draft_logits, draft_rows=greedy)
-    distributions.assert_distribution(
-        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model)
-    )
-    model.draft = greedy
-    distributions.assert_distribution(
-        np.bincount(result.num_accepted, minlength=4), distributions.accepted_distribution(model, np.minimum)
-    )
 
 
 def decode(
@@ -136,7 +98,7 @@ def decode(
         )
         tokens[:, column] = torch.where(column < length, tokens[:, column], own)
         prefix = prefix * model.vocab + tokens[:, column]
-    return distributions.Run(tokens.cpu().numpy(), np.zeros(0))
+    return tokens.cpu().numpy()
 
 
 SEVERAL_STEPS = {"V2-K2-2-1": (2, 4, (2, 2, 1)), "V3-K3-2": (3, 3, (3, 2)), "V2-K4-4-4": (2, 4, (4, 4, 4))}
@@ -144,7 +106,7 @@ SEVERAL_STEPS = {"V2-K2-2-1": (2, 4, (2, 2, 1)), "V3-K3-2": (3, 3, (3, 2)), "V2-
 
 @pytest.mark.parametrize(("vocab", "depth", "widths"), SEVERAL_STEPS.values(), ids=SEVERAL_STEPS)
 def test_several_steps_with_one_seed_have_the_distribution_of_the_target(place, vocab, depth, widths):
-    model = distributions.tables(vocab, depth, history=True, seed=vocab)
+    model = distributions.tables(vocab, depth, seed=vocab)
     distributions.assert_distribution(
         distributions.counts_of_tokens(model, decode(place, model, widths)), distributions.joint_distribution(model)
     )
@@ -152,10 +114,7 @@ def test_several_steps_with_one_seed_have_the_distribution_of_the_target(place, 
 
 def test_drafts_with_the_noise_of_earlier_steps_would_change_the_distribution(place):
     # What the offset is for: a step that sees again what an earlier one has looked at. The check above has to see it.
-    model = distributions.tables(2, 3, history=False, seed=3)
-    model.target, model.draft = (
-        [np.log(np.array([row])).repeat(2**i, 0) for i in range(4)] for row in ([1, 2], [3, 1])
-    )
+    model = distributions.Tables(*([np.log([row]).repeat(2**i, 0) for i in range(4)] for row in ([1, 2], [3, 1])))
     right, wrong = (
         distributions.counts_of_tokens(model, decode(place, model, (2, 2), fresh=fresh)) for fresh in (True, False)
     )

@@ -125,6 +125,13 @@ def test_too_few_accepted_drafts_are_waste_and_no_error():
     assert [note for note in report.notes if "waste" in note]
 
 
+@pytest.mark.parametrize(("requests", "few"), [(100, True), (4_000, True), (20_000, False)])
+def test_a_run_that_sees_little_says_so(requests, few):
+    report = check(TOKENS, requests=requests)
+    assert report.passed
+    assert ["may pass" in note for note in report.notes if note.startswith("few requests: in joint")] == [True] * few
+
+
 def test_the_same_seed_gives_the_same_report():
     one, two, other = (check(TOKENS, requests=2_000, seed=seed) for seed in (1, 1, 2))
     assert one.checks == two.checks

@@ -1,12 +1,10 @@
-"""Strict verification: tokens against the reference and plain sampling, and the distributions of acceptance."""
+"""Strict verification: tokens against the reference and plain sampling."""
 
-import numpy as np
 import pytest
 import torch
 
-from reference import oracle, strict
+from reference import oracle
 from specdecode import RejectionSampler
-from tests.support import distributions
 from tests.support.differential import assert_same_tokens, case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -81,21 +79,3 @@ def test_a_drafts_token_and_its_cutoff_are_tensors_of_their_own(place):
             expected = draft.cutoff.clone()
             draft.token_ids.fill_(-7)
             assert torch.equal(draft.cutoff, expected), (temperature, options)
-
-
-@pytest.mark.parametrize("own_drafts", [True, False], ids=["own drafts", "independent drafts"])
-@pytest.mark.parametrize(("vocab", "drafts", "history"), distributions.CASES, ids=distributions.IDS)
-def test_tokens_and_accepted_length_have_their_distributions(place, vocab, drafts, history, own_drafts):
-    backend, device = place
-    model = distributions.tables(vocab, drafts, history, seed=vocab)
-    result = distributions.run(RejectionSampler("strict", backend=backend), model, device, own_drafts=own_drafts)
-
-    def stands(p, q):
-        return np.array(strict.match_probabilities(list(p), list(q))) if own_drafts else p * q
-
-    distributions.assert_distribution(
-        distributions.counts_of_tokens(model, result), distributions.joint_distribution(model)
-    )
-    distributions.assert_distribution(
-        np.bincount(result.num_accepted, minlength=drafts + 1), distributions.accepted_distribution(model, stands)
-    )

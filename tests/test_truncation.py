@@ -274,22 +274,14 @@ STEPS = [
 )
 def test_many_steps_have_the_truncated_targets_distribution(place, method, of_drafts, vocab, drafts, options):
     (backend, device), temperature, of_drafts = place, 0.8, OF_DRAFTS[of_drafts]
-    model = distributions.tables(vocab, drafts, history=True, seed=vocab)
+    model = distributions.tables(vocab, drafts, seed=vocab)
     sampler = RejectionSampler(method, backend=backend)
-    result = distributions.run(
-        sampler,
-        model,
-        device,
-        own_drafts=True,
-        temperature=temperature,
-        truncation=options,
-        draft_truncation=of_drafts,
-    )
+    tokens, num_accepted = distributions.run(sampler, model, device, temperature, options, of_drafts)
     cut = distributions.Tables(
         truncated_tables(model.target, temperature, options),
         truncated_tables(model.draft, temperature, options if of_drafts is None else of_drafts),
     )
-    counts = distributions.counts_of_tokens(model, result)
+    counts = distributions.counts_of_tokens(model, tokens)
     distributions.assert_distribution(counts, distributions.joint_distribution(cut, temperature))
     whole = distributions.joint_distribution(model, temperature)
     assert distributions.p_value(counts, whole) < distributions.FALSE_ALARM  # the test can tell the one from the other
@@ -299,7 +291,7 @@ def test_many_steps_have_the_truncated_targets_distribution(place, method, of_dr
             "block": distributions.accepted_distribution_of_blocks,
         }[method]
         distributions.assert_distribution(
-            np.bincount(result.num_accepted, minlength=drafts + 1), accepted(cut, temperature=temperature)
+            np.bincount(num_accepted, minlength=drafts + 1), accepted(cut, temperature=temperature)
         )
 
 

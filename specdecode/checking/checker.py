@@ -11,7 +11,14 @@ from specdecode.checking import cases, runs
 from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
 from specdecode.checking.findings import Finding, findings, pairs
 from specdecode.checking.models import Models
-from specdecode.checking.notes import PROBES, drafts_fit, note_drafts, note_impossible_drafts, note_seeds
+from specdecode.checking.notes import (
+    PROBES,
+    drafts_fit,
+    few_requests,
+    note_drafts,
+    note_impossible_drafts,
+    note_seeds,
+)
 from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
 from specdecode.checking.statistics import homogeneity
@@ -80,8 +87,9 @@ def check(
     checks = [
         Check(each.name, each.verdict(threshold), each.p_value, each.detail(threshold)) for each in answers.findings
     ]
+    suspects, notes = [], answers.all_notes()
     if all(each.passed for each in checks):
-        suspects = []
+        notes = few_requests(answers.findings[0], threshold) + notes
     else:
         shown.say("comparing with known mistakes")
         suspects = suspects_of(subject, settings, answers, checks)
@@ -89,7 +97,7 @@ def check(
     return Report(
         checks,
         suspects,
-        answers.all_notes(),
+        notes,
         name or getattr(verify, "__name__", type(verify).__name__),
         {"drafts": num_draft_tokens, "vocabulary": vocab_size, "requests": requests, "seed": seed},
         threshold,

@@ -7,9 +7,10 @@ from types import ModuleType
 
 EPILOG = """\
 SUBJECT is file.py:function, or one of specdecode:METHOD[:BACKEND] (probabilistic, block, strict; eager, triton),
-transformers, vllm, vllm:block, sglang, flashinfer. The function takes NumPy arrays (target_logits [n, K + 1, V],
-draft_token_ids [n, K], draft_logits [n, K, V], *, temperature, seeds [n], positions [n]), or only those that it needs, and
-returns [n, K + 1] ids: the accepted drafts, one more token, then -1. Exit status: 0 right, 1 wrong, 2 cannot run."""
+transformers, vllm, vllm:block, sglang, sglang:block, flashinfer. The function takes NumPy arrays
+(target_logits [n, K + 1, V], draft_token_ids [n, K], draft_logits [n, K, V], *, temperature, seeds [n], positions [n]),
+or only those that it needs, and returns [n, K + 1] ids: the accepted drafts, one more token, then -1. Exit status: 0 right,
+1 wrong, 2 cannot run."""
 
 
 def add_options(command: ArgumentParser) -> None:

@@ -4,16 +4,33 @@ import numpy as np
 
 from specdecode.checking import runs
 from specdecode.checking.cases import ALIKE, CASES, HISTORY
+from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models
 from specdecode.checking.settings import Answers, Settings
-from specdecode.checking.statistics import goodness_of_fit
+from specdecode.checking.statistics import detectable, goodness_of_fit
 from specdecode.checking.subject import OutputError, Subject
 
 SUSPICIOUS = 1e-6
 """Drafts that fit worse are not drawn as their logits say."""
 
+GROSS = 0.1
+"""A total variation that a run should see, at least in its first question."""
+
 PROBES = 64
 """Requests whose answers are counted."""
+
+
+def few_requests(first: Finding, threshold: float) -> list[str]:
+    """Say so if even a gross error of what the first question asks may pass."""
+    if first.fit is None or first.certain:
+        return []
+    seen = detectable(first.fit.degrees, first.fit.size, threshold)
+    if seen <= GROSS:
+        return []
+    return [
+        f"few requests: in {first.name} even a total variation of {seen:.2f} may pass. It shrinks with the square root of "
+        "their number."
+    ]
 
 
 def drafts_fit(models: Models, outcome: runs.Outcome) -> bool:

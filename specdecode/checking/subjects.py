@@ -195,10 +195,14 @@ def vllm(method: str = "standard") -> Loaded:
     return Loaded(verify, None, f"vLLM {version('vllm')} rejection_sample, {method}")
 
 
-def sglang() -> Loaded:
-    """SGLang's verification of a chain with draft probabilities."""
+def sglang(method: str = "standard") -> Loaded:
+    """SGLang's verification of a chain with draft probabilities; `sglang:block` is its block verification."""
     import torch
 
+    only(
+        method in ("standard", "block"),
+        f"subject: expected sglang, sglang:standard or sglang:block, got sglang:{method}",
+    )
     softmax = import_module("sglang.kernels.ops.sampling").softmax
     verification = import_module("sglang.kernels.ops.speculative.verify_sampling").chain_speculative_sampling_triton
 
@@ -231,11 +235,12 @@ def sglang() -> Loaded:
             threshold_single=1.0,
             threshold_acc=1.0,
             deterministic=True,
+            **({"block_verification": True} if method == "block" else {}),
         )
         emitted = torch.arange(rows, device="cuda") <= accepted[:, None]
         return torch.where(emitted, predicts[index.clamp(min=0).long()].long(), -1)
 
-    return Loaded(verify, None, f"SGLang {version('sglang')} chain_speculative_sampling_triton")
+    return Loaded(verify, None, f"SGLang {version('sglang')} chain_speculative_sampling_triton, {method}")
 
 
 def flashinfer() -> Loaded:

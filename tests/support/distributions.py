@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
 from scipy.stats import chi2
 
 from specdecode import RejectionSampler, Sampling, sample
-from tests.conftest import ON_GPU
 
 REQUESTS = 200_000
 FALSE_ALARM = 1e-6
@@ -22,7 +20,7 @@ degrees of freedom 999 times in 1,000: N = lambda / (4 TV^2), lambda = 68, 82, 1
 
 @dataclass
 class Tables:
-    """Target and draft logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]."""
+    """Target and draft logits for every prefix: `target[i]` and `draft[i]` are [vocab**i, vocab]. The draft has one less."""
 
     target: list[np.ndarray]
     draft: list[np.ndarray]
@@ -36,18 +34,11 @@ class Tables:
         return len(self.target) - 1
 
 
-def tables(vocab: int, num_draft_tokens: int, history: bool, seed: int = 0, scale: float = 1.5) -> Tables:
-    """Random tables; without `history` every row of both models is the same."""
+def tables(vocab: int, num_draft_tokens: int, seed: int = 0) -> Tables:
+    """Random tables: every row depends on all tokens before it."""
     random = np.random.default_rng(seed)
-    target, draft = [], []
-    for length in range(num_draft_tokens + 1):
-        rows = vocab**length
-        target.append(
-            scale * random.normal(size=(rows, vocab)) if history or not length else target[0][:1].repeat(rows, 0)
-        )
-        fresh = target[-1] + random.normal(size=(rows, vocab))
-        draft.append(fresh if history or not length else draft[0][:1].repeat(rows, 0))
-    return Tables(target, draft)
+    target = [1.5 * random.normal(size=(vocab**length, vocab)) for length in range(num_draft_tokens + 1)]
+    return Tables(target, [rows + random.normal(size=rows.shape) for rows in target[:-1]])
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -55,59 +46,35 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-@dataclass
-class Run:
-    """The result of many requests."""
-
-    tokens: np.ndarray  # [requests, num_draft_tokens + 1]: the step's tokens, then the target's own
-    num_accepted: np.ndarray  # [requests]
-
-
 def run(
     sampler: RejectionSampler,
     model: Tables,
     device: str,
-    *,
-    own_drafts: bool,
-    draft_logits: bool = True,
-    temperature: float = 1.0,
-    draft_rows: list[np.ndarray] | None = None,
-    truncation: Mapping[str, float] | None = None,
-    draft_truncation: Mapping[str, float] | None = None,
-    requests: int = REQUESTS,
-    first_seed: int = 0,
-) -> Run:
+    temperature: float,
+    truncation: Mapping[str, float],
+    draft_truncation: Mapping[str, float] | None,
+) -> tuple[np.ndarray, np.ndarray]:
     """Verify one step of many requests with different seeds; sample the rest of the K + 1 tokens from the target alone.
 
-    Drafts come from `sampler.draft`, truncated by `draft_truncation` (None: as the target is), or from a generator that is
-    independent of the sampler's noise, not truncated.
+    Drafts come from `sampler.draft`, truncated by `draft_truncation` (None: as the target is). Returns the tokens,
+    [requests, K + 1], and the number of accepted drafts.
     """
-    truncation = truncation or {}
-    of_drafts = truncation if draft_truncation is None else draft_truncation
-    vocab, drafts = model.vocab, model.num_draft_tokens
-    seeds = torch.arange(requests, device=device) + first_seed
-    target = [torch.tensor(rows, dtype=torch.float32, device=device) for rows in model.target]
-    draft = [torch.tensor(rows, dtype=torch.float32, device=device) for rows in (draft_rows or model.draft)]
-    generator = torch.Generator(device=device).manual_seed(12345)
-
-    prefix = torch.zeros(requests, dtype=torch.int64, device=device)
-    target_logits, logits, token_ids = [target[0][prefix]], [], []
-    for offset in range(drafts):
-        rows = draft[offset][prefix]
-        if own_drafts:
-            tokens = sampler.draft(rows, temperature, seeds, torch.full_like(seeds, offset), offset=offset, **of_drafts)
-            tokens = tokens.token_ids
-        else:
-            tokens = torch.multinomial(torch.softmax(rows / temperature, 1), 1, generator=generator).squeeze(1)
-        prefix = prefix * vocab + tokens
+    seeds = torch.arange(REQUESTS, device=device)
+    target, draft = (
+        [torch.tensor(rows, dtype=torch.float32, device=device) for rows in side]
+        for side in (model.target, model.draft)
+    )
+    prefix = torch.zeros_like(seeds)
+    target_logits, draft_logits, token_ids = [target[0][prefix]], [], []
+    for offset in range(model.num_draft_tokens):
+        draft_logits.append(draft[offset][prefix])
+        where = {"seeds": seeds, "positions": torch.full_like(seeds, offset), "offset": offset}
+        of_drafts = truncation if draft_truncation is None else draft_truncation
+        token_ids.append(sampler.draft(draft_logits[-1], temperature, **where, **of_drafts).token_ids)
+        prefix = prefix * model.vocab + token_ids[-1]
         target_logits.append(target[offset + 1][prefix])
-        logits.append(rows)
-        token_ids.append(tokens)
-    stack = torch.stack(token_ids, 1) if drafts else torch.zeros(requests, 0, dtype=torch.int64, device=device)
     output = sampler(
-        torch.stack(target_logits, 1),
-        stack,
-        torch.stack(logits, 1) if draft_logits and drafts else None,
+        *(torch.stack(rows, 1) for rows in (target_logits, token_ids, draft_logits)),
         temperature=temperature,
         seeds=seeds,
         draft_sampling=None if draft_truncation is None else Sampling(temperature, **draft_truncation),
@@ -116,12 +83,11 @@ def run(
     assert not output.invalid.any()
 
     tokens, prefix = output.token_ids.clone(), torch.zeros_like(prefix)
-    for offset in range(drafts + 1):
-        missing = tokens[:, offset] == -1
-        own = sample(target[offset][prefix], temperature, seeds, torch.full_like(seeds, offset), **truncation)
-        tokens[:, offset] = torch.where(missing, own, tokens[:, offset])
-        prefix = prefix * vocab + tokens[:, offset]
-    return Run(tokens.cpu().numpy(), output.num_accepted.cpu().numpy())
+    for offset, rows in enumerate(target):
+        own = sample(rows[prefix], temperature, seeds, torch.full_like(seeds, offset), **truncation)
+        tokens[:, offset] = torch.where(tokens[:, offset] == -1, own, tokens[:, offset])
+        prefix = prefix * model.vocab + tokens[:, offset]
+    return tokens.cpu().numpy(), output.num_accepted.cpu().numpy()
 
 
 def joint_distribution(model: Tables, temperature: float = 1.0) -> np.ndarray:
@@ -158,9 +124,9 @@ def accepted_distribution_of_blocks(model: Tables, temperature: float = 1.0) -> 
     return -np.diff([*at_least, 0.0])
 
 
-def counts_of_tokens(model: Tables, result: Run) -> np.ndarray:
+def counts_of_tokens(model: Tables, tokens: np.ndarray) -> np.ndarray:
     powers = model.vocab ** np.arange(model.num_draft_tokens, -1, -1)
-    return np.bincount(result.tokens @ powers, minlength=model.vocab ** (model.num_draft_tokens + 1))
+    return np.bincount(tokens @ powers, minlength=model.vocab ** (model.num_draft_tokens + 1))
 
 
 def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
@@ -176,9 +142,3 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
 def assert_distribution(counts: np.ndarray, distribution: np.ndarray) -> None:
     assert abs(distribution.sum() - 1) < 1e-9
     assert p_value(counts, distribution) > FALSE_ALARM
-
-
-# A model without history is a special case, in which rows of other positions could be used and nobody would see it.
-SHAPES = [(2, 4), (3, 3), (5, 2), (8, 1)]
-CASES = [(*shape, history) for shape, history in product(SHAPES, [False, True]) if history or shape == (3, 3) or ON_GPU]
-IDS = [f"V{vocab}-K{drafts}-{'history' if history else 'iid'}" for vocab, drafts, history in CASES]
