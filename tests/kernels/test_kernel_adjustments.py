@@ -68,16 +68,18 @@ def both(batch, adjustments, **options):
     return outputs
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 900}])
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 800}])
 def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
     """More is kept than can be compared in pairs, so the row is searched: by float32, of which bfloat16 has a few."""
-    batch = case(3, 1, 1104, torch.bfloat16, greedy=0, seed=6)
-    batch = replace(batch, target_logits=(batch.target_logits * 0.05).bfloat16())
+    batch = case(3, 0, 1104, torch.bfloat16, greedy=0, seed=6)
+    batch = replace(batch, target_logits=(8 + batch.target_logits * 0.1).bfloat16())
     adjustments = adjustments_for(batch, "penalties")
     output = verify("strict", batch.to(DEVICE), adjustments, logprobs="processed", **options)
     assert_same_tokens(output.token_ids, expected("strict", batch, options, None, False, adjustments), FLOAT32_BAND)
     copied = replace(batch, target_logits=adjusted_rows(batch, adjustments, batch.draft_token_ids)).to(DEVICE)
-    assert_same(output, verify("strict", copied, None, logprobs="processed", **options))
+    of_copy = verify("strict", copied, None, logprobs="processed", **options)
+    # One token more or less that is kept changes them by 1e-3; float32 rows are summed in another order.
+    torch.testing.assert_close(output.logprobs, of_copy.logprobs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS if ON_GPU else ["few", "large"])
