@@ -47,7 +47,7 @@ def by_option(message: str, options: argparse.Namespace) -> str:
     """
     argument, colon, rest = message.partition(":")
     for name in (argument, argument.removesuffix("s")):  # seeds are given as --seed
-        if name in vars(options):
+        if name in vars(options) and name != "subject":  # which is no option
             return f"--{name.replace('_', '-')}{colon}{rest}"
     return message
 

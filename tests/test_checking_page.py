@@ -18,7 +18,7 @@ def runs():
     if not PAGE.exists():
         return []
     blocks = fences(PAGE)
-    files = [i for i, each in enumerate(blocks) if "mine.py" in each.info]
+    files = [i for i, each in enumerate(blocks) if "verifier.py" in each.info]
     return [(blocks[i].code, blocks[i + 1].code, blocks[i + 2]) for i in files]
 
 
@@ -27,7 +27,7 @@ def test_the_output_on_the_page_is_the_commands(run, status, tmp_path, monkeypat
     code, command, output = runs()[run]
     assert output.is_output
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(code)
+    Path("verifier.py").write_text(code)
     program, *arguments = shlex.split(command)
     assert program == "specdecode"
     assert cli.main(arguments) == status

@@ -38,6 +38,9 @@ class Finding(NamedTuple):
     certain: bool = False
     """Whether there is only one right outcome: then one other is proof."""
 
+    within: str = ""
+    """What is added if it passes."""
+
     def verdict(self, threshold: float) -> bool:
         """Return whether it passes."""
         return self.passed if self.p_value is None else self.p_value >= threshold
@@ -47,7 +50,7 @@ class Finding(NamedTuple):
         if not self.verdict(threshold):
             return "\n".join(filter(None, (self.what, self.seen)))
         if self.fit is None:
-            return self.what
+            return self.what + self.within
         if not self.fit.degrees:
             return self.what + ("" if self.certain else "; too few requests to tell")
         return f"{self.what}; sees a total variation of {detectable(self.fit.degrees, self.fit.size, threshold):.3f}"
@@ -146,6 +149,7 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
     what += f"; token verification {by_tokens:.3f}, an exact method {best:.3f} at most"
     scale = models.num_draft_tokens
     p_value = mean_above(mean / scale, best / scale, requests)
+    within = "; above it, but within chance" if mean > best else ""
     notes: tuple[str, ...] = ()
     if mean < WASTE * by_tokens:
         share = mean / by_tokens
@@ -153,7 +157,14 @@ def acceptance(case: Case, models: Models, outcome: Outcome) -> Finding:
             f"{case.name}: it accepts {share:.0%} of the drafts that token verification accepts. This is waste, no error.",
         )
     return Finding(
-        name_of(case, "acceptance"), p_value, True, what, "more than an exact method can accept", None, notes
+        name_of(case, "acceptance"),
+        p_value,
+        True,
+        what,
+        "more than an exact method can accept",
+        None,
+        notes,
+        within=within,
     )
 
 

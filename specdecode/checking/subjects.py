@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -68,7 +69,11 @@ def load_function(argument: str, name: str, files: dict[Path, ModuleType]) -> Fu
         files[file] = run_file(argument, file)
     function: Function | None = getattr(files[file], function_name, None)
     if not callable(function):
-        raise ValueError(f"{argument}: expected a function of {file}, got {function_name!r}, which it does not have")
+        functions = [each for each, value in vars(files[file]).items() if callable(value)]
+        close = "".join(f". Do you mean {each!r}?" for each in get_close_matches(function_name, functions, 1))
+        raise ValueError(
+            f"{argument}: expected a function of {file}, got {function_name!r}, which it does not have{close}"
+        )
     return function
 
 

@@ -16,6 +16,7 @@ from specdecode.checking.verifiers import (
     Verifier,
     gumbel,
     hashed,
+    last_row,
     log,
     pick,
     residual,
@@ -116,6 +117,12 @@ def overflowing(logits: Logits, temperature: float) -> Floats:
 
 
 ROWS = {
+    "last_row_without_the_drafts": Mistake(
+        "no draft is accepted, but the token is drawn from the row after all drafts.",
+        EASY,
+        "Row i follows i accepted drafts: after none of them, draw from row 0.",
+        Verifier(count=lambda step, accepts: 0 * step.given, recovered=lambda step, accepted: last_row(step)),
+    ),
     "target_rows_shifted": Mistake(
         "each draft is judged by the target's next row.",
         EASY,
