@@ -49,6 +49,7 @@ NO_LIMITS = {
     "draft_cutoff": None,
     "logprobs": None,
     "draft_vocab_ids": None,
+    "adjustments": None,
     "shard": None,
 }
 

@@ -125,7 +125,7 @@ def offer(place, noise, source, rivals, inputs, workspace, sizes, tuning):
 @triton.jit
 def offer_row(place, noise, rivals, outputs, inputs, workspace, sizes, tuning):
     """Return whether the draft at a place is accepted, and its row empty; this rank's offer, and its log-probability."""
-    raw = load_raw_statistics(place, workspace, sizes)
+    raw = load_raw_statistics(place, inputs, workspace, sizes)
     accepted, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
     if tuning.POSTED:
         accepted &= place.offset < load_stop(workspace.state_ptr, place.request, sizes)
