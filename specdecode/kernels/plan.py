@@ -1,8 +1,8 @@
 """The launches of a step, for calls of all sizes: what they have for a workspace, how many programs, how much each does.
 
-No number here changes a result, except LANES, which set the order in which a residual is summed, and so its rounding.
-(DECIDE and DRAW, in the same bundles, are the method's and not tuned.) Unless they say otherwise, numbers are the best found
-for the cells of the record tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
+No number that is tuned here changes a result. (RESIDUAL_LANES would, and is one for all; DECIDE and DRAW, in the same
+bundles, are the method's.) Unless they say otherwise, numbers are the best found for the cells of the record
+tests/benchmarks/records/h200.json (one H200, 151,936 tokens, bfloat16).
 """
 
 from typing import Any
@@ -52,12 +52,15 @@ READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 # T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
 RAW_REGISTERS = 16
 
-# In block verification: programs that share all sums; and BLOCKS and LANES of `arguments.Settling`.
-SUM_PROGRAMS, SETTLING = 1056, (4, 512)
+# LANES of all that sums residuals. They set the order, and so the last bit, which must not depend on the batch.
+RESIDUAL_LANES = 256
 
-# TOP, BLOCKS and LANES of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many
-# requests one is likely to need a long search, for which the others wait.
-SEARCH = {"few": (2, 1, 256), "many": (8, 1, 256), "large": (8, 2, 256)}
+# In block verification: programs that share all sums, and BLOCKS of `arguments.Settling`.
+SUM_PROGRAMS, SUM_BLOCKS = 1056, 4
+
+# TOP and BLOCKS of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many requests
+# one is likely to need a long search, for which the others wait.
+SEARCH = {"few": (2, 1), "many": (8, 1), "large": (8, 2)}
 MANY_REQUESTS = 12
 
 MOST_PROGRAMS = 65_535  # along a grid's second dimension, and its third
@@ -117,7 +120,7 @@ def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes,
 
 def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> Settling:
     """Add the launches of block verification that decide; return how, but for `sums`, which others ignore."""
-    tuning = Settling(*SETTLING, False, can_overlap(plan.device))
+    tuning = Settling(SUM_BLOCKS, RESIDUAL_LANES, False, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
     plan.add(ratio_kernel, requests * num_draft_tokens, (*bundles, tuning), num_warps=4)
     deciding = *bundles, tuning._replace(SUMS=sums)
@@ -192,7 +195,7 @@ def add_emission(
     searches = structure.draft is not None and not sums
     search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
     flags = per_row, per_row and posted, structure.settles, sums, can_overlap(plan.device)
-    tuning = Searching(*SEARCH[search], method.decide, method.draw, *flags)
+    tuning = Searching(*SEARCH[search], RESIDUAL_LANES, method.decide, method.draw, *flags)
     add_drawing(plan, emit_kernel, (*bundles, tuning), method.num_warps)
 
 

@@ -274,7 +274,7 @@ def test_a_hint_ends_the_searches_of_its_step_alone():
     call = vars(batch) | {"temperature": 5.0, "seeds": torch.arange(requests)}
     call["draft_logsumexp"] = (batch.draft_logits / 5).logsumexp(2)
     check = partial(assert_ranks_agree, ranks, partial(sampler_of, "probabilistic"), call)
-    with planned_with(shard_plan, SEARCH=(1, 1, 256)):
+    with planned_with(shard_plan, SEARCH=(1, 1)):
         check()
         memory = [shard.transport_on(torch.zeros(1, device=DEVICE).device).words for shard in ranks.shards]
         hints = [words[transports.HINTS : transports.HEADER] for words in memory]
@@ -299,7 +299,7 @@ def test_a_rank_ends_its_search_only_where_anothers_residual_surely_is_best(is_g
     if not is_given:
         call["draft_logsumexp"] = None
     ranks = ranks_of([0, 3072, 6000], [1, 0])
-    with planned_with(shard_plan, SEARCH=(1, 1, 256)):
+    with planned_with(shard_plan, SEARCH=(1, 1)):
         assert_ranks_agree(ranks, partial(sampler_of, "probabilistic"), call)
 
 

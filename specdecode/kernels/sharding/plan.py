@@ -19,7 +19,14 @@ from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
 from specdecode.kernels.methods import Method
-from specdecode.kernels.plan import SUM_PROGRAMS, TRUNCATION_REGISTERS, add_deciding, add_drawing, add_reading
+from specdecode.kernels.plan import (
+    RESIDUAL_LANES,
+    SUM_PROGRAMS,
+    TRUNCATION_REGISTERS,
+    add_deciding,
+    add_drawing,
+    add_reading,
+)
 from specdecode.kernels.sharding import arrange, cut, offer, rivals, tell
 from specdecode.kernels.sharding.arguments import Arranging, Channel, Cutting, Exchange
 from specdecode.kernels.sharding.memory import Parts, Step, Told, Way, parts_of, step_of, words_told
@@ -31,10 +38,10 @@ WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
 
 MIN_SHARD_BLOCKS = 32  # MAX_BLOCKS of a shard is at least this
 
-# TOP, BLOCKS and LANES of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and more
+# TOP and BLOCKS of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and more
 # where the draft rows' sums are not known, and ranks cannot hint to each other. Then a rank that has none of the likely
 # tokens may look at most of its blocks.
-SEARCH, UNBOUNDED_SEARCH = (4, 1, 256), (8, 8, 256)
+SEARCH, UNBOUNDED_SEARCH = (4, 1), (8, 8)
 
 
 class ShardedPlan:
@@ -331,7 +338,7 @@ def add_offers(
     search = UNBOUNDED_SEARCH if is_unbounded else SEARCH
     flags = step.per_row, step.per_row and step.decides, step.settles, step.sums, can_overlap(plan.device)
     hints = (rivals.hint, rivals.hinted) if plan.is_symmetric else (None, None)
-    tuning = Searching(*search, decide, None, *flags, rivals.least_score, *hints)
+    tuning = Searching(*search, RESIDUAL_LANES, decide, None, *flags, rivals.least_score, *hints)
     bundles = step.inputs, outputs, workspace, exchanged, step.sizes, tuning
     add_drawing(plan.last, offer.offer_kernel, bundles, method.num_warps)
 
