@@ -4,6 +4,7 @@ Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 """
 
 from types import SimpleNamespace as Namespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,17 @@ from reference.adjustments import adjust
 from specdecode.integrations.vllm import TokenSampling
 from specdecode.integrations.vllm.adjusting import known_processors
 from specdecode.integrations.vllm.sampling import ADJUSTS, PROCESSORS
-from tests.support.vllm import LEFT, METHODS, emitted, mirrored, ragged_case, rejection_sampler, sampling_states
+from tests.support.differential import like_a_device
+from tests.support.vllm import (
+    LEFT,
+    METHODS,
+    PlainRejectionSampler,
+    emitted,
+    mirrored,
+    ragged_case,
+    rejection_sampler,
+    sampling_states,
+)
 
 SLOTS, VOCAB = 64, 50
 NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
@@ -177,3 +188,81 @@ def test_kernels_are_compiled_with_penalties_and_biases_too():
     ]
     for call in calls:
         real.packed(**call)
+
+
+def forbids_five(sampler, applied):
+    """In place of vLLM's processing of a copy: token 5 is a bad word; rows are divided by the temperature."""
+
+    def apply_sampling_params(logits, row_slots, slots, slots_np, pos, fed, local_pos, lengths):
+        applied.append((len(logits), slots_np.tolist()))
+        assert row_slots.tolist() == np.repeat(slots_np, np.bincount(np.cumsum(local_pos.numpy() == 0) - 1)).tolist()
+        assert len(pos) == len(fed) == len(logits)
+        assert len(lengths) == len(slots_np)
+        rows = logits.float()
+        rows[:, 5] = -torch.inf
+        temperature = sampler.sampling_states.temperature.gpu[row_slots.long(), None]
+        return rows / torch.where(temperature == 0, 1, temperature)
+
+    return apply_sampling_params
+
+
+@pytest.mark.parametrize("with_draft_logits", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_of_a_step_vllm_prepares_the_rows_of_those_requests_alone_that_need_it(method, with_draft_logits):
+    """All requests emit what one call says in which these requests' rows were changed before; some are greedy."""
+    case, _, _ = ragged_case(seed=6)
+    sampler, applied = Sampler(), []
+    slots = case["idx_mapping_np"]
+    sampler.sampling_states.temperature.np[::2] = 0.8
+    bad = np.zeros(SLOTS, dtype=bool)
+    bad[slots[[1, 2, 7, 30]]] = True
+    for slot in slots:
+        sampler.add_request(slot, Namespace(**({"bad_words": ["x"]} if bad[slot] else {})))
+    sampler.apply_sampling_params = forbids_five(sampler, applied)
+    draft_logits = torch.randn(SLOTS, 4, VOCAB) if with_draft_logits else None
+    result = rejection_sampler(method, sampler.sampling_states, 4, sampler=sampler)
+    starts = case["cu_num_logits"].numpy()
+    result.host_starts = starts
+    with like_a_device():  # where a request may have no slot, and then nothing of it is read
+        _, *tokens = result._verify(draft_logits=draft_logits, **case)
+    assert not result.fallbacks
+    assert applied == [(int(np.diff(starts)[[1, 2, 7, 30]].sum()), slots[[1, 2, 7, 30]].tolist())]
+    changed = case["logits"].float()
+    changed[torch.from_numpy(bad)[case["expanded_idx_mapping"].long()], 5] = -torch.inf
+    expected = result.verifier.packed(
+        changed,
+        case["verify_draft_sampled"][1:],
+        case["cu_num_logits"],
+        None if method == "strict" else draft_logits,
+        num_draft_tokens=4,
+        slots=case["idx_mapping"],
+        temperature=sampler.sampling_states.temperature.gpu,
+        seeds=sampler.sampling_states.seeds.gpu,
+        row_positions=case["pos"],
+    )
+    assert emitted(*tokens) == emitted(expected.token_ids, expected.num_tokens)
+    assert 5 not in np.concatenate([row for row, slot in zip(emitted(*tokens), slots) if bad[slot]])
+
+
+def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
+    case, _, _ = ragged_case(seed=6)
+    sampler = Sampler()
+    sampler.add_request(case["idx_mapping_np"][3], Namespace(bad_words=["x"]))
+    result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
+    for starts in (None, case["cu_num_logits"].numpy()[:-1], case["cu_num_logits"].numpy() + 1):
+        result.host_starts = starts
+        assert result._verify(draft_logits=None, **case) is LEFT
+
+
+@pytest.mark.parametrize(("most", "adaptive", "known"), [(1000, False, True), (1000, True, False), (7, False, False)])
+def test_the_host_knows_the_rows_of_a_step_that_is_not_divided(most, adaptive, known):
+    case, _, _ = ragged_case(seed=6)
+    sampler, seen = Sampler(), []
+    sampler.add_request(case["idx_mapping_np"][3], Namespace(bad_words=["x"]))
+    result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
+    result.enable_adaptive_verification = adaptive
+    batch = Namespace(idx_mapping_np=case["idx_mapping_np"], cu_num_logits_np=case["cu_num_logits"].numpy())
+    with mock.patch.object(PlainRejectionSampler, "_verify_in_chunks", lambda self, *_: seen.append(self.host_starts)):
+        result._verify_in_chunks(case["logits"], batch, None, case["draft_sampled"], case["pos"], most, -1)
+    assert [starts is batch.cu_num_logits_np for starts in seen] == [known]
+    assert result.host_starts is None

@@ -210,7 +210,7 @@ def test_a_batch_is_divided_only_for_the_copy_that_vllm_makes(method, change):
     result = rejection_sampler(method, sampling_states(64, 50), 4)
     if change == "penalty":
         result.sampler.other_processing[case["idx_mapping_np"][7]] = True
-    batch = Namespace(idx_mapping_np=case["idx_mapping_np"])
+    batch = Namespace(idx_mapping_np=case["idx_mapping_np"], cu_num_logits_np=case["cu_num_logits"].numpy())
     where = None, case["draft_sampled"], case["pos"]
     for most in (7, 1000):
         expected = len(case["logits"]) if change is None and most == 7 else most

@@ -174,11 +174,15 @@ def needs_of(sampler: Any, requests: np.ndarray) -> np.ndarray:
     return bits.astype(np.uint8)
 
 
+def needs_each(sampler: Any, requests: np.ndarray) -> np.ndarray:
+    """Return what each of the requests of a step needs, in bits, as it was noted when it came."""
+    needs: np.ndarray | None = getattr(sampler, "needs", None)
+    return needs_of(sampler, requests) if needs is None else needs[requests]
+
+
 def needs_in(sampler: Any, requests: np.ndarray) -> int:
     """Return what any of the requests of a step needs, in bits."""
-    needs = getattr(sampler, "needs", None)
-    each = needs_of(sampler, requests) if needs is None else needs[requests]
-    return int(np.bitwise_or.reduce(each))
+    return int(np.bitwise_or.reduce(needs_each(sampler, requests), initial=0))
 
 
 def processes_logprobs(sampler: Any) -> bool:
@@ -222,6 +226,22 @@ def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[st
     if draft_logits is None or "top_p" not in sampling:
         return sampling
     return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
+
+
+def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
+    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever a grammar has masked it.
+
+    A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
+    It is sure to be: p(x) = 0. Other drafts that vLLM leaves out, as after the first that is masked, remain -1.
+
+    Args:
+        drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
+        drawn: [num_rows - 1] the ids that were drawn there.
+        logits: [num_rows, vocab] with the grammar's masks applied.
+    """
+    ids = drawn.long().clamp(0, logits.shape[1] - 1)
+    is_masked = logits[:-1].gather(1, ids[:, None]).squeeze(1) == -torch.inf
+    return torch.where(is_masked, drawn, drafts)
 
 
 def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:

@@ -29,17 +29,21 @@ from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_a
 from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
 from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
+    PROCESSORS,
     TRUNCATES,
     adjusted,
     batch_of,
     compile_all,
     for_drafts,
+    needs_each,
     needs_in,
     of_processed,
     requested,
     values_of,
     why_processed,
+    with_masked_drafts,
 )
+from specdecode.integrations.vllm.splitting import Prepared, joined, verify_prepared, without
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
@@ -54,6 +58,9 @@ class DraftVerification:
     fallbacks: Fallbacks
     report: Report | None = None
     """None: another rank reports the same steps."""
+
+    host_starts: np.ndarray | None = None
+    """Where the rows of each request start, and those of the last end; None: the host does not know."""
 
     # What vLLM's class has:
     fly_window_size: int
@@ -157,6 +164,9 @@ class DraftVerification:
         if kind not in self.kinds and self.other_rule() is None:
             self.prepare(kind, self.call_of(logits, drafts, *where))
         needs = needs_in(self.sampler, idx_mapping_np)
+        prepared = self.prepared_in(idx_mapping_np, logits)
+        if prepared is not None:
+            needs = needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
         rule, processed = self.why_left(needs, kind)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
@@ -170,7 +180,11 @@ class DraftVerification:
         call = self.call_of(logits, drafts, *where)
         if kind not in self.kinds:  # as the copy of vLLM's is
             self.prepare(kind, call)
-        output = self.output_of(call, for_drafts(sampling, draft_rows), kind)
+        if prepared is None:
+            output = self.output_of(call, for_drafts(sampling, draft_rows), kind)
+        else:
+            output = self.output_of(without(call, prepared), for_drafts(sampling, draft_rows), kind)
+            output = joined(output, verify_prepared(self, prepared, given), prepared)
         if self.report is not None:
             self.report.verified(output)
         return logits, output.token_ids, output.num_tokens
@@ -184,6 +198,15 @@ class DraftVerification:
         batch, method = batch_of(call, sampling), self.verifier.method
         output: SamplerOutput = backends.to_verify(self.verifier.backend, method, batch).verify(method, batch, None)
         return output
+
+    def prepared_in(self, idx_mapping_np: np.ndarray, logits: Tensor) -> Prepared | None:
+        """Return the requests of a step that need vLLM's copy, if others do not, and it is known where all rows are."""
+        if self.host_starts is None or len(self.host_starts) != len(idx_mapping_np) + 1:
+            return None
+        some = (needs_each(self.sampler, idx_mapping_np) & PROCESSORS) > 0
+        if not some.any() or some.all() or self.host_starts[-1] != len(logits):
+            return None
+        return Prepared.of(some, self.host_starts, logits.device)
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
@@ -217,7 +240,12 @@ class DraftVerification:
             if self.why_left(needs_in(self.sampler, input_batch.idx_mapping_np), kind) == (None, None):
                 max_chunk_logits = len(logits)
         where = draft_logits, draft_sampled, pos, max_chunk_logits, max_num_logprobs, verify_draft_sampled
-        return super()._verify_in_chunks(logits, input_batch, *where)  # type: ignore[misc]
+        if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
+            self.host_starts = input_batch.cu_num_logits_np  # not so if the device alone knows where rows are
+        try:
+            return super()._verify_in_chunks(logits, input_batch, *where)  # type: ignore[misc]
+        finally:
+            self.host_starts = None
 
     @functools.cached_property
     def kinds(self) -> dict[Any, tuple[str | None, str | None]]:
@@ -302,19 +330,3 @@ def reports_here(sampler: Any) -> bool:
     except (ImportError, AssertionError):  # there is no group
         return True
     return bool(group.rank_in_group == 0)
-
-
-def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
-    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever a grammar has masked it.
-
-    A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
-    It is sure to be: p(x) = 0. Other drafts that vLLM leaves out, as after the first that is masked, remain -1.
-
-    Args:
-        drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
-        drawn: [num_rows - 1] the ids that were drawn there.
-        logits: [num_rows, vocab] with the grammar's masks applied.
-    """
-    ids = drawn.long().clamp(0, logits.shape[1] - 1)
-    is_masked = logits[:-1].gather(1, ids[:, None]).squeeze(1) == -torch.inf
-    return torch.where(is_masked, drawn, drafts)
