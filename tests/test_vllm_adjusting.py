@@ -244,6 +244,17 @@ def test_of_a_step_vllm_prepares_the_rows_of_those_requests_alone_that_need_it(m
     assert 5 not in np.concatenate([row for row, slot in zip(emitted(*tokens), slots) if bad[slot]])
 
 
+def test_processed_log_probabilities_of_such_a_request_need_the_whole_copy():
+    case, _, _ = ragged_case(seed=6)
+    sampler, slot = Sampler(), case["idx_mapping_np"][3]
+    sampler.logprobs_mode = "processed_logprobs"
+    sampler.sampling_states.num_logprobs[slot] = 0
+    sampler.add_request(slot, Namespace(bad_words=["x"]))
+    result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
+    result.host_starts = case["cu_num_logits"].numpy()
+    assert result._verify(draft_logits=None, **case) is LEFT
+
+
 def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()

@@ -166,7 +166,7 @@ class DraftVerification:
         needs = needs_in(self.sampler, idx_mapping_np)
         prepared = self.prepared_in(idx_mapping_np, logits)
         if prepared is not None:
-            needs = needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
+            needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
         rule, processed = self.why_left(needs, kind)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
