@@ -118,7 +118,9 @@ def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Ten
 def harmless(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the penalty of each row, [..., 1] or []; what could not be checked and makes no sense is neutral."""
     if not isinstance(penalty, Tensor):
-        return torch.tensor(penalty, dtype=dtype, device=slots.device)
+        return torch.full(
+            (), penalty, dtype=dtype, device=slots.device
+        )  # a number of the host would be copied, or inverted
     given = penalty.to(torch.float32).to(dtype)[slots][..., None]
     valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
     return given.where(valid, neutral)
