@@ -18,6 +18,7 @@ import torch
 import specdecode
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, sample
 from tests.conftest import BACKENDS, HAS_TRITON
+from tests.support.adjusted import adjustments_for, to
 from tests.support.differential import case, like_a_device
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,38 @@ def test_replays_see_fresh_inputs(backend, method):
         row = sampler.draft(batch.draft_logits[:, 0], batch.temperature, batch.seeds, batch.positions)
         assert torch.equal(draft.token_ids, row.token_ids)
         assert torch.equal(draft.logsumexp, row.logsumexp)
+
+
+@needs_cuda
+@pytest.mark.parametrize("number", [None, 1.3], ids=["penalties each", "one for all"])
+@pytest.mark.parametrize("backend", CUDA_BACKENDS)
+@pytest.mark.parametrize("method", SAMPLERS)
+def test_replays_see_fresh_counts_masks_and_biases(backend, method, number):
+    sampler, batch = RejectionSampler(**SAMPLERS[method], backend=backend), case(16, 3, 3000, torch.bfloat16).to("cuda")
+    static, *fresh = [to("cuda", adjustments_for(batch.to("cpu"), seed=seed)) for seed in range(3)]
+    if number is not None:
+        static, *fresh = [each._replace(repetition_penalty=number, frequency_penalty=None) for each in (static, *fresh)]
+
+    def adjusted(adjustments):
+        options = {"temperature": batch.temperature, "seeds": batch.seeds, "logprobs": "raw"}
+        return sampler(
+            batch.target_logits, batch.draft_token_ids, batch.draft_logits, adjustments=adjustments, **options
+        )
+
+    adjusted(static)
+    with synchronising_raises():
+        adjusted(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = adjusted(static)
+    for adjustments in fresh:
+        for mine, other in zip(static, adjustments):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(other)
+        graph.replay()
+        for got, want in zip(output[:4], adjusted(adjustments)):
+            assert torch.equal(got, want)
 
 
 @needs_cuda
