@@ -38,7 +38,7 @@ WAITING_PROGRAMS, WAITING_REGISTERS = 1056, 128
 
 MIN_SHARD_BLOCKS = 32  # MAX_BLOCKS of a shard is at least this
 
-# TOP and BLOCKS of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; and more where draft
+# TOP and BLOCKS of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; more where draft
 # rows' sums are not known and ranks cannot hint to each other: one without likely tokens may look at most of its blocks.
 SEARCH, UNBOUNDED_SEARCH = (4, 1), (8, 8)
 
