@@ -265,6 +265,17 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
         assert result._verify(draft_logits=None, **case) is LEFT
 
 
+def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
+    case, _, _ = ragged_case(seed=6)
+    sampler = Sampler()
+    result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
+    result.host_starts = case["cu_num_logits"].numpy()
+    for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
+        sampler.add_request(slot, Namespace(bad_words=["x"]))
+        prepared = result.prepared_in(case["idx_mapping_np"], case["logits"])
+        assert (prepared is not None) == (count <= 10)  # of 40
+
+
 @pytest.mark.parametrize(("most", "adaptive", "known"), [(1000, False, True), (1000, True, False), (7, False, False)])
 def test_the_host_knows_the_rows_of_a_step_that_is_not_divided(most, adaptive, known):
     case, _, _ = ragged_case(seed=6)

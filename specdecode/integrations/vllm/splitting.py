@@ -13,6 +13,9 @@ from torch import Tensor
 from specdecode import SamplerOutput
 from specdecode.integrations.vllm.sampling import of_processed, values_of, with_masked_drafts
 
+MOST_PREPARED = 0.25
+"""The share of a step's requests that may be: copies of their rows, and of their drafts', take no more memory than vLLM's."""
+
 
 class Prepared(NamedTuple):
     """The requests of a step that vLLM prepares rows for."""

@@ -43,7 +43,7 @@ from specdecode.integrations.vllm.sampling import (
     why_processed,
     with_masked_drafts,
 )
-from specdecode.integrations.vllm.splitting import Prepared, joined, verify_prepared, without
+from specdecode.integrations.vllm.splitting import MOST_PREPARED, Prepared, joined, verify_prepared, without
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
@@ -200,11 +200,11 @@ class DraftVerification:
         return output
 
     def prepared_in(self, idx_mapping_np: np.ndarray, logits: Tensor) -> Prepared | None:
-        """Return the requests of a step that need vLLM's copy, if others do not, and it is known where all rows are."""
+        """Return the requests of a step that need vLLM's copy, if they are few, and it is known where all rows are."""
         if self.host_starts is None or len(self.host_starts) != len(idx_mapping_np) + 1:
             return None
         some = (needs_each(self.sampler, idx_mapping_np) & PROCESSORS) > 0
-        if not some.any() or some.all() or self.host_starts[-1] != len(logits):
+        if not 0 < some.sum() <= len(some) * MOST_PREPARED or self.host_starts[-1] != len(logits):
             return None
         return Prepared.of(some, self.host_starts, logits.device)
 
