@@ -14,7 +14,7 @@ from specdecode import SamplerOutput
 from specdecode.integrations.vllm.sampling import of_processed, values_of, with_masked_drafts
 
 MOST_PREPARED = 0.25
-"""The share of a step's requests, at most: so copies of their rows, and of their drafts', take no more memory than vLLM's."""
+"""The most of a step's requests: so copies of their rows, and of their drafts', take no more memory than vLLM's."""
 
 
 class Prepared(NamedTuple):
