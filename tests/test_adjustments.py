@@ -43,9 +43,9 @@ def call(method, batch, adjustments, *, with_logits=True, backend="eager", **opt
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float64, {"top_k": 9, "top_p": 0.9})])
 def test_tokens_are_the_references(device, method, kind, dtype, options):
-    batch = case(9, 3, 1100, dtype, seed=len(kind))
+    batch = case(6, 3, 1100, dtype, seed=len(kind))
     adjustments = adjustments_for(batch, kind)
-    for with_logits in (True, False):
+    for with_logits in (True, False) if dtype == torch.bfloat16 else (True,):
         output = call(method, batch.to(device), to(device, adjustments), with_logits=with_logits, **options)
         outcomes = expected(method, batch, options, None, with_logits, adjustments)
         assert_same_tokens(output.token_ids, outcomes, batch.band("eager"))
