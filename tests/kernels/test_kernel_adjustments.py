@@ -68,6 +68,22 @@ def both(batch, adjustments, **options):
     return outputs
 
 
+@pytest.mark.parametrize("way", [FEW, LARGE], ids=["few", "large"])
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_drafts_before_a_row_count_as_emitted(method, way):
+    """Token 0 is repeated until the penalty of what was emitted makes token 1 better, in the middle of a step."""
+    logits = torch.tensor([2.0, 1.5, 0.0]).expand(1, 6, 3).contiguous().to(DEVICE)
+    drafts = torch.tensor([[0, 0, 1, 0, 1]], device=DEVICE)
+    before = torch.tensor([[1, 0, 0]], dtype=torch.int32)
+    for penalties, tokens in (
+        (Adjustments(frequency_penalty=0.4), [0, 0, 1, 0, 1, 0]),
+        (Adjustments(frequency_penalty=0.4, output_counts=before), [0, 1, -1, -1, -1, -1]),
+        (Adjustments(presence_penalty=0.6), [0, 1, -1, -1, -1, -1]),
+    ):
+        arguments = VerificationBatch.check(logits, drafts, None, None, 0.0, 0, None, adjustments=to(DEVICE, penalties))
+        assert kernels.verify(method, arguments, None, **way).token_ids.tolist() == [tokens]
+
+
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 800}])
 def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
     """More is kept than can be compared in pairs, so the row is searched: by float32, of which bfloat16 has a few."""
@@ -86,7 +102,8 @@ def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_a_call_with_the_rows_adjusted_before(method, way):
     """Bit for bit, log-probabilities too: an adjusted float32 copy is what `adjusted` makes of a float32 row."""
-    batch = case(3, 1, 1104, torch.float32, seed=3)
+    batch = case(3, 2, 1104, torch.float32, greedy=0, seed=3)
+    batch.target_logits[1] -= 20  # penalties are a factor of negative logits
     adjustments = adjustments_for(batch)
     copied = replace(batch, target_logits=adjusted_rows(batch, adjustments, batch.draft_token_ids)).to(DEVICE)
     options = {"way": WAYS[way], "logprobs": "processed"} | ({"top_p": 0.9} if method in ("strict", "block") else {})
