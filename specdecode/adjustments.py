@@ -10,6 +10,8 @@ from torch import Tensor
 from specdecode.checks import FLOATS, INTEGERS, Extent, check_tensor, check_type, check_values, on_host, plain, shown
 
 FLOAT32 = torch.finfo(torch.float32)
+MOST_COUNTED = 2**30
+"""Counts above it are taken for it: float32 has no more digits, and drafts may be added without an overflow."""
 WORD = 32
 """Tokens of a word of a mask."""
 

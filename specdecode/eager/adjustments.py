@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.adjustments import WORD, Adjustments
+from specdecode.adjustments import MOST_COUNTED, WORD, Adjustments
 from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.eager.packed import IndexedRows, rows_of
+from specdecode.eager.packed import IndexedRows, locate, rows_of
 from specdecode.packing import Packing
-
-MOST_COUNTED = 2**30
-"""Counts above it are taken for it: float32 has no more digits, and drafts may be added without an overflow."""
 
 
 class Places(NamedTuple):
@@ -139,13 +136,19 @@ def words_of(bits: Tensor) -> Tensor:
     return words.sum(dim=-1).to(torch.int32)
 
 
+def rows_and_slots(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of each request of a packed call, [batch, num_draft_tokens + 1] int64, and its slot, [batch]."""
+    first, num_drafts, slots = locate(packing, num_rows)
+    return rows_of(first, num_drafts, packing.num_draft_tokens), slots
+
+
 def places_in(packing: Packing | None, num_rows: int, shape: torch.Size, device: torch.device) -> Places:
     """Return where the adjustments of [batch, num_draft_tokens + 1] rows are; a packed call has so many rows in all."""
     requests, offsets = (torch.arange(size, device=device) for size in shape)
     requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
     if packing is None:
         return Places(requests, requests, offsets, requests)
-    rows, slots = rows_of(packing, num_rows)
+    rows, slots = rows_and_slots(packing, num_rows)
     return Places(slots[:, None].expand(shape), requests, offsets, rows)
 
 
@@ -181,7 +184,7 @@ def by_request(batch: VerificationBatch) -> Adjustments | None:
     packing, adjustments = batch.packing, batch.adjustments
     if packing is None or adjustments is None:
         return adjustments
-    rows, slots = rows_of(packing, len(batch.target_logits))
+    rows, slots = rows_and_slots(packing, len(batch.target_logits))
     each: Any = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
     mask = with_a_mask(adjustments).allowed_mask
     return Adjustments._make([*each, None if mask is None else mask[rows]])

@@ -49,14 +49,13 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return first * is_valid, torch.where(is_valid, end - first - 1, -1), slots * is_valid
 
 
-def rows_of(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return each request's rows, [batch, num_draft_tokens + 1] int64, and its slot, [batch] int64.
+def rows_of(first: Tensor, num_drafts: Tensor, most: int) -> Tensor:
+    """Return each request's rows, [batch, most + 1] int64, given the first of them and how many drafts it has.
 
     A row behind a request's last is never looked at: any will do.
     """
-    first, num_drafts, slots = locate(packing, num_rows)
-    offsets = torch.arange(packing.num_draft_tokens + 1, device=first.device)
-    return torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None]), slots
+    offsets = torch.arange(most + 1, device=first.device)
+    return torch.minimum(first[:, None] + offsets, first[:, None] + num_drafts.clamp(min=0)[:, None])
 
 
 def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatch, Tensor]:
@@ -67,7 +66,7 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         logits = logits.new_zeros(1, logits.shape[1])
     if len(ids) < len(logits):
         ids = torch.nn.functional.pad(ids, (0, 1))
-    rows, _ = rows_of(packing, len(batch.target_logits))
+    rows = rows_of(first, num_drafts, packing.num_draft_tokens)
     offsets = torch.arange(packing.num_draft_tokens, device=first.device)
     token_ids = ids[rows[:, :-1]].masked_fill(offsets >= num_drafts[:, None], -1)
     draft_logits = None

@@ -13,14 +13,14 @@ the prompt; a mask adds one bit. A request without penalties and biases in a bat
 import triton
 import triton.language as tl
 
+from specdecode import adjustments
 from specdecode.kernels.values import Biases, Penalties, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
 BIASES = tl.constexpr(32)
 """Ids of biases that are looked at at once."""
-MOST_COUNTED = tl.constexpr(2**30)
-"""Larger counts are taken for it: so drafts can be added."""
+MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
 
 
 @triton.jit
