@@ -57,7 +57,7 @@ def penalize(logits, counts, in_prompt, repetition_penalty=1.0, frequency_penalt
     >>> penalize(logits, counts, in_prompt, frequency_penalty=0.5, presence_penalty=0.25).tolist()
     [1.75, -1.0, 2.0]
     """
-    repeated = np.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+    repeated = logits * np.where(logits > 0, 1 / repetition_penalty, repetition_penalty).astype(logits.dtype)
     penalized = np.where(in_prompt | (counts > 0), repeated, logits)
     counts = counts.astype(logits.dtype)
     return penalized - frequency_penalty * counts - presence_penalty * np.minimum(counts, 1)

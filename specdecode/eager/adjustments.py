@@ -105,8 +105,8 @@ def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Ten
         is_seen = is_emitted
         if adjustments.prompt_mask is not None:
             is_seen = is_emitted | bits_of(adjustments.prompt_mask[places.slots], rows.shape[-1])
-        repeated = torch.where(rows > 0, rows / repetition, rows * repetition)
-        rows = torch.where(is_seen, repeated, rows)
+        factor = torch.where(rows > 0, 1 / repetition, repetition)
+        rows = torch.where(is_seen, rows * factor, rows)
     if frequency is not None:
         rows = rows - frequency * counts.to(rows.dtype)
     return rows if presence is None else rows - presence * is_emitted.to(rows.dtype)

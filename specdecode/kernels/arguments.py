@@ -101,14 +101,15 @@ class Adjustments(NamedTuple):
     presence: Float32
     prompt_ptr: Pointer  # [batch, ceil(vocab_size / 32)] int32 masks
     prompt_stride: Int64
-    counts_ptr: Pointer  # [batch, vocab_size] int32
-    counts_stride: Int64
+    counts_ptr: AlignedPointer  # [batch, vocab_size] int32
+    counts_stride: AlignedInt64
     bias_ids_ptr: Pointer  # [batch, num_biases] int32 or int64, -1 for none
     bias_ptr: Pointer  # [batch, num_biases] any float
     num_biases: Int32
     allowed_ptr: Pointer  # [batch, num_draft_tokens + 1, ceil(vocab_size / 32)] int32 masks, or [num_rows, ...]
     allowed_stride_request: Int64
     allowed_stride_offset: Int64
+    ALIGNED: Constant  # rows of counts start at multiples of 16
 
 
 class Inputs(NamedTuple):

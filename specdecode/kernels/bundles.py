@@ -60,6 +60,7 @@ class Structure(NamedTuple):
     logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
     penalizes: bool  # target rows may have penalties
+    counts_are_aligned: bool  # those of emitted tokens
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
 
     @property
@@ -131,7 +132,7 @@ def inputs_in(structure: Structure) -> Inputs:
         Requests(*requests, get("positions"), get("row_positions"), *numbers[2:]),
         limits,
         draft_limits,
-        adjustments_of(tensors, structure.penalizes, is_packed),
+        adjustments_of(tensors, structure.penalizes, structure.counts_are_aligned, is_packed),
     )
 
 
@@ -183,7 +184,7 @@ def limits_of(tensors: dict[str, Argument], some: slice) -> Limits:
     return Limits(*itertools.chain.from_iterable(zip(pointers, map(Number, LIMITS[some]))))
 
 
-def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: bool) -> Adjustments:
+def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_aligned: bool, is_packed: bool) -> Adjustments:
     """Return the bundle of adjustments."""
     get = tensors.get
     penalties: list[Any] = [None] * 6
@@ -196,7 +197,7 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_packed: boo
     num_biases = Number("num_biases") if "bias" in tensors else None
     allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
     exist = penalizes or "bias" in tensors or "allowed_mask" in tensors
-    return Adjustments._make([exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed])
+    return Adjustments._make([exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed, is_aligned])
 
 
 def outputs_in(structure: Structure) -> Outputs:

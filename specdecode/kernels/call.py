@@ -182,6 +182,7 @@ def run_step(
         if "draft_vocab_ids" in tensors:
             ids = tensors["draft_vocab_ids"]
             vocab_ids_are_aligned = (len(ids) | ids.data_ptr()) % 16 == 0
+    counts = tensors.get("output_counts")
     structure = (  # the fields of a `Structure`, in their order: to make one takes three times as long
         method,
         target.device,
@@ -198,6 +199,7 @@ def run_step(
         logprobs,
         seeds_by_request,
         "repetition_penalty" in numbers,
+        counts is not None and (counts.stride(0) | counts.data_ptr()) % 16 == 0,
         max(numbers["batch"], numbers["num_draft_tokens"] + 1) > MOST_PROGRAMS,
     )
     if batch.shard is None:

@@ -48,6 +48,9 @@ SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 # once. And of one that emits where there are draft rows: left to itself, the compiler spilled some to have more programs.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
+import os
+READ_REGISTERS_ADJUSTED = int(os.environ.get("RRA", 128))
+
 # More of them where a large batch is summed at two temperatures: some would spill. On an H100, 256 requests of 3 drafts,
 # T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
 RAW_REGISTERS = 16
@@ -146,9 +149,10 @@ def add_reading(
     tiles = Number(reading_tiles, (sizes.batch, num_rows, sizes.num_blocks, small_grid))
     chunks = ceil_div(sizes.num_blocks, tiles * READ_BLOCKS)
     logits = [rows for rows in (inputs.target, inputs.draft) if rows.ptr is not None]
-    is_usual = not inputs.adjustments.EXIST
-    is_usual &= all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
+    is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
     registers = READ_REGISTERS_BOTH if reads_both else READ_REGISTERS
+    if inputs.adjustments.EXIST:
+        registers = READ_REGISTERS_ADJUSTED
     if large and workspace.raw_statistics_ptr is not None:
         registers += RAW_REGISTERS
     tuning = Reading(

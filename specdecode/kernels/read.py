@@ -13,6 +13,7 @@ known. So is any batch of `block`, which needs the rows of all drafts.
 import triton
 import triton.language as tl
 
+from specdecode.kernels.adjustments import may_change
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
@@ -20,7 +21,8 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     WARP_BITS,
-    load_blocks,
+    adjusted_parts,
+    load_stored_blocks,
     stored_target_row_at,
     whole_draft_row_at,
     whole_target_row_at,
@@ -35,7 +37,7 @@ from specdecode.kernels.statistics import (
     target_statistics,
 )
 from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
-from specdecode.kernels.values import Place, exists
+from specdecode.kernels.values import Place
 
 
 @triton.jit
@@ -54,11 +56,21 @@ def locate_in_grid(inputs, sizes, tuning):
 
 @triton.jit
 def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
-    """Return the raw logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
-    AS_STORED: tl.constexpr = not exists(row.adjustments)
-    PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16 and AS_STORED
+    """Return the stored logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
+    PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
     LANES: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
-    return load_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
+    return load_stored_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
+
+
+@triton.jit
+def store_adjusted(pointer, stored, row, first, temperature, sizes, tuning):
+    """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
+    if may_change(row.adjustments, (first * BLOCK_SIZE, (first + tuning.BLOCKS) * BLOCK_SIZE - 1)):
+        LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+        parts = adjusted_parts(stored, row, first + tl.arange(0, tuning.BLOCKS), LANES)
+        store_statistics(pointer, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+    else:
+        store_statistics(pointer, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
 
 
 @triton.jit
@@ -69,7 +81,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     the draft and that argument at least one is None.
     """
     request, offset, token, _, temperature = place
-    row = whole_target_row_at(request, offset, inputs)
+    stored = stored_target_row_at(request, offset, inputs)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
@@ -80,7 +92,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(tuning.tiles):
         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-        target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
+        target = load_row_blocks(inputs.target, stored, first, True, tuning.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
             if workspace.draft_ids_ptr is not None:
@@ -89,12 +101,13 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         if tuning.ADMITS_LATE:
             if tile == tuning.tiles - 1:
                 admit_next_launch(tuning.OVERLAPS)
-        if exists(row.adjustments) and workspace.raw_statistics_ptr is not None:
-            stored = stored_target_row_at(request, offset, inputs)
-            stored = load_row_blocks(inputs.target, stored, first, True, tuning.BLOCKS)  # once more, from a cache
-            ONE = tl.full([], 1.0, tl.float32)
-            store_statistics(raw, stored, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-        if exists(row.adjustments) or workspace.raw_statistics_ptr is None:
+        if inputs.adjustments.EXIST:
+            if workspace.raw_statistics_ptr is not None:
+                ONE = tl.full([], 1.0, tl.float32)
+                store_statistics(raw, target, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            row = whole_target_row_at(request, offset, inputs)
+            store_adjusted(statistics, target, row, first, temperature, sizes, tuning)
+        elif workspace.raw_statistics_ptr is None:
             store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
         else:
             store_statistics_and_raw(statistics, raw, target, first, temperature, sizes, tuning)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.adjustments import adjusted, adjustments_at
-from specdecode.kernels.values import Cutoff, Row, RowShard, exists
+from specdecode.kernels.adjustments import LAST_TOKEN, adjusted, adjustments_at, span_of
+from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
@@ -22,7 +22,6 @@ KNOWN = tl.constexpr(len(RowShard._fields) - 1)
 """Numbers that are kept of what ranks have told of a row: the fields of a `RowShard` but its start."""
 WARP_BITS = tl.constexpr(4096)
 """What a warp loads at once: 16 bytes a thread."""
-LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -160,7 +159,9 @@ def load_raw(row, token_ids, wanted):
     inside = tl.where(wanted, inside, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
     if exists(row.adjustments):
-        logits = adjusted(logits.to(tl.float32), token_ids, inside, row.adjustments, False)
+        span = span_of(token_ids, row.adjustments)
+        tokens = Tokens((token_ids,), (inside,), (), 0)
+        logits = adjusted((logits.to(tl.float32),), tokens, span, row.adjustments)[0]
     if exists(row.cutoff):
         return up_to_cutoff(logits.to(tl.float32), token_ids, row.cutoff)
     else:
@@ -197,7 +198,7 @@ def load_logit(row, token, wanted):
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
         logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
     if exists(row.adjustments):
-        logit = adjusted(logit, token, wanted, row.adjustments, True)
+        logit = adjusted((logit,), Tokens((token,), (wanted,), (), 0), (token, token), row.adjustments)[0]
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
@@ -219,8 +220,8 @@ def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """Return the raw logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`.
+def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
+    """Return the logits of some [BLOCKS] blocks of a row without adjustments, as a tuple of parts to `unpack`.
 
     In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
     """
@@ -233,28 +234,50 @@ def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
             if exists(row.shard):
                 inside &= pairs >= row.shard.start // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
-        elif exists(row.adjustments):  # all loads before the first adjustment, which may take a branch
-            whole = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
-            parts = parts + (load_raw(whole, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted).to(tl.float32),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
-    if exists(row.adjustments):
-        parts = adjusted_parts(parts, row, blocks, wanted, LANES)
     return parts
 
 
 @triton.jit
-def adjusted_parts(parts, row, blocks, wanted, LANES: tl.constexpr):
-    """Return the parts of some blocks of a row, adjusted, -inf beyond its cutoff."""
-    changed = ()
+def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
+    """Return the raw logits of some [BLOCKS] blocks, or the adjusted ones, as a tuple of parts to `unpack`."""
+    if exists(row.adjustments):  # all loads before the first adjustment, which may take a branch
+        stored = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
+        parts = load_stored_blocks(stored, blocks, wanted, PAIRS, LANES)
+        return adjusted_parts(parts, row, blocks, LANES)
+    else:
+        return load_stored_blocks(row, blocks, wanted, PAIRS, LANES)
+
+
+@triton.jit
+def adjusted_parts(parts, row, blocks, LANES: tl.constexpr):
+    """Return the stored parts of some blocks of a row as adjusted float32 logits, -inf beyond its cutoff."""
+    span = tl.min(blocks, 0) * BLOCK_SIZE, tl.max(blocks, 0) * BLOCK_SIZE + BLOCK_SIZE - 1
+    logits, token_ids, inside, octets = (), (), (), ()
     for part in tl.static_range(len(parts)):
-        token_ids = part_of_blocks(blocks, part, BLOCK_SIZE, LANES)
-        inside = tl.where(wanted, token_ids < row.vocab_size, False)
-        logits = adjusted(parts[part], token_ids, inside, row.adjustments, False)
-        if exists(row.cutoff):
-            logits = up_to_cutoff(logits, token_ids, row.cutoff)
-        changed = changed + (logits,)
-    return changed
+        logits = logits + (in_one(parts[part]),)
+        token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
+        inside = inside + (token_ids[part] < row.vocab_size,)
+        octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
+    tokens = Tokens(token_ids, inside, octets, row.vocab_size)
+    logits = adjusted(logits, tokens, span, row.adjustments)
+    if exists(row.cutoff):
+        kept = ()
+        for part in tl.static_range(len(parts)):
+            kept = kept + (up_to_cutoff(logits[part], token_ids[part], row.cutoff),)
+        logits = kept
+    return logits
+
+
+@triton.jit
+def in_one(part):
+    """Return the logits of a part as float32, [BLOCKS, LANES]."""
+    if part.dtype == tl.int32:
+        even, odd = unpack(part)
+        return tl.reshape(tl.join(even, odd), [part.shape[0], 2 * part.shape[1]])
+    else:
+        return part.to(tl.float32)
 
 
 @triton.jit

@@ -46,6 +46,15 @@ class DraftIds(NamedTuple):
     vocab_size: Any  # of the target
 
 
+class Tokens(NamedTuple):
+    """Tokens of a row whose logits have been loaded, in parts, and are adjusted."""
+
+    ids: Any
+    inside: Any  # whether the row has them
+    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
+    end: Any  # of the row's tokens, if there are octets
+
+
 class RowAdjustments(NamedTuple):
     """What a request adds to the logits of a row; each part is () if no request does."""
 
@@ -59,7 +68,7 @@ class Biases(NamedTuple):
 
     ids_ptr: Any
     ptr: Any
-    count: Any  # after so many there are no more
+    num_biases: Any
 
 
 class Penalties(NamedTuple):
@@ -67,6 +76,7 @@ class Penalties(NamedTuple):
 
     is_any: Any  # whether one of the three is not neutral
     repetition: Any
+    inverse: Any  # 1 / repetition
     frequency: Any
     presence: Any
     prompt: Any  # a pointer to a mask

@@ -40,7 +40,7 @@ def adjustments_of(kind: str, inputs: Inputs) -> Adjustments | None:
     generator = torch.Generator("cuda").manual_seed(2)
 
     def each(value: float, neutral: float) -> torch.Tensor:
-        values = torch.full((batch,), neutral, device="cuda")
+        values = torch.full((batch,), float(neutral), device="cuda")
         values[: 1 if "one" in kind else batch] = value
         return values
 
