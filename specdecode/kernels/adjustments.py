@@ -14,12 +14,11 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, Penalties, RowAdjustments, exists
+from specdecode.kernels.values import Biases, Loaded, Penalties, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
-LAST_TOKEN = tl.constexpr(2**31 - 1)
-BIASES = tl.constexpr(128)
+BIASES = tl.constexpr(32)
 """Ids of biases that are looked at at once."""
 MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
 
@@ -48,8 +47,9 @@ def biases_of(request, given):
 
 
 @triton.jit
-def penalties_of(request, offset, given, drafts):
+def penalties_of(request, offset, inputs, sizes):
     """Return the penalties of the row at an offset of a request."""
+    given, drafts = inputs.adjustments, inputs.drafts
     if given.repetition is None:
         return ()
     else:
@@ -63,7 +63,10 @@ def penalties_of(request, offset, given, drafts):
         if given.counts_ptr is not None:
             counts = (given.counts_ptr + request.slot * given.counts_stride,)
         if drafts.ids_ptr is not None:
-            before = drafts.ids_ptr + request.row * drafts.stride_request, drafts.stride_offset, offset
+            offsets = tl.arange(0, sizes.MAX_DRAFTS)
+            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
+            ids = tl.load(ids_ptr + offsets * drafts.stride_offset, mask=offsets < offset, other=-1)
+            before = (tl.where((ids >= 0) & (ids < request.vocab_size), ids, -1).to(tl.int32),)
         inverse = tl.div_rn(tl.full([], 1.0, tl.float32), repetition)
         return Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts, before)
 
@@ -79,11 +82,11 @@ def allowed_at(request, offset, given):
 
 
 @triton.jit
-def adjustments_at(request, offset, inputs):
+def adjustments_at(request, offset, inputs, sizes):
     """Return what is added to the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
         biases = biases_of(request, inputs.adjustments)
-        penalties = penalties_of(request, offset, inputs.adjustments, inputs.drafts)
+        penalties = penalties_of(request, offset, inputs, sizes)
         return RowAdjustments(biases, penalties, allowed_at(request, offset, inputs.adjustments))
     else:
         return ()
@@ -91,21 +94,68 @@ def adjustments_at(request, offset, inputs):
 
 @triton.jit
 def span_of(token_ids, adjustments):
-    """Return the first and the last of some tokens, or what surely is before and after them."""
-    first, last = tl.full([], 0, tl.int32), tl.full([], LAST_TOKEN, tl.int32)
-    if exists(adjustments.biases):
+    """Return the first and the last of some tokens, if adjustments need them."""
+    if exists(adjustments.biases) or exists(adjustments.penalties):
         flat = tl.ravel(token_ids)
-        first, last = tl.min(flat, 0), tl.max(flat, 0)
-    return first, last
+        return tl.min(flat, 0), tl.max(flat, 0)
+    else:
+        return ()
 
 
 @triton.jit
-def biases_in(biases, span, start):
-    """Return which of `BIASES` biases from a place on are of tokens in a span, and how many these are."""
-    places = start + tl.arange(0, BIASES)
-    ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
-    is_here = ((ids >= span[0]) & (ids <= span[1])).to(tl.int32)
-    return is_here, tl.sum(is_here, 0)
+def load_masks(words_ptr, tokens, part: tl.constexpr, wanted):
+    """Return the words of a mask that the tokens of a part are in; of octets, the bytes: see `bits_of`."""
+    if exists(tokens.octets):  # a thread loads one byte for the eight tokens whose logits it has
+        octets = tokens.octets[part]
+        bytes_ptr = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+        return tl.load(bytes_ptr + octets, mask=tl.where(wanted, octets * 8 < tokens.end, False), other=0)
+    else:
+        return tl.load(words_ptr + (tokens.ids[part] >> 5), mask=tl.where(wanted, tokens.inside[part], False), other=0)
+
+
+@triton.jit
+def bits_of(masks, tokens, part: tl.constexpr):
+    """Return whether the tokens of a part are in a mask."""
+    if exists(tokens.octets):
+        bits = masks.to(tl.int32)[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]
+        return tl.reshape(bits, tokens.ids[part].shape) != 0
+    else:
+        return ((masks >> (tokens.ids[part] & 31).to(tl.int32)) & 1) != 0
+
+
+@triton.jit
+def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
+    """Return how often the tokens of a part were emitted before the step; negative: never."""
+    IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
+    if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
+        ids = tl.trans(tokens.octets[part])[:, :, None] * 8 + tl.arange(0, 4)[None, None, :]
+        low = tl.load(counts_ptr + ids, mask=tl.where(wanted, ids < tokens.end, False), other=0)
+        high = tl.load(counts_ptr + ids + 4, mask=tl.where(wanted, ids + 4 < tokens.end, False), other=0)
+        return tl.reshape(tl.trans(tl.join(low, high), 1, 0, 3, 2), tokens.ids[part].shape)
+    else:
+        return tl.load(counts_ptr + tokens.ids[part], mask=tl.where(wanted, tokens.inside[part], False), other=0)
+
+
+@triton.jit
+def load_adjustments(tokens, adjustments):
+    """Return what is loaded for tokens, to be in flight while something else is done: see `adjusted`."""
+    counts, in_prompt, allowed = (), (), ()
+    for part in tl.static_range(len(tokens.ids)):
+        if exists(adjustments.penalties):
+            penalties = adjustments.penalties
+            if exists(penalties.counts):
+                counts = counts + (load_counts(penalties.counts[0], tokens, part, penalties.is_any),)
+            if exists(penalties.prompt):
+                in_prompt = in_prompt + (load_masks(penalties.prompt[0], tokens, part, penalties.is_any),)
+        if exists(adjustments.allowed):
+            allowed = allowed + (load_masks(adjustments.allowed[0], tokens, part, True),)
+    return Loaded(counts, in_prompt, allowed)
+
+
+@triton.jit
+def in_span(token_ids, span):
+    """Return which tokens are in a span, as integers."""
+    return ((token_ids >= span[0]) & (token_ids <= span[1])).to(tl.int32)
 
 
 @triton.jit
@@ -113,8 +163,9 @@ def add_biases(parts, tokens, span, biases):
     """Return l + b; the biases of equal ids are added in their order."""
     lanes = tl.arange(0, BIASES)
     for start in range(0, biases.num_biases, BIASES):
-        is_here, num_left = biases_in(biases, span, start)
-        while num_left > 0:
+        inside = start + lanes < biases.num_biases
+        is_here = in_span(tl.load(biases.ids_ptr + start + lanes, mask=inside, other=-1), span)
+        while tl.max(is_here, 0) > 0:
             index = tl.min(tl.where(is_here > 0, lanes, BIASES), 0)
             token, bias = tl.load(biases.ids_ptr + start + index), tl.load(biases.ptr + start + index).to(tl.float32)
             bias = tl.where(bias == bias, bias, 0.0)
@@ -124,55 +175,23 @@ def add_biases(parts, tokens, span, biases):
                 changed = changed + (tl.where(is_biased, parts[part] + bias, parts[part]),)
             parts = changed
             is_here = tl.where(lanes == index, 0, is_here)
-            num_left -= 1
     return parts
-
-
-@triton.jit
-def load_bits(words_ptr, tokens, part: tl.constexpr):
-    """Return whether the tokens of a part are in a mask."""
-    if exists(tokens.octets):  # a thread loads one byte for the eight tokens whose logits it has
-        octets = tokens.octets[part]
-        bytes_ptr = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        masks = tl.load(bytes_ptr + octets, mask=octets * 8 < tokens.end, other=0).to(tl.int32)
-        bits = masks[:, :, None] & (1 << tl.arange(0, 8))[None, None, :]
-        return tl.reshape(bits, [octets.shape[0], octets.shape[1] * 8]) != 0
-    else:
-        token_ids = tokens.ids[part]
-        words = tl.load(words_ptr + (token_ids >> 5), mask=tokens.inside[part], other=0)
-        return ((words >> (token_ids & 31).to(tl.int32)) & 1) != 0
-
-
-@triton.jit
-def load_counts(tokens, part: tl.constexpr, penalties):
-    """Return how often the tokens of a part were emitted before the step; negative: never."""
-    if exists(penalties.counts):
-        counts_ptr = penalties.counts[0]
-        IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
-        if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
-            ids = tl.trans(tokens.octets[part])[:, :, None] * 8 + tl.arange(0, 4)[None, None, :]
-            low = tl.load(counts_ptr + ids, mask=ids < tokens.end, other=0)
-            high = tl.load(counts_ptr + ids + 4, mask=ids + 4 < tokens.end, other=0)
-            counts = tl.reshape(tl.trans(tl.join(low, high), 1, 0, 3, 2), tokens.ids[part].shape)
-        else:
-            counts = tl.load(counts_ptr + tokens.ids[part], mask=tokens.inside[part], other=0)
-        return tl.minimum(counts, MOST_COUNTED)
-    else:
-        return (tokens.ids[part] * 0).to(tl.int32)
 
 
 @triton.jit
 def count_drafts(counts, tokens, span, drafts):
     """Return counts with the drafts before the row."""
-    ids_ptr, stride, num_before = drafts
-    for offset in range(num_before):
-        draft = tl.load(ids_ptr + offset * stride)
-        if (draft >= span[0]) & (draft <= span[1]):
-            changed = ()
-            for part in tl.static_range(len(counts)):
-                is_draft = tokens.ids[part] == draft
-                changed = changed + (tl.where(is_draft, tl.maximum(counts[part], 0) + 1, counts[part]),)
-            counts = changed
+    lanes = tl.arange(0, drafts.shape[0])
+    is_here = in_span(drafts, span)
+    while tl.max(is_here, 0) > 0:
+        index = tl.min(tl.where(is_here > 0, lanes, drafts.shape[0]), 0)
+        draft = tl.max(tl.where(lanes == index, drafts, -1), 0)
+        changed = ()
+        for part in tl.static_range(len(counts)):
+            is_draft = tokens.ids[part] == draft
+            changed = changed + (tl.where(is_draft, tl.maximum(counts[part], 0) + 1, counts[part]),)
+        counts = changed
+        is_here = tl.where(lanes == index, 0, is_here)
     return counts
 
 
@@ -187,48 +206,45 @@ def penalize(logits, counts, in_prompt, penalties):
 
 
 @triton.jit
-def penalized(parts, tokens, span, penalties):
-    """Return penalised logits; all loads come first."""
-    counts, in_prompt = (), ()
+def penalized(parts, loaded, tokens, span, penalties):
+    """Return penalised logits."""
+    counts = ()
     for part in tl.static_range(len(parts)):
-        counts = counts + (load_counts(tokens, part, penalties),)
-        if exists(penalties.prompt):
-            in_prompt = in_prompt + (load_bits(penalties.prompt[0], tokens, part),)
+        if exists(penalties.counts):
+            counts = counts + (tl.minimum(loaded.counts[part], MOST_COUNTED),)
         else:
-            in_prompt = in_prompt + (tokens.ids[part] < 0,)
+            counts = counts + ((tokens.ids[part] * 0).to(tl.int32),)
     if exists(penalties.drafts):
-        counts = count_drafts(counts, tokens, span, penalties.drafts)
+        counts = count_drafts(counts, tokens, span, penalties.drafts[0])
     changed = ()
     for part in tl.static_range(len(parts)):
-        changed = changed + (penalize(parts[part], counts[part], in_prompt[part], penalties),)
+        if exists(penalties.prompt):
+            in_prompt = bits_of(loaded.in_prompt[part], tokens, part)
+        else:
+            in_prompt = counts[part] != counts[part]
+        changed = changed + (penalize(parts[part], counts[part], in_prompt, penalties),)
     return changed
 
 
 @triton.jit
-def allowed(parts, tokens, words_ptr):
-    """Return logits, -inf of tokens that are not in a mask."""
-    changed = ()
-    for part in tl.static_range(len(parts)):
-        changed = changed + (tl.where(load_bits(words_ptr, tokens, part), parts[part], -INFINITY),)
-    return changed
-
-
-@triton.jit
-def adjusted(parts, tokens, span, adjustments):
-    """Return float32 logits, adjusted: a tuple of parts, given the tokens of each, and the first and the last of all."""
+def adjusted(parts, loaded, tokens, span, adjustments):
+    """Return float32 logits, adjusted, in parts, given what `load_adjustments` returns and the span of all tokens."""
     if exists(adjustments.biases):
         parts = add_biases(parts, tokens, span, adjustments.biases)
     if exists(adjustments.penalties):
-        if adjustments.penalties.is_any:
-            parts = penalized(parts, tokens, span, adjustments.penalties)
+        parts = penalized(parts, loaded, tokens, span, adjustments.penalties)
     if exists(adjustments.allowed):
-        parts = allowed(parts, tokens, adjustments.allowed[0])
+        changed = ()
+        for part in tl.static_range(len(parts)):
+            is_allowed = bits_of(loaded.allowed[part], tokens, part)
+            changed = changed + (tl.where(is_allowed, parts[part], -INFINITY),)
+        parts = changed
     return parts
 
 
 @triton.jit
 def may_change(adjustments, span):
-    """Return whether adjustments may change logits of tokens from the first to the last of a span."""
+    """Return whether adjustments may change logits of the tokens in a span."""
     if exists(adjustments.allowed):
         return True
     else:
@@ -236,6 +252,9 @@ def may_change(adjustments, span):
         if exists(adjustments.penalties):
             changes = adjustments.penalties.is_any
         if exists(adjustments.biases):
-            for start in range(0, adjustments.biases.num_biases, BIASES):
-                changes |= biases_in(adjustments.biases, span, start)[1] > 0
+            biases, lanes = adjustments.biases, tl.arange(0, BIASES)
+            for start in range(0, biases.num_biases, BIASES):
+                inside = start + lanes < biases.num_biases
+                ids = tl.load(biases.ids_ptr + start + lanes, mask=inside, other=-1)
+                changes |= tl.max(in_span(ids, span), 0) > 0
         return changes

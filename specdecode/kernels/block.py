@@ -34,7 +34,7 @@ from specdecode.kernels.residual import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at, load_logit, row_index, target_row_at
+from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at, load_logit, logits_of, row_index, target_row_at
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import Place, Residual
@@ -204,7 +204,9 @@ def sum_share(share, chunks, first, inputs, workspace, sizes, tuning):
     residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
     place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
     blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-    target, draft = load_both(inputs, both_rows_at(place, inputs, workspace, sizes), first + blocks, tuning.LANES)
+    rows = both_rows_at(place, inputs, workspace, sizes)
+    target, draft = load_both(inputs, rows, first + blocks, tuning.LANES)
+    target = logits_of(target, rows[0], first + blocks, tuning.LANES)
     return request, offset, blocks, residual_sums(target, draft, residual, place.temperature)
 
 

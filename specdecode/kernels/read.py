@@ -13,7 +13,7 @@ known. So is any batch of `block`, which needs the rows of all drafts.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import may_change
+from specdecode.kernels.adjustments import load_adjustments, may_change
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
@@ -21,9 +21,10 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     WARP_BITS,
-    adjusted_parts,
+    adjusted_blocks,
     load_stored_blocks,
     stored_target_row_at,
+    tokens_of_blocks,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -67,7 +68,9 @@ def store_adjusted(pointer, stored, row, first, temperature, sizes, tuning):
     """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
     if may_change(row.adjustments, (first * BLOCK_SIZE, (first + tuning.BLOCKS) * BLOCK_SIZE - 1)):
         LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-        parts = adjusted_parts(stored, row, first + tl.arange(0, tuning.BLOCKS), LANES)
+        blocks = first + tl.arange(0, tuning.BLOCKS)
+        loaded = load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
+        parts = adjusted_blocks(stored, loaded, row, blocks, LANES)
         store_statistics(pointer, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
     else:
         store_statistics(pointer, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
@@ -81,7 +84,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     the draft and that argument at least one is None.
     """
     request, offset, token, _, temperature = place
-    stored = stored_target_row_at(request, offset, inputs)
+    stored, row = stored_target_row_at(request, offset, inputs), whole_target_row_at(request, offset, inputs, sizes)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
@@ -105,7 +108,6 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
             if workspace.raw_statistics_ptr is not None:
                 ONE = tl.full([], 1.0, tl.float32)
                 store_statistics(raw, target, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            row = whole_target_row_at(request, offset, inputs)
             store_adjusted(statistics, target, row, first, temperature, sizes, tuning)
         elif workspace.raw_statistics_ptr is None:
             store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)

@@ -17,6 +17,7 @@ from specdecode.kernels.rows import (
     base_2_scale,
     load_blocks,
     load_logits,
+    logits_of,
     scaled,
     tokens_of,
     unpack,
@@ -67,7 +68,7 @@ def one_minus_exp2(x):
 
 @triton.jit
 def load_both(inputs, rows, blocks, LANES: tl.constexpr):
-    """Return the raw logits of some [BLOCKS] blocks of a target row and a draft row."""
+    """Return some [BLOCKS] blocks of a target row and a draft row, as `load_blocks` does."""
     row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
     dtype: tl.constexpr = inputs.target.ptr.dtype.element_ty
@@ -77,7 +78,7 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     IS_ADJUSTED: tl.constexpr = exists(row.adjustments)
     AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids) and not IS_ADJUSTED
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
-    return load_blocks(row, blocks, True, PAIRS, LANES), load_blocks(draft_row, blocks, True, PAIRS, LANES)
+    return load_blocks(row, blocks, PAIRS, LANES), load_blocks(draft_row, blocks, PAIRS, LANES)
 
 
 @triton.jit
@@ -137,10 +138,11 @@ def load_residual_sums(workspace, request, offset, sizes):
 
 
 @triton.jit
-def best_of(target, draft, blocks, place, residual, block_domain):
-    """Return the largest score of some [BLOCKS] blocks, `ranked`, given their raw logits; 0 if none has a residual."""
+def best_of(target, draft, blocks, place, residual, row, block_domain, LANES: tl.constexpr):
+    """Return the largest score of some [BLOCKS] blocks that have been loaded, `ranked`; 0 if none has a residual."""
     exponentials = exponential(place.key, place.offset, blocks, block_domain)
-    scores = block_scores(residual_sums(target, draft, residual, place.temperature), exponentials)
+    sums = residual_sums(logits_of(target, row, blocks, LANES), draft, residual, place.temperature)
+    scores = block_scores(sums, exponentials)
     return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
 
 
@@ -170,7 +172,7 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     least_score = tl.full([], 0, tl.int32)
     if tuning.LEAST_SCORE is not None:
         least_score = tuning.LEAST_SCORE(place, exponentials, residual, inputs, workspace, sizes)
-    best = best_of(first_target, first_draft, first, place, residual, block_domain)
+    best = best_of(first_target, first_draft, first, place, residual, row, block_domain, tuning.LANES)
     if tuning.HINT is not None:
         tuning.HINT(score_of(best), rivals)
     while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
@@ -180,7 +182,8 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
-        best = tl.maximum(best, best_of(target, draft, blocks, place, residual, block_domain))
+        this = best_of(target, draft, blocks, place, residual, row, block_domain, tuning.LANES)
+        best = tl.maximum(best, this)
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1), score_of(best)
 

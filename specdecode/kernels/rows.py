@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.adjustments import LAST_TOKEN, adjusted, adjustments_at, span_of
+from specdecode.kernels.adjustments import adjusted, adjustments_at, load_adjustments, span_of
 from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
@@ -22,6 +22,7 @@ KNOWN = tl.constexpr(len(RowShard._fields) - 1)
 """Numbers that are kept of what ranks have told of a row: the fields of a `RowShard` but its start."""
 WARP_BITS = tl.constexpr(4096)
 """What a warp loads at once: 16 bytes a thread."""
+LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
 SMALLEST = tl.constexpr(1.1754944e-38)
@@ -60,10 +61,10 @@ def stored_target_row_at(request, offset, inputs):
 
 
 @triton.jit
-def whole_target_row_at(request, offset, inputs):
+def whole_target_row_at(request, offset, inputs, sizes):
     """Return the target row at an offset of a request, adjusted."""
     row = stored_target_row_at(request, offset, inputs)
-    adjustments = adjustments_at(request, offset, inputs)
+    adjustments = adjustments_at(request, offset, inputs, sizes)
     return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments)
 
 
@@ -120,7 +121,7 @@ def with_shard(row, workspace, index, sizes):
 @triton.jit
 def target_row_at(place, inputs, workspace, sizes):
     """Return the target row at a place, up to its cutoff."""
-    row = whole_target_row_at(place.request, place.offset, inputs)
+    row = whole_target_row_at(place.request, place.offset, inputs, sizes)
     return with_cutoff(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
 
 
@@ -159,9 +160,9 @@ def load_raw(row, token_ids, wanted):
     inside = tl.where(wanted, inside, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
     if exists(row.adjustments):
-        span = span_of(token_ids, row.adjustments)
-        tokens = Tokens((token_ids,), (inside,), (), 0)
-        logits = adjusted((logits.to(tl.float32),), tokens, span, row.adjustments)[0]
+        tokens, span = Tokens((token_ids,), (inside,), (), 0), span_of(token_ids, row.adjustments)
+        loaded = load_adjustments(tokens, row.adjustments)
+        logits = adjusted((logits.to(tl.float32),), loaded, tokens, span, row.adjustments)[0]
     if exists(row.cutoff):
         return up_to_cutoff(logits.to(tl.float32), token_ids, row.cutoff)
     else:
@@ -198,7 +199,9 @@ def load_logit(row, token, wanted):
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
         logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
     if exists(row.adjustments):
-        logit = adjusted((logit,), Tokens((token,), (wanted,), (), 0), (token, token), row.adjustments)[0]
+        tokens = Tokens((token,), (wanted,), (), 0)
+        loaded = load_adjustments(tokens, row.adjustments)
+        logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
@@ -240,32 +243,49 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def load_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """Return the raw logits of some [BLOCKS] blocks, or the adjusted ones, as a tuple of parts to `unpack`."""
-    if exists(row.adjustments):  # all loads before the first adjustment, which may take a branch
-        stored = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
-        parts = load_stored_blocks(stored, blocks, wanted, PAIRS, LANES)
-        return adjusted_parts(parts, row, blocks, LANES)
-    else:
-        return load_stored_blocks(row, blocks, wanted, PAIRS, LANES)
+def tokens_of_blocks(blocks, vocab_size, LANES: tl.constexpr):
+    """Return the tokens of some [BLOCKS] blocks, in parts."""
+    token_ids, inside, octets = (), (), ()
+    for part in tl.static_range(BLOCK_SIZE // LANES):
+        token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
+        inside = inside + (token_ids[part] < vocab_size,)
+        octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
+    return Tokens(token_ids, inside, octets, vocab_size)
 
 
 @triton.jit
-def adjusted_parts(parts, row, blocks, LANES: tl.constexpr):
-    """Return the stored parts of some blocks of a row as adjusted float32 logits, -inf beyond its cutoff."""
+def load_blocks(row, blocks, PAIRS: tl.constexpr, LANES: tl.constexpr):
+    """Return what `logits_of` makes logits of: some [BLOCKS] blocks of a row, and what it takes to adjust them."""
+    if exists(row.adjustments):
+        stored = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
+        parts = load_stored_blocks(stored, blocks, True, PAIRS, LANES)
+        return parts, load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
+    else:
+        return load_stored_blocks(row, blocks, True, PAIRS, LANES)
+
+
+@triton.jit
+def logits_of(loaded, row, blocks, LANES: tl.constexpr):
+    """Return blocks that have been loaded as a tuple of parts to `unpack`: raw logits, or adjusted ones in float32."""
+    if exists(row.adjustments):
+        return adjusted_blocks(loaded[0], loaded[1], row, blocks, LANES)
+    else:
+        return loaded
+
+
+@triton.jit
+def adjusted_blocks(parts, loaded, row, blocks, LANES: tl.constexpr):
+    """Return blocks of a row as adjusted float32 logits, -inf beyond its cutoff, given their stored parts."""
+    tokens = tokens_of_blocks(blocks, row.vocab_size, LANES)
     span = tl.min(blocks, 0) * BLOCK_SIZE, tl.max(blocks, 0) * BLOCK_SIZE + BLOCK_SIZE - 1
-    logits, token_ids, inside, octets = (), (), (), ()
+    logits = ()
     for part in tl.static_range(len(parts)):
         logits = logits + (in_one(parts[part]),)
-        token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
-        inside = inside + (token_ids[part] < row.vocab_size,)
-        octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
-    tokens = Tokens(token_ids, inside, octets, row.vocab_size)
-    logits = adjusted(logits, tokens, span, row.adjustments)
+    logits = adjusted(logits, loaded, tokens, span, row.adjustments)
     if exists(row.cutoff):
         kept = ()
         for part in tl.static_range(len(parts)):
-            kept = kept + (up_to_cutoff(logits[part], token_ids[part], row.cutoff),)
+            kept = kept + (up_to_cutoff(logits[part], tokens.ids[part], row.cutoff),)
         logits = kept
     return logits
 

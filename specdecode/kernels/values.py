@@ -47,12 +47,20 @@ class DraftIds(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a row whose logits have been loaded, in parts, and are adjusted."""
+    """Tokens of a row with adjustments, in parts."""
 
     ids: Any
     inside: Any  # whether the row has them
     octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
     end: Any  # of the row's tokens, if there are octets
+
+
+class Loaded(NamedTuple):
+    """What has been loaded to adjust logits, in parts; () of what no request has."""
+
+    counts: Any
+    in_prompt: Any  # words or bytes of a mask
+    allowed: Any  # likewise
 
 
 class RowAdjustments(NamedTuple):
@@ -81,7 +89,7 @@ class Penalties(NamedTuple):
     presence: Any
     prompt: Any  # a pointer to a mask
     counts: Any  # a pointer to how often each token was emitted before the step
-    drafts: Any  # a pointer to the step's drafts, how far they are apart, and how many come before the row
+    drafts: Any  # the step's drafts before the row, [MAX_DRAFTS], -1 for none
 
 
 @triton.constexpr_function

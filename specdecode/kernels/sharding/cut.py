@@ -92,7 +92,7 @@ def progress_at(workspace, index):
 @triton.jit
 def part_of_row(request, offset, of_draft, index, inputs, workspace, cutting, sizes):
     """Return this rank's part of a target or a draft row."""
-    row, stride_token = whole_target_row_at(request, offset, inputs), inputs.target.stride_token
+    row, stride_token = whole_target_row_at(request, offset, inputs, sizes), inputs.target.stride_token
     if inputs.draft.ptr is not None:
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         if not cutting.ALIKE:

@@ -122,7 +122,7 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     # Logits are there already: they are loaded while statistics are awaited.
     index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
-    row = whole_target_row_at(request, offset, inputs)
+    row = whole_target_row_at(request, offset, inputs, sizes)
     draft_logit = logit_here(row, token, sizes)
     if inputs.draft.ptr is not None:
         summarised = is_summarised(request, offset, inputs, sizes)

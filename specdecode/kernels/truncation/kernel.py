@@ -246,7 +246,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     """Truncate one row, if it was read and anything truncates it."""
     index = tl.program_id(0).to(tl.int64)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
-    row = whole_target_row_at(request, offset, inputs)
+    row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(tuning.OVERLAPS)
     admit_next_launch(tuning.OVERLAPS)
     is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, tuning.POSTED)
