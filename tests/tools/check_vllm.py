@@ -32,6 +32,7 @@ import os
 import random
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tests.benchmarks.serving import DRAFTERS, SAMPLING, Measuring, engine_of
 
 REQUESTS, TOKENS, MANY = 64, 40, 4096
 Texts = list[list[int]]
+Results = Iterator[tuple[str, dict[str, Any]]]
 
 SCHEMA = {
     "type": "object",
@@ -139,29 +141,27 @@ def common_tokens(texts: Texts) -> list[int]:
     return [token for token, _ in collections.Counter(token for text in texts for token in text).most_common()]
 
 
-def greedy(engine: Any) -> dict[str, Any]:
-    return {
-        "greedy": compared(engine, prompts_of(REQUESTS), [params_of(temperature=0.0)] * REQUESTS, ["plain"] * REQUESTS)
-    }
+def greedy(engine: Any) -> Results:
+    params = [params_of(temperature=0.0)] * REQUESTS
+    yield "greedy", compared(engine, prompts_of(REQUESTS), params, ["plain"] * REQUESTS)
 
 
-def adjusted(engine: Any) -> dict[str, Any]:
+def adjusted(engine: Any) -> Results:
     """Compare greedy texts with penalties, biases and limits."""
     prompts = prompts_of(REQUESTS)
     plain, _ = generated(engine, "vllm", prompts, params_of(temperature=0.0))
-    common, result = common_tokens(plain), {}
+    common = common_tokens(plain)
     for batch in ("penalties and biases", "limits", "few limits"):
         kinds, params = [], []
         for i, text in enumerate(plain):
-            is_limited = batch == "limits" or (batch == "few limits" and i % 8 == 0)
+            is_limited = batch == "limits" or (batch == "few limits" and i % 9 == 0)
             of_text = list((limits if is_limited else penalties_and_biases)(text, common).items())
-            kind, options = of_text[(i if batch != "few limits" else i // 8 + i) % len(of_text)]
-            if batch == "few limits" and i % 2 == 1:
+            kind, options = of_text[(i // 9 if batch == "few limits" else i) % len(of_text)]
+            if batch == "few limits" and not is_limited and i % 2 == 1:
                 kind, options = "plain", {}
             kinds.append(kind)
             params.append(params_of(temperature=0.0, max_tokens=16 if is_limited else TOKENS, **options))
-        result[batch] = compared(engine, prompts, params, kinds, plain if batch != "limits" else None)
-    return result
+        yield batch, compared(engine, prompts, params, kinds, plain)
 
 
 def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
@@ -190,10 +190,10 @@ def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
     return params, kinds
 
 
-def mixed(engine: Any) -> dict[str, Any]:
+def mixed(engine: Any) -> Results:
     plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
     params, kinds = mixed_params(plain)
-    return {"mixed": compared(engine, prompts_of(REQUESTS, (3, 40, 170, 11)), params, kinds)}
+    yield "mixed", compared(engine, prompts_of(REQUESTS, (3, 40, 170, 11)), params, kinds)
 
 
 def p_value(first: list[int], second: list[int]) -> float:
@@ -209,27 +209,25 @@ def p_value(first: list[int], second: list[int]) -> float:
     return float(stats.chi2_contingency(list(zip(*columns))).pvalue) if len(columns) > 1 else 1.0
 
 
-def tokens(engine: Any) -> dict[str, Any]:
+def tokens(engine: Any) -> Results:
     """Compare sampled tokens. Of limits only every eighth request has any: else vLLM's own verification is what is seen."""
     plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
-    common = common_tokens(plain)
-    samplings = {name: (sampling, 1) for name, sampling in list(SAMPLING.items())[1:]}
+    common, samplings = common_tokens(plain), {}
     for name, kind in penalties_and_biases(plain[0], common).items():
         samplings[f"T .8, {name}"] = {"temperature": 0.8, **kind}, 1
     for name in ("allowed", "bad words"):
         samplings[f"T .8, few {name}"] = {"temperature": 0.8, **limits(plain[0], common)[name]}, 8
-    result: dict[str, Any] = {}
+    samplings |= {name: (sampling, 1) for name, sampling in list(SAMPLING.items())[1:]}
     for name, (sampling, every) in samplings.items():
         prompts = prompts_of(1) * (MANY if every == 1 else MANY // 4 * every)
         either = params_of(**sampling, max_tokens=3), params_of(temperature=0.8, max_tokens=3)
         params = [either[i % every > 0] for i in range(len(prompts))]
         (theirs, _), (ours, counted) = (generated(engine, mode, prompts, params) for mode in ("vllm", "ours"))
         at = [([text[i] for text in theirs[::every]], [text[i] for text in ours[::every]]) for i in (1, 2)]
-        result[name] = {"p": [round(p_value(*samples), 5) for samples in at], "left": counted["left"]}
-    return {"tokens": result}
+        yield name, {"p": [round(p_value(*samples), 5) for samples in at], "left": counted["left"]}
 
 
-def grammar(engine: Any) -> dict[str, Any]:
+def grammar(engine: Any) -> Results:
     """Compare texts with a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -242,7 +240,7 @@ def grammar(engine: Any) -> dict[str, Any]:
     params = [
         params_of(temperature=0.0) if i % 4 == 3 else structured(0.0, 160, **GRAMMARS[i % 4]) for i in range(REQUESTS)
     ]
-    result: dict[str, Any] = {"grammar": compared(engine, prompts, params, kinds)}
+    yield "grammar", compared(engine, prompts, params, kinds)
     for mode in ("vllm", "ours"):
         for temperature in (0.0, 0.8):
             params = [structured(temperature, 160, **GRAMMARS[i % 3]) for i in range(REQUESTS)]
@@ -253,7 +251,7 @@ def grammar(engine: Any) -> dict[str, Any]:
                 if text[-1] == tokenizer.eos_token_id
             ]
             valid = sum(is_valid(text, GRAMMARS[which]) for which, text in ended)
-            result[f"{mode}, T {temperature}"] = {"valid": f"{valid}/{len(ended)} that ended of {len(texts)}"} | counted
+            yield f"{mode}, T {temperature}", {"valid": f"{valid}/{len(ended)} that ended of {len(texts)}"} | counted
     [first] = tokenizer.encode("b", add_special_tokens=False)
     [prompt] = prompts_of(1)
     one = structured(0.8, 1, regex="[a-z0-9]{6}")
@@ -261,8 +259,7 @@ def grammar(engine: Any) -> dict[str, Any]:
     for mode in ("vllm", "ours"):
         texts, _ = generated(engine, mode, [prompt] * MANY, structured(0.8, 3, regex="b[a-z0-9]{6}"))
         samples = [text[0] for text in unverified], [text[1] for text in texts]
-        result[f"{mode}, second token"] = {"p": round(p_value(*samples), 5)}
-    return result
+        yield f"{mode}, second token", {"p": [round(p_value(*samples), 5)]}
 
 
 def is_valid(text: str, grammar: dict[str, Any]) -> bool:
@@ -342,7 +339,7 @@ def main() -> None:
         print("RESULT", options.name, json.dumps(seeded(engine)), flush=True)
         return
     for name in options.compare or DEFAULT:
-        for part, result in COMPARISONS[name](engine).items():
+        for part, result in COMPARISONS[name](engine):
             print("RESULT", options.name, part, json.dumps(result), flush=True)
 
 
