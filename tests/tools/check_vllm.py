@@ -131,7 +131,7 @@ def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
     """Likewise: kinds whose tokens are limited."""
     return {
         "allowed": {"allowed_token_ids": common[:300]},
-        "minimum": {"min_tokens": 14, "stop_token_ids": sorted(set(text[2:8]))},
+        "minimum": {"min_tokens": 8, "stop_token_ids": sorted(set(text[2:8]))},
         "bad words": {"bad_words_token_ids": [[text[2]], [text[5]]]},
         "bad pair": {"bad_words_token_ids": [[text[2], text[3]]]},
         "allowed, repetition": {"allowed_token_ids": common[:300], "repetition_penalty": 1.2},
@@ -162,7 +162,7 @@ def adjusted(engine: Any) -> Results:
             if batch == "few limits" and not is_limited and i % 2 == 1:
                 kind, options = "plain", {}
             kinds.append(kind)
-            params.append(params_of(temperature=0.0, max_tokens=16 if is_limited else TOKENS, **options))
+            params.append(params_of(temperature=0.0, max_tokens=10 if is_limited else TOKENS, **options))
         yield batch, compared(engine, prompts, params, kinds, plain)
 
 
