@@ -17,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +31,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "T .8": {"temperature": 0.8},
     "T .8, top-k 20, top-p .95": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
     "T .8, top-p .95": {"temperature": 0.8, "top_p": 0.95},
+    "as Qwen2.5": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},  # its own defaults
 }
 DRAFTERS = "model", "n-gram"
 PROMPT = 32
@@ -64,6 +66,7 @@ class Meter:
 
         self.tokens, self.modes, self.stretch = tokens, modes, stretch
         self.steps: list[dict[str, Any]] = []
+        self.left_before = Counter(self.left())
         self.count = self.profiled = 0
         self.runner.execute_model, self.runner.sample_tokens = self.execute_model, self.sample_tokens
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if profiled else None
@@ -104,7 +107,7 @@ class Meter:
             events[0].record()
             result = kind._verify(sampler, *args, **options)
             events[1].record()
-            self.steps[-1]["verified"].append((time.perf_counter() - start, events, result[2]))
+            self.steps[-1]["verified"].append((time.perf_counter() - start, events, result[2], len(args[0])))
             return result
 
         return type(kind.__name__, (kind,), {"_verify": _verify, "__module__": kind.__module__})
@@ -119,7 +122,7 @@ class Meter:
             of_stretch = of_stretch + 1 if step["stretch"] == before["stretch"] else 0
             if not (step["counts"] and after["counts"]) or of_stretch < SKIPPED or len(step["verified"]) != 1:
                 continue
-            [(host, (start, end), emitted)] = step["verified"]
+            [(host, (start, end), emitted, _)] = step["verified"]
             figures.append(
                 {
                     "mode": step["mode"],
@@ -133,9 +136,14 @@ class Meter:
                     "requests": len(emitted),
                 }
             )
-        verified = sum(len(step["verified"]) for step in self.steps)
-        left = {str(reason): count for reason, count in getattr(self.runner.rejection_sampler, "fallbacks", {}).items()}
-        return {"steps": figures, "verified": verified, "left": left, "kernels": self.kernels()}
+        verified = [(rows, len(emitted)) for step in self.steps for _, _, emitted, rows in step["verified"]]
+        drafts = sum(rows - requests for rows, requests in verified) / max(1, sum(requests for _, requests in verified))
+        result = {"steps": figures, "verified": len(verified), "drafts": round(drafts, 2), "kernels": self.kernels()}
+        return result | {"left": dict(Counter(self.left()) - self.left_before)}
+
+    def left(self) -> dict[str, int]:
+        """Return how many steps have been left to vLLM, by reason."""
+        return {str(reason): count for reason, count in getattr(self.runner.rejection_sampler, "fallbacks", {}).items()}
 
     def kernels(self) -> dict[str, Any] | None:
         """Return what was profiled: time that the GPU was busy, and the kernels that took most, in microseconds a step."""
@@ -194,16 +202,19 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
     else:
         speculative |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     given = json.loads(options.engine)
-    sizes = {"max_model_len": options.steps * (options.k + 1) + 256, "max_num_seqs": max(options.requests)}
+    others = {
+        "max_model_len": options.steps * (options.k + 1) + 256,
+        "max_num_seqs": max(options.requests),
+        "skip_tokenizer_init": True,
+        "worker_extension_cls": "tests.benchmarks.serving.Measuring",
+    }
     return LLM(
         model=str(options.target),
-        skip_tokenizer_init=True,
         speculative_config=speculative | given.pop("speculative_config", {}),
         dtype="bfloat16",
         kv_cache_memory_bytes=options.kv_cache << 30,
         seed=0,
-        worker_extension_cls="tests.benchmarks.serving.Measuring",
-        **sizes | given,
+        **others | given,
     )
 
 

@@ -1,16 +1,27 @@
 """Compare the texts of vLLM's engine under its own verification and under this package's, in one engine.
 
-`SPECDECODE_VLLM=probabilistic python -m tests.tools.check_vllm --target DIR --draft DIR --name k7 --k 7` prints one line:
+`SPECDECODE_VLLM=probabilistic python -m tests.tools.check_vllm --target DIR --draft DIR --name k7 --k 7` prints a line for
+each of the comparisons that `--compare` names, without it of the first four:
 
-- *greedy*: of so many requests, how many texts are equal; beside it how many are when vLLM's own is run twice. A model
+- `greedy`: of so many requests, how many texts are equal; beside it how many are when vLLM's own is run twice. A model
   whose numbers depend on the batch need not repeat itself.
-- *mixed*: the same of the greedy requests in a batch with sampled, truncated and seeded ones, prompts of many lengths,
-  requests with log-probabilities, `min_p`, `logit_bias` and penalties, some of which end early.
-- *tokens*: p-values of chi-square tests that the second and third token of many requests with one prompt have the same
+- `adjusted`: the same of greedy requests with penalties, biases, lists of allowed tokens, minimum lengths and bad words, by
+  kind; *changed* says how many texts differ from those of plain greedy requests. In one batch of penalties and biases, one
+  of the others, and one in which few requests are like these.
+- `mixed`: the same of the greedy requests, plain and adjusted, in a batch with sampled, truncated and seeded ones, requests
+  with log-probabilities and with all of the above, and prompts of many lengths. Some requests end early.
+- `tokens`: p-values of chi-square tests that the second and third token of many requests with one prompt have the same
   distribution under both. They are the first that are verified. Rare tokens are put together.
+- `grammar`: greedy requests with a regular expression, a choice or a JSON schema; how many texts that ended are valid; and
+  p-values that the second token of sampled ones, which is verified, has the distribution of a first one, which is not. It
+  needs a tokenizer in the model's folder, which `--write-tokenizer` writes, and then does nothing else.
 
-With `SPECDECODE_VLLM=strict` it prints a hash of seeded texts instead, of a whole batch and of its first eight requests
-alone: it has to be the same for every drafter, number of drafts and mode of the engine, as far as the model's logits are.
+Each line has the steps that were left to vLLM, and the mean number of drafts of a request in a step. With `--price` vLLM's
+adaptive verification is told that rows are expensive, so that it leaves drafts out.
+
+With `SPECDECODE_VLLM=strict` and no `--compare` it prints a hash of seeded texts instead, of a whole batch and of its first
+eight requests alone: it has to be the same for every drafter, number of drafts and mode of the engine, as far as the model's
+logits are.
 """
 
 import argparse
@@ -19,50 +30,172 @@ import hashlib
 import json
 import os
 import random
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.serving import DRAFTERS, SAMPLING, engine_of
+from tests.benchmarks.serving import DRAFTERS, SAMPLING, Measuring, engine_of
 
 REQUESTS, TOKENS, MANY = 64, 40, 4096
+Texts = list[list[int]]
+Results = Iterator[tuple[str, dict[str, Any]]]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "on": {"type": "boolean"},
+    },
+    "required": ["name", "age", "on"],
+    "additionalProperties": False,
+}
+GRAMMARS: list[dict[str, Any]] = [
+    {"regex": "[0-9]{3,12}(,[a-z]{2,8}){2}"},
+    {"choice": ["accepted", "accept", "rejected", "recovered 17"]},
+    {"json": SCHEMA},
+]
 
 
-def generated(engine: Any, mode: str, prompts: list[list[int]], params: Any) -> tuple[list[list[int]], dict[str, Any]]:
+class Pricing(Measuring):
+    """Mixed into vLLM's worker."""
+
+    def price_rows(self) -> None:
+        """Let adaptive verification believe that a row costs a third of drafting: it leaves unlikely drafts out."""
+        import numpy as np
+
+        manager = self.model_runner.adaptive_verification  # type: ignore[attr-defined]
+        drafting, verifying = (np.arange(len(table), dtype=np.float64) for table in manager.cost_tables)
+        manager.cost_tables = 3 * drafting, verifying + 1e-6
+
+
+def generated(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[Texts, dict[str, Any]]:
     """Return the texts of requests under one verification, and what was counted."""
     engine.collective_rpc("begin_measuring", args=(-1, (mode,), 1, False))
     results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    counted = engine.collective_rpc("end_measuring")[0]
+    ranks = engine.collective_rpc("end_measuring")
+    counted = {key: ranks[0][key] for key in ("verified", "drafts", "left")}
+    if len(ranks) > 1:
+        counted["each rank"] = [[rank["verified"], rank["left"]] for rank in ranks]
     return [list(result.outputs[0].token_ids) for result in results], counted
 
 
-def equal(texts: list[list[int]], others: list[list[int]]) -> str:
+def equal(texts: Texts, others: Texts) -> str:
     return f"{sum(a == b for a, b in zip(texts, others))}/{len(texts)}"
 
 
 def params_of(**options: Any) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False} | options)
+    bad_words = options.pop("bad_words_token_ids", None)
+    params = SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False} | options)
+    params._bad_words_token_ids = bad_words  # there is no tokenizer to make them from words
+    return params
 
 
-def prompts_of(count: int, lengths: tuple[int, ...] = (24,)) -> list[list[int]]:
+def prompts_of(count: int, lengths: tuple[int, ...] = (24,)) -> Texts:
     draw = random.Random(5)
     return [[draw.randrange(2, 1000) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
-def mixed_params() -> list[Any]:
-    """Every fourth request is greedy and plain."""
-    others = [
-        {"temperature": 0.8, "seed": 1},
-        {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
-        {"temperature": 0.7, "min_p": 0.05, "max_tokens": 7},
-        {"temperature": 0.0, "logit_bias": {5: -3.0, 7: 2.5}, "max_tokens": 21},
-        {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 0.8, "top_p": 0.95, "max_tokens": 3},
-        {"temperature": 0.9, "repetition_penalty": 1.1, "max_tokens": 12},
-    ]
-    return [params_of(temperature=0.0) if i % 4 == 0 else params_of(**others[i % len(others)]) for i in range(REQUESTS)]
+def compared(engine: Any, prompts: Texts, params: list[Any], kinds: list[str], plain: Texts | None = None) -> Any:
+    """Return how many texts are equal under both, by kind ('' does not count), and of vLLM's run twice; what was counted."""
+    theirs, of_vllm = generated(engine, "vllm", prompts, params)
+    again, _ = generated(engine, "vllm", prompts, params)
+    ours, counted = generated(engine, "ours", prompts, params)
+    result: dict[str, Any] = {}
+    for kind in dict.fromkeys(filter(None, kinds)):
+        of_kind = [i for i, each in enumerate(kinds) if each == kind]
+        parts = [[texts[i] for i in of_kind] for texts in (theirs, ours, again, plain or theirs)]
+        result[kind] = {"ours": equal(*parts[:2]), "again": equal(parts[0], parts[2])}
+        if plain is not None:
+            result[kind]["changed"] = sum(text != other[: len(text)] for text, other in zip(parts[0], parts[3]))
+    return result | counted | {"vLLM verified": of_vllm["verified"], "shortest": min(map(len, ours))}
+
+
+def penalties_and_biases(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
+    """Return kinds of requests, given what a plain greedy one emits, and what many of them do."""
+    bias = {common[7]: 3.0, text[1]: -6.0, text[4]: -100.0}
+    return {
+        "repetition": {"repetition_penalty": 1.3},
+        "frequency, presence": {"frequency_penalty": 0.4, "presence_penalty": 0.7},
+        "negative": {"repetition_penalty": 0.9, "frequency_penalty": -0.3},
+        "bias": {"logit_bias": bias},
+        "penalties, bias": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": bias},
+    }
+
+
+def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
+    """Likewise: kinds whose tokens are limited."""
+    return {
+        "allowed": {"allowed_token_ids": common[:300]},
+        "minimum": {"min_tokens": 8, "stop_token_ids": sorted(set(text[2:8]))},
+        "bad words": {"bad_words_token_ids": [[text[2]], [text[5]]]},
+        "bad pair": {"bad_words_token_ids": [[text[2], text[3]]]},
+        "allowed, repetition": {"allowed_token_ids": common[:300], "repetition_penalty": 1.2},
+    }
+
+
+def common_tokens(texts: Texts) -> list[int]:
+    """Return the tokens of texts, most frequent first."""
+    return [token for token, _ in collections.Counter(token for text in texts for token in text).most_common()]
+
+
+def greedy(engine: Any) -> Results:
+    params = [params_of(temperature=0.0)] * REQUESTS
+    yield "greedy", compared(engine, prompts_of(REQUESTS), params, ["plain"] * REQUESTS)
+
+
+def adjusted(engine: Any) -> Results:
+    """Compare greedy texts with penalties, biases and limits."""
+    prompts = prompts_of(REQUESTS)
+    plain, _ = generated(engine, "vllm", prompts, params_of(temperature=0.0))
+    common = common_tokens(plain)
+    for batch in ("penalties and biases", "limits", "few limits"):
+        kinds, params = [], []
+        for i, text in enumerate(plain):
+            is_limited = batch == "limits" or (batch == "few limits" and i % 9 == 0)
+            of_text = list((limits if is_limited else penalties_and_biases)(text, common).items())
+            kind, options = of_text[(i // 9 if batch == "few limits" else i) % len(of_text)]
+            if batch == "few limits" and not is_limited and i % 2 == 1:
+                kind, options = "plain", {}
+            kinds.append(kind)
+            params.append(params_of(temperature=0.0, max_tokens=10 if is_limited else TOKENS, **options))
+        yield batch, compared(engine, prompts, params, kinds, plain)
+
+
+def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
+    """Every eighth request is greedy and plain, every eighth greedy and adjusted; the kinds of these."""
+    common, kinds, params = common_tokens(plain), [], []
+    for i in range(REQUESTS):
+        adjusting = list(penalties_and_biases(plain[i], common).items())
+        limited = limits(plain[i], common)
+        others: list[dict[str, Any]] = [
+            {"temperature": 0.8, "seed": 1},
+            {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
+            {"temperature": 0.7, "min_p": 0.05, "max_tokens": 7},
+            {"temperature": 0.8, "logit_bias": {5: -3.0, 7: 2.5}, "max_tokens": 21},
+            {"temperature": 1.0, "logprobs": 3},
+            {"temperature": 0.8, "top_p": 0.95, "max_tokens": 3},
+            {"temperature": 0.9, "repetition_penalty": 1.1, "max_tokens": 12},
+            {"temperature": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3, "min_p": 0.02, "logprobs": 1},
+            {"temperature": 0.8, "max_tokens": 9, **limited["allowed"]},
+            {"temperature": 0.9, "seed": 3, **SAMPLING["as Qwen2.5"]},
+            {"temperature": 0.8, "top_p": 0.9, "max_tokens": 15, **limited["minimum"]},
+            {"temperature": 0.8, "max_tokens": 9, "logprobs": 2, **limited["bad words"]},
+        ]
+        kind, options = adjusting[i // 8 % len(adjusting)] if i % 8 == 4 else ("plain", {})
+        kinds.append(kind if i % 4 == 0 else "")
+        params.append(params_of(**({"temperature": 0.0} | options if i % 4 == 0 else others[i % len(others)])))
+    return params, kinds
+
+
+def mixed(engine: Any) -> Results:
+    plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
+    params, kinds = mixed_params(plain)
+    yield "mixed", compared(engine, prompts_of(REQUESTS, (3, 40, 170, 11)), params, kinds)
 
 
 def p_value(first: list[int], second: list[int]) -> float:
@@ -78,28 +211,85 @@ def p_value(first: list[int], second: list[int]) -> float:
     return float(stats.chi2_contingency(list(zip(*columns))).pvalue) if len(columns) > 1 else 1.0
 
 
-def checked(engine: Any) -> dict[str, Any]:
-    """Compare both verifications."""
-    result: dict[str, Any] = {}
-    prompts, greedy = prompts_of(REQUESTS), params_of(temperature=0.0)
-    theirs, counted = generated(engine, "vllm", prompts, greedy)
-    again, _ = generated(engine, "vllm", prompts, greedy)
-    ours, of_ours = generated(engine, "ours", prompts, greedy)
-    result["greedy"] = {"ours": equal(theirs, ours), "again": equal(theirs, again)}
-    result["steps"] = {"vllm": counted["verified"], "ours": of_ours["verified"], "left": of_ours["left"]}
-    prompts, params = prompts_of(REQUESTS, (3, 40, 170, 11)), mixed_params()
-    theirs, _ = generated(engine, "vllm", prompts, params)
-    again, _ = generated(engine, "vllm", prompts, params)
-    ours, of_ours = generated(engine, "ours", prompts, params)
-    result["mixed"] = {"ours": equal(theirs[::4], ours[::4]), "again": equal(theirs[::4], again[::4])}
-    result["mixed"] |= {"left": of_ours["left"], "shortest": min(map(len, ours)), "verified": of_ours["verified"]}
-    result["tokens"] = {}
-    for name, sampling in list(SAMPLING.items())[1:]:
-        prompts, params = prompts_of(1) * MANY, params_of(**sampling, max_tokens=3)
-        theirs, ours = (generated(engine, mode, prompts, params)[0] for mode in ("vllm", "ours"))
-        at = [([text[i] for text in theirs], [text[i] for text in ours]) for i in (1, 2)]
-        result["tokens"][name] = [round(p_value(*samples), 5) for samples in at]
-    return result
+def tokens(engine: Any) -> Results:
+    """Compare sampled tokens. Of limits only every eighth request has any: else vLLM's own verification is what is seen."""
+    plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
+    common, samplings = common_tokens(plain), {}
+    for name, kind in penalties_and_biases(plain[0], common).items():
+        samplings[f"T .8, {name}"] = {"temperature": 0.8, **kind}, 1
+    for name in ("allowed", "bad words"):
+        samplings[f"T .8, few {name}"] = {"temperature": 0.8, **limits(plain[0], common)[name]}, 8
+    samplings |= {name: (sampling, 1) for name, sampling in list(SAMPLING.items())[1:]}
+    for name, (sampling, every) in samplings.items():
+        prompts = prompts_of(1) * (MANY if every == 1 else MANY // 4 * every)
+        either = params_of(**sampling, max_tokens=3), params_of(temperature=0.8, max_tokens=3)
+        params = [either[i % every > 0] for i in range(len(prompts))]
+        (theirs, _), (ours, counted) = (generated(engine, mode, prompts, params) for mode in ("vllm", "ours"))
+        at = [([text[i] for text in theirs[::every]], [text[i] for text in ours[::every]]) for i in (1, 2)]
+        yield name, {"p": [round(p_value(*samples), 5) for samples in at], "left": counted["left"]}
+
+
+def grammar(engine: Any) -> Results:
+    """Compare texts with a grammar."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def structured(temperature: float, most: int, **grammar: Any) -> Any:
+        structure = StructuredOutputsParams(**grammar)
+        return params_of(temperature=temperature, max_tokens=most, ignore_eos=False, structured_outputs=structure)
+
+    prompts, tokenizer = prompts_of(REQUESTS), engine.get_tokenizer()
+    kinds = [*[next(iter(each)) for each in GRAMMARS], "plain"] * (REQUESTS // 4)
+    params = [
+        params_of(temperature=0.0) if i % 4 == 3 else structured(0.0, 160, **GRAMMARS[i % 4]) for i in range(REQUESTS)
+    ]
+    yield "grammar", compared(engine, prompts, params, kinds)
+    for mode in ("vllm", "ours"):
+        for temperature in (0.0, 0.8):
+            params = [structured(temperature, 160, **GRAMMARS[i % 3]) for i in range(REQUESTS)]
+            texts, counted = generated(engine, mode, prompts, params)
+            ended = [
+                (i % 3, tokenizer.decode(text[:-1]))
+                for i, text in enumerate(texts)
+                if text[-1] == tokenizer.eos_token_id
+            ]
+            valid = sum(is_valid(text, GRAMMARS[which]) for which, text in ended)
+            yield f"{mode}, T {temperature}", {"valid": f"{valid}/{len(ended)} that ended of {len(texts)}"} | counted
+    [first] = tokenizer.encode("b", add_special_tokens=False)
+    [prompt] = prompts_of(1)
+    one = structured(0.8, 1, regex="[a-z0-9]{6}")
+    unverified, _ = generated(engine, "vllm", [[*prompt, first]] * MANY, one)
+    for mode in ("vllm", "ours"):
+        texts, _ = generated(engine, mode, [prompt] * MANY, structured(0.8, 3, regex="b[a-z0-9]{6}"))
+        samples = [text[0] for text in unverified], [text[1] for text in texts]
+        yield f"{mode}, second token", {"p": [round(p_value(*samples), 5)]}
+
+
+def is_valid(text: str, grammar: dict[str, Any]) -> bool:
+    """Return whether a text is one of a grammar's."""
+    if "regex" in grammar:
+        return re.fullmatch(grammar["regex"], text) is not None
+    if "choice" in grammar:
+        return text in grammar["choice"]
+    import jsonschema
+
+    try:
+        jsonschema.validate(json.loads(text), grammar["json"])
+    except (json.JSONDecodeError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes, and of pairs of digits, with the special tokens of `random_models`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet, pairs = sorted(pre_tokenizers.ByteLevel.alphabet()), [(a, b) for a in "0123456789" for b in "0123456789"]
+    ids = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, *map("".join, pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
 
 
 def seeded(engine: Any) -> dict[str, Any]:
@@ -111,16 +301,15 @@ def seeded(engine: Any) -> dict[str, Any]:
     alone, _ = generated(engine, "ours", prompts[:8], params[:8])
     result = {f"first {count}": digest(texts[:count]) for count in (8, REQUESTS)}
     each = " ".join(digest([text]) for text in texts)
-    return result | {
-        "alone": equal(alone, texts[:8]),
-        "each": each,
-        "left": counted["left"],
-        "verified": counted["verified"],
-    }
+    return result | {"alone": equal(alone, texts[:8]), "each": each} | counted
 
 
-def digest(texts: list[list[int]]) -> str:
+def digest(texts: Texts) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:6]
+
+
+COMPARISONS = {each.__name__: each for each in (greedy, adjusted, mixed, tokens, grammar)}
+DEFAULT = "greedy", "adjusted", "mixed", "tokens"
 
 
 def main() -> None:
@@ -132,12 +321,28 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--kv-cache", type=int, default=3)
     parser.add_argument("--engine", default="{}")
+    parser.add_argument("--compare", nargs="+", choices=list(COMPARISONS))
+    parser.add_argument("--price", action="store_true")
+    parser.add_argument("--write-tokenizer", action="store_true")
     options = parser.parse_args()
+    if options.write_tokenizer:
+        return write_tokenizer(options.target)
     options.requests, options.steps = [256], 64
+    own = {
+        "worker_extension_cls": "tests.tools.check_vllm.Pricing",
+        "skip_tokenizer_init": "grammar" not in (options.compare or ()),
+    }
+    options.engine = json.dumps(own | json.loads(options.engine))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     engine = engine_of(options, options.drafter)
-    result = seeded(engine) if os.environ["SPECDECODE_VLLM"] == "strict" else checked(engine)
-    print("RESULT", options.name, json.dumps(result), flush=True)
+    if options.price:
+        engine.collective_rpc("price_rows")
+    if os.environ["SPECDECODE_VLLM"] == "strict" and options.compare is None:
+        print("RESULT", options.name, json.dumps(seeded(engine)), flush=True)
+        return
+    for name in options.compare or DEFAULT:
+        for part, result in COMPARISONS[name](engine):
+            print("RESULT", options.name, part, json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
