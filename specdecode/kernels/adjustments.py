@@ -246,7 +246,8 @@ def adjusted(parts, loaded, tokens, span, adjustments):
 def may_change(adjustments, span):
     """Return whether adjustments may change logits of the tokens in a span."""
     if exists(adjustments.allowed):
-        return True
+        # Not just True: without a branch the compiler has each part adjusted before the next is loaded.
+        return span[0] <= span[1]
     else:
         changes = tl.full([], False, tl.int1)
         if exists(adjustments.penalties):

@@ -48,8 +48,10 @@ SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 # once. And of one that emits where there are draft rows: left to itself, the compiler spilled some to have more programs.
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
-import os
-READ_REGISTERS_ADJUSTED = int(os.environ.get("RRA", 128))
+# Of one that reads rows with masks alone; and, in a small and in a large batch, with penalties or biases: counts take one
+# for each logit. With 96 in a small batch some were spilled (H100, 32 requests with penalties: 60 -> 80 us); with 128 in a
+# large one fewer programs run at once (256 requests with masks: 154 -> 178).
+READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
 # More of them where a large batch is summed at two temperatures: some would spill. On an H100, 256 requests of 3 drafts,
 # T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
@@ -152,7 +154,8 @@ def add_reading(
     is_usual = all(rows.ALIGNED and rows.ptr.dtype.itemsize == 2 for rows in logits) and sizes.MAX_BLOCKS <= MIN_BLOCKS
     registers = READ_REGISTERS_BOTH if reads_both else READ_REGISTERS
     if inputs.adjustments.EXIST:
-        registers = READ_REGISTERS_ADJUSTED
+        only_masks = inputs.adjustments.repetition is None and inputs.adjustments.bias_ptr is None
+        registers = READ_REGISTERS_MASKED if only_masks else READ_REGISTERS_ADJUSTED[large]
     if large and workspace.raw_statistics_ptr is not None:
         registers += RAW_REGISTERS
     tuning = Reading(

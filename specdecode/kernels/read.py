@@ -66,7 +66,8 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 @triton.jit
 def store_adjusted(pointer, stored, row, first, temperature, sizes, tuning):
     """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
-    if may_change(row.adjustments, (first * BLOCK_SIZE, (first + tuning.BLOCKS) * BLOCK_SIZE - 1)):
+    span = first * BLOCK_SIZE, tl.minimum((first + tuning.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
+    if may_change(row.adjustments, span):
         LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
         blocks = first + tl.arange(0, tuning.BLOCKS)
         loaded = load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
