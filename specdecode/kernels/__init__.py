@@ -35,7 +35,7 @@ statistics and a few blocks, and writes the output.
 | a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `DECIDE` by `emit.emit_row` |
 | ... in a large batch | as `DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
 | ... in `block` | `block.decide_without_reading`; what that leaves open, `block.settle` |
-| a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.load_blocks`: they call `adjustments.adjusted` |
+| a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.adjusted_blocks`: they call `adjustments.adjusted` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |

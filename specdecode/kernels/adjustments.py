@@ -2,12 +2,13 @@
 
     bias: l + b        repetition: l / r if l > 0 else l r        then l - f n - g [n > 0]        not allowed: -inf
 
-Nothing is written: `rows` calls `adjusted` after each load of a row that has adjustments. A logit is read by several
-launches, and must be the same number in each: so every operation is rounded by itself. (Of a * b + c a compiler may round
-once or twice.)
+Nothing is written. What it takes is loaded with the logits (`load_adjustments`) and applied when both are there
+(`adjusted`). A logit is read by several launches, and must be the same number in each: so every operation is rounded by
+itself (of a * b + c a compiler may round once or twice), and l / r is l times 1 / r, rounded before.
 
 Beside 2 bytes of a bfloat16 logit a penalised request reads 4 of its count, which the rows of a request share, and a bit of
-the prompt; a mask adds one bit. A request without penalties and biases in a batch with others leaves by one branch.
+the prompt; a mask adds one bit. Where rows are read for their statistics, the request without penalties leaves by one branch
+(`may_change`), and so does a program whose tokens have no bias. Elsewhere no counts are loaded, and zeros change nothing.
 """
 
 import triton

@@ -34,7 +34,16 @@ from specdecode.kernels.residual import (
     residual_sums,
     residual_sums_at,
 )
-from specdecode.kernels.rows import INFINITY, LOG2_E, both_rows_at, draft_row_at, load_logit, logits_of, row_index, target_row_at
+from specdecode.kernels.rows import (
+    INFINITY,
+    LOG2_E,
+    both_rows_at,
+    draft_row_at,
+    load_logit,
+    logits_of,
+    row_index,
+    target_row_at,
+)
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import Place, Residual

@@ -197,7 +197,9 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_aligned: bo
     num_biases = Number("num_biases") if "bias" in tensors else None
     allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
     exist = penalizes or "bias" in tensors or "allowed_mask" in tensors
-    return Adjustments._make([exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed, is_aligned])
+    return Adjustments._make(
+        [exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed, is_aligned]
+    )
 
 
 def outputs_in(structure: Structure) -> Outputs:
