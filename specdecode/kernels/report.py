@@ -58,9 +58,9 @@ def raw_statistics_of(place, inputs, workspace, sizes):
 @triton.jit
 def distribution_of(row, statistics, temperature, sizes):
     """Return the distribution of a row, and the maximum of each block: none if it is a point mass."""
-    statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     p = combine(statistics, row, temperature, sizes)
-    return p, tl.where(p.one_hot < 0, statistics[0], -INFINITY)
+    block_max, _ = recompute_nonfinite(statistics, row, temperature, sizes)
+    return p, tl.where(p.one_hot < 0, block_max, -INFINITY)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def report_kept(row, p, block_max, index, workspace, report, sizes):
     cutoff = p.one_hot
     if workspace.cutoffs_ptr is not None:
         token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
-        cutoff = tl.where((cutoff < 0) & (token != LAST_TOKEN), token, cutoff)
+        cutoff = tl.where(token != LAST_TOKEN, token, cutoff)
     tl.store(report.num_kept_ptr + index, tl.where(p.one_hot < 0, num_listed, 1))
     tl.store(report.cutoff_ptr + index, cutoff.to(tl.int64))
 

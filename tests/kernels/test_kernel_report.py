@@ -151,6 +151,14 @@ def test_a_row_may_have_fewer_tokens_than_are_asked_for():
     assert output.top_logprobs[1:, 0].tolist() == [[0.0, *[-INF] * 5]] * 3
 
 
+@pytest.mark.parametrize(("kind", "of"), [("probabilistic", "processed"), ("strict", "raw")])
+def test_blocks_whose_statistics_are_not_finite_are_listed_from(kind, of):
+    """NaN at all places that a thread compares with each other is what it takes for the maximum."""
+    batch = case(3, 1, 2064, torch.bfloat16, greedy=0.4, seed=5)
+    batch.target_logits[..., torch.arange(2064) % 256 < 2] = NAN
+    assert_right(verify(kind, batch, of, {}, FEW), batch, {}, of, "triton")
+
+
 @pytest.mark.parametrize(("kind", "way"), small(("probabilistic", LARGE), ("strict", FEW), ("block", FEW)))
 def test_lists_take_nothing_that_was_not_stored(kind, way):
     batch = case(3, 1, 1040, torch.bfloat16, greedy=0, seed=5)
