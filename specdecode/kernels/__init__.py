@@ -26,6 +26,7 @@ statistics and a few blocks, and writes the output.
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `stops`, `output` | at which row a request stops; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
+| `report` | the likeliest tokens and the kept set of their rows: one launch more |
 | `sharding` | steps over shards of the vocabulary: the folder's own table says more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
