@@ -63,7 +63,7 @@ class ListedRows:
     ) -> Any:
         """Return log-probabilities, with vLLM's arguments and results.
 
-        vLLM computes each token's rank, in the model's row: tokens that are not kept count if they have the same logit, unless
+        vLLM computes each token's rank in the model's row: tokens that are not kept count if they have its logit, unless
         it is known how many are kept.
         """
         given = sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np
