@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from specdecode import kernels
+from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.launch import Plan, Signature
 from tests.conftest import ON_GPU, combine
@@ -262,19 +262,26 @@ def test_shards_are_gathered_for_it_and_every_rank_returns_the_same(method, of, 
 
 
 @needs_gpu
+@pytest.mark.parametrize("backend", ["triton", "eager"])
 @pytest.mark.parametrize("of", ["processed", "raw"])
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
 @pytest.mark.parametrize("requests", [16, 200])
-def test_replays_of_a_captured_call_list_what_fresh_calls_do(method, of, requests):
-    batches = [case(requests, 3, 5003, torch.bfloat16, seed=seed).to("cuda") for seed in range(3)]
-    static, arguments = batches[0], arguments_of(method, batches[0], of, {"top_p": 0.9}, 20)
-    kernels.verify(*arguments)
+def test_replays_of_a_captured_call_list_what_fresh_calls_do(backend, method, of, requests):
+    sampler, options = RejectionSampler(method, backend=backend), {"top_p": 0.9, "top_logprobs": 20, "kept_sets": True}
+    static, *fresh = [case(requests, 3, 5003, torch.bfloat16, seed=seed).to("cuda") for seed in range(3)]
+
+    def call(batch: Case) -> Any:
+        rows = batch.target_logits, batch.draft_token_ids, batch.draft_logits
+        numbers = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+        return sampler(*rows, **numbers, **options, logprobs=of)
+
+    call(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = kernels.verify(*arguments)
-    for batch in batches[1:]:
-        for mine, fresh in zip(vars(static).values(), vars(batch).values()):
-            mine.copy_(fresh)
+        output = call(static)
+    for batch in fresh:
+        for mine, other in zip(vars(static).values(), vars(batch).values()):
+            mine.copy_(other)
         graph.replay()
-        assert_same(output, verify(method, batch, of, {"top_p": 0.9}, {}, 20))
+        assert_same(output, call(batch))
