@@ -243,3 +243,41 @@ def raw_logprobs(target_logits, token_ids):
     [0.3, 0.8]
     """
     return processed_logprobs(target_logits, token_ids, Sampling())
+
+
+def top_logprobs(logits, count: int, sampling: Sampling) -> list[tuple[int, float]]:
+    """Return the likeliest tokens of a row that the target samples from, the likeliest first, each with its log p'.
+
+    Of equal logits the lowest id comes first. Where fewer tokens are kept than are asked for, (-1, -inf) follows. At
+    temperature 0 there is one: the argmax, which has log p' = 0.
+
+    Args:
+        logits: [vocab] raw logits.
+        count: how many tokens.
+        sampling: how the target samples; `Sampling()` for what the model says, at temperature 1, untruncated.
+
+    >>> row = np.log([0.2, 0.3, 0.3, 0.2])
+    >>> [(token, round(float(np.exp(logprob)), 6)) for token, logprob in top_logprobs(row, 3, Sampling(top_p=0.5))]
+    [(1, 0.5), (2, 0.5), (-1, 0.0)]
+    >>> [token for token, _ in top_logprobs(row, 3, Sampling())], top_logprobs(row, 2, Sampling(0.0))
+    ([1, 2, 0], [(1, 0.0), (-1, -inf)])
+    """
+    row = truncate(logits, sampling)[0]
+    logprobs = log_softmax(row, sampling.temperature)
+    kept = [
+        (int(token), float(logprobs[token])) for token in token_order(without_nan(row)) if logprobs[token] > -np.inf
+    ]
+    return [*kept, *[(-1, -np.inf)] * count][:count]
+
+
+def kept_tokens(logits, sampling: Sampling) -> list[int]:
+    """Return the tokens that the target may emit at a row, in the order of their ids.
+
+    A row that nothing truncates keeps every token with a finite logit; a point mass, such as at temperature 0, keeps one.
+
+    >>> row = [3.0, -np.inf, 2.0, 4.0, np.nan]
+    >>> kept_tokens(row, Sampling()), kept_tokens(row, Sampling(top_k=2)), kept_tokens(row, Sampling(0.0))
+    ([0, 2, 3], [0, 3], [3])
+    """
+    logprobs = log_softmax(truncate(logits, sampling)[0], sampling.temperature)
+    return np.flatnonzero(logprobs > -np.inf).tolist()

@@ -2,26 +2,24 @@
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from specdecode.adjustments import Adjustments, by_slot_of, check_adjustments
 from specdecode.checks import (
-    FLOATS,
     INTEGERS,
     Extent,
     check_choice,
-    check_device,
     check_logits,
     check_positions,
     check_seeds,
     check_tensor,
-    check_type,
     check_values,
     on_host,
     plain,
 )
+from specdecode.draft_checks import check_draft_cutoff, check_draft_rows, check_draft_vocab_ids
 from specdecode.packing import Packing, check_packed
+from specdecode.report import check_report
 from specdecode.sampling import Sampling, Truncation, check_samplings, check_temperature
 from specdecode.sharding import VocabShard
 
@@ -53,6 +51,32 @@ class SamplerOutput(NamedTuple):
     A row without a finite logit is the point mass on token 0, and so is what a packed request without rows draws from: the
     token 0 that an `invalid` request emits has 0, and what only `"synthetic"` accepts there -inf. None if it was not asked
     for.
+    """
+
+    top_token_ids: Tensor | None = None
+    """[batch, num_draft_tokens + 1, top_logprobs] int64: the likeliest tokens of each emitted token's row, likeliest first.
+
+    Of equal logits the lowest id comes first. -1 where there are no more that have a probability, and where `token_ids` is
+    -1. None if they were not asked for, and so are the other fields below.
+    """
+
+    top_logprobs: Tensor | None = None
+    """[batch, num_draft_tokens + 1, top_logprobs] float32: of each; -inf where there is none, NaN behind the last token."""
+
+    num_kept: Tensor | None = None
+    """[batch, num_draft_tokens + 1] int32: how many tokens of each emitted token's row are kept, 0 behind the last token."""
+
+    kept_token_ids: Tensor | None = None
+    """[batch, num_draft_tokens + 1, 1,024] int32: which they are, in the order of ids, then -1.
+
+    All -1 where more than 1,024 are kept: then `kept_cutoff` tells which.
+    """
+
+    kept_cutoff: Tensor | None = None
+    """[batch, num_draft_tokens + 1] int64: the last token kept, in the order of decreasing logits, of equal ones increasing
+    ids; -1 where nothing truncates the row, which keeps every token with a finite logit, and where `token_ids` is -1.
+
+    Logits are those after `adjustments`.
     """
 
     @property
@@ -141,6 +165,8 @@ class VerificationBatch(NamedTuple):
     shard: VocabShard | None = None  # which part of the vocabulary the logits are; None: all of it
     draft_vocab_ids: Tensor | None = None  # [draft_vocab] int32 or int64, tokens of draft_logits; None: the target's
     adjustments: Adjustments | None = None
+    top_logprobs: int = 0  # how many of the likeliest tokens of each emitted token's row are returned
+    kept_sets: bool = False  # and whether what is kept of it
 
     @property
     def num_draft_tokens(self) -> int:
@@ -152,6 +178,11 @@ class VerificationBatch(NamedTuple):
         """Whether tokens are left out of any row, or drafts were drawn otherwise than the target samples."""
         of_drafts = self.draft_truncation is not None or self.draft_temperature is not None
         return self.truncation is not None or of_drafts
+
+    @property
+    def reports(self) -> bool:
+        """Whether anything is asked for of the rows of emitted tokens, beside log-probabilities."""
+        return self.top_logprobs > 0 or self.kept_sets
 
     def greedy_if_alike(self, method: str) -> "VerificationBatch":
         """Return the batch as a greedy one if that has the same result: one token is kept, and no draft row matters."""
@@ -184,6 +215,9 @@ class VerificationBatch(NamedTuple):
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
         row_positions: Tensor | None = None,
+        *,
+        top_logprobs: int | None = None,
+        kept_sets: bool = False,
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments; with row_starts they are those of a packed call.
 
@@ -212,6 +246,7 @@ class VerificationBatch(NamedTuple):
             adjustments = check_adjustments(adjustments, extent, target_logits.shape[:-1], target_logits.shape[-1])
         if logprobs is not None:
             check_choice("logprobs", logprobs, get_args(Logprobs))
+        num_top = check_report(top_logprobs, kept_sets, logprobs)
         for_seeds = seeds, extent.batch if seeds is None else extent.num_slots, device
         return cls(
             plain(target_logits),
@@ -230,6 +265,8 @@ class VerificationBatch(NamedTuple):
             shard,
             None if draft_vocab_ids is None else plain(draft_vocab_ids),
             adjustments,
+            num_top,
+            kept_sets,
         )
 
 
@@ -279,65 +316,3 @@ def check_token_ids(draft_token_ids: Tensor, vocab: int) -> None:
     ended = (draft_token_ids == -1).cumsum(dim=1) > 0
     valid = ((draft_token_ids >= 0) & (draft_token_ids < vocab)) | ended
     check_values("draft_token_ids", draft_token_ids, valid, f"ids in [0, {vocab}), or -1 for no draft")
-
-
-def check_draft_rows(draft_logits: Tensor | None, draft_logsumexp: Tensor | None, width: int, extent: Extent) -> None:
-    """Raise unless there is a row of logits for each draft, and a logsumexp for each row, if there are any."""
-    if draft_logits is not None:
-        check_tensor("draft_logits", draft_logits, FLOATS, (*extent.drafts, width), extent.device)
-    if draft_logsumexp is not None:
-        check_tensor("draft_logsumexp", draft_logsumexp, (torch.float32,), extent.drafts, extent.device)
-        if draft_logits is None:
-            raise ValueError("draft_logsumexp: given without the draft_logits that it belongs to")
-
-
-def check_draft_vocab_ids(
-    draft_vocab_ids: Tensor,
-    draft_logits: Tensor | None,
-    vocab: int,
-    device: torch.device,
-    shard: VocabShard | None,
-) -> int:
-    """Raise unless they are distinct ids of the target's tokens, one for each of draft_logits; return how many.
-
-    Their values are checked only on the CPU.
-    """
-    name = "draft_vocab_ids"
-    if shard is not None:
-        raise ValueError(f"{name}: not supported with a shard of the vocabulary; spread draft_logits over the target's")
-    if draft_logits is None:
-        raise ValueError(f"{name}: given without the draft_logits whose tokens they are")
-    check_type("draft_logits", draft_logits, FLOATS)
-    size = draft_logits.shape[-1] if draft_logits.ndim > 0 else 0
-    if size == 0:
-        expected = "a last dimension of at least one token, those of draft_vocab_ids"
-        raise ValueError(f"draft_logits: expected {expected}, got shape {list(draft_logits.shape)}")
-    check_type(name, draft_vocab_ids, INTEGERS)
-    if draft_vocab_ids.shape != (size,):
-        expected = f"shape [{size}], one id for each token of draft_logits"
-        raise ValueError(f"{name}: expected {expected}, got {list(draft_vocab_ids.shape)}")
-    check_device(name, draft_vocab_ids, device)
-    if size > vocab:
-        raise ValueError(f"{name}: expected at most {vocab} ids, as many as the target has tokens, got {size}")
-    if on_host(draft_vocab_ids):
-        inside = (draft_vocab_ids >= 0) & (draft_vocab_ids < vocab)
-        check_values(name, draft_vocab_ids, inside, f"ids in [0, {vocab})")
-        is_only = draft_vocab_ids.bincount()[draft_vocab_ids.long()] == 1
-        check_values(name, draft_vocab_ids, is_only, "distinct ids")
-    return size
-
-
-def check_draft_cutoff(
-    draft_cutoff: Tensor | None, draft_logsumexp: Tensor | None, draft_truncation: Truncation | None, extent: Extent
-) -> None:
-    """Raise unless a cutoff comes with each logsumexp of truncated draft rows, and with nothing else."""
-    if draft_cutoff is not None:
-        check_tensor("draft_cutoff", draft_cutoff, (torch.int64,), extent.drafts, extent.device)
-        if draft_logsumexp is None:
-            raise ValueError("draft_cutoff: given without the draft_logsumexp that it belongs to")
-        if draft_truncation is None:
-            raise ValueError("draft_cutoff: given, but the drafts were drawn without top_k, top_p and min_p")
-    elif draft_logsumexp is not None and draft_truncation is not None:
-        raise ValueError(
-            "draft_cutoff: needed beside draft_logsumexp, because the drafts were drawn from truncated rows"
-        )

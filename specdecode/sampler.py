@@ -56,8 +56,9 @@ class RejectionSampler:
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
             with its part and otherwise the same arguments, and gets the same output. The Triton backend gathers no logits,
-            unless a shard does not start at a multiple of 1,024, or rows are truncated without symmetric memory; the eager
-            backend gathers them. None: logits are of the whole vocabulary.
+            unless a shard does not start at a multiple of 1,024, rows are truncated without symmetric memory, or a call has
+            adjustments, `top_logprobs` or `kept_sets`; the eager backend gathers them. None: logits are of the whole
+            vocabulary.
         validate: `"values"` makes each call, also of `draft`, raise a ValueError if it is given probabilities for logits:
             if no number is negative and each row sums to 1, within rounding, in all rows that the call may look at. For
             that it reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
@@ -155,6 +156,8 @@ class RejectionSampler:
         draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
         adjustments: Adjustments | None = None,
+        top_logprobs: int | None = None,
+        kept_sets: bool = False,
     ) -> SamplerOutput:
         """Verify one step of drafts.
 
@@ -206,6 +209,12 @@ class RejectionSampler:
                 untruncated, for greedy requests too. None returns none.
             adjustments: biases, penalties and masks, which target rows are given before the temperature; see
                 [`Adjustments`][specdecode.Adjustments]. "Raw" log-probabilities are of the logits without them.
+            top_logprobs: how many of the likeliest tokens of each emitted token's row are returned with their
+                log-probabilities, 20 at most; they are of what `logprobs` says, which is needed. A greedy row has one such
+                token if that is "processed". None and 0: none.
+            kept_sets: whether to return which tokens are kept of each emitted token's row, that is those that have a
+                probability in the distribution sampled from: what truncation leaves, of rows that it does not truncate
+                every token with a finite logit, and of greedy rows one token. Both of these take one launch more.
 
         Returns:
             Accepted drafts and the one token after them, with counts.
@@ -237,7 +246,8 @@ class RejectionSampler:
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
         others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
-        return self._verify(VerificationBatch.check(*arguments, *limits, *others))
+        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
+        return self._verify(VerificationBatch.check(*arguments, *limits, *others, **report))
 
     @breaks_graph
     def packed(
@@ -262,6 +272,8 @@ class RejectionSampler:
         draft_vocab_ids: Tensor | None = None,
         logprobs: Logprobs | None = None,
         adjustments: Adjustments | None = None,
+        top_logprobs: int | None = None,
+        kept_sets: bool = False,
     ) -> SamplerOutput:
         """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
 
@@ -297,6 +309,8 @@ class RejectionSampler:
                 [num_slots, num_draft_tokens, draft_vocab] then.
             logprobs: as for a call.
             adjustments: as for a call, by slot, and its mask by row.
+            top_logprobs: as for a call.
+            kept_sets: as for a call.
 
         Returns:
             As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
@@ -328,7 +342,8 @@ class RejectionSampler:
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
-        return self._verify(VerificationBatch.check(*arguments, *limits, *others, *where))
+        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
+        return self._verify(VerificationBatch.check(*arguments, *limits, *others, *where, **report))
 
     def warmup(
         self,
@@ -352,6 +367,8 @@ class RejectionSampler:
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
         row_positions: Tensor | None = None,
+        top_logprobs: int | None = None,
+        kept_sets: bool = False,
     ) -> None:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
@@ -383,6 +400,8 @@ class RejectionSampler:
             num_draft_tokens: as for a packed call.
             slots: as for a packed call.
             row_positions: as for a packed call.
+            top_logprobs: as for a call.
+            kept_sets: as for a call.
 
         Raises:
             TypeError: as for a call.
@@ -401,7 +420,8 @@ class RejectionSampler:
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
         where: Any = row_starts, num_draft_tokens, slots, row_positions
-        batch = VerificationBatch.check(*arguments, *limits, *others, *where)
+        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
+        batch = VerificationBatch.check(*arguments, *limits, *others, *where, **report)
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         if self.shard is not None:

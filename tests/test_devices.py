@@ -236,7 +236,7 @@ def test_the_gpu_says_what_the_host_says():
 
 
 KERNELS = {
-    "strict": {"read_kernel", "truncate_kernel", "emit_kernel"},
+    "strict": {"read_kernel", "truncate_kernel", "emit_kernel", "report_kernel"},
     "probabilistic": {"map_kernel", "read_kernel", "emit_kernel"},
     "block": {"read_kernel", "ratio_kernel", "decide_kernel", "sum_kernel", "emit_kernel"},
 }

@@ -66,6 +66,8 @@ SAMPLING = [("temperature", 1.0), *SEEDED]
                 ("draft_vocab_ids", None),
                 ("logprobs", None),
                 ("adjustments", None),
+                ("top_logprobs", None),
+                ("kept_sets", False),
             ],
         ),
         (RejectionSampler.draft, [("logits", REQUIRED), *SAMPLING], [("offset", 0), *TRUNCATION]),

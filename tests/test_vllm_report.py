@@ -190,7 +190,7 @@ ALONE = (
     [
         ({}, {}, "nothing"),
         ({"watermark_key": 7}, {}, "all steps, with watermarks"),
-        ({}, {"return_sampling_mask": True}, "all steps, with return_sampling_mask"),
+        ({}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
         (
             {},
             {"logprobs_mode": "processed_logits"},
@@ -221,8 +221,9 @@ def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, m
 
 
 def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):
-    _, (message,) = start("strict", {"return_sampling_mask": True})
-    assert message.endswith("left to vLLM by configuration: the logits of all steps, with return_sampling_mask")
+    _, (message,) = start("strict", {"logprobs_mode": "processed_logits"})
+    of = "the logits of steps with log-probabilities"
+    assert message.endswith(f"left to vLLM by configuration: {of}, with logprobs_mode 'processed_logits'")
 
 
 @pytest.mark.parametrize("value", [0.1, 3, True, "mean"])

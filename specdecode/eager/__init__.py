@@ -16,6 +16,7 @@ from specdecode.eager import block, probabilistic, strict, synthetic
 from specdecode.eager.adjustments import adjusted, adjusted_rows
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
+from specdecode.eager.report import with_report
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
 from specdecode.eager.whole import whole_batch, whole_rows
@@ -40,6 +41,8 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     if batch.logprobs is not None:
         of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, output.num_accepted, batch.logprobs)
         output = output._replace(logprobs=of_tokens)
+    if batch.reports:
+        output = with_report(steps, raw_logits, output, batch)
     return output if has_rows is None else mark_invalid(output, has_rows)
 
 

@@ -100,13 +100,23 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         batch.logprobs,
         shard=batch.shard,
         draft_vocab_ids=batch.draft_vocab_ids,
+        top_logprobs=batch.top_logprobs,
+        kept_sets=batch.kept_sets,
     )
     return unpacked, num_drafts >= 0
 
 
 def mark_invalid(output: SamplerOutput, has_rows: Tensor) -> SamplerOutput:
-    """Have requests without rows emit token 0, and mark them."""
+    """Have requests without rows emit token 0, the only one that is kept, and mark them."""
     output.token_ids[:, 0].mul_(has_rows)
-    if output.logprobs is not None:  # the only token that such a request can emit
+    if output.logprobs is not None:
         output.logprobs[:, 0].masked_fill_(~has_rows, 0)
+    lists = (output.top_token_ids, -1, 0), (output.top_logprobs, -torch.inf, 0), (output.kept_token_ids, -1, 0)
+    for each, nothing, first in lists:
+        if each is not None:
+            each[:, 0].masked_fill_(~has_rows[:, None], nothing)
+            each[:, 0, 0].masked_fill_(~has_rows, first)
+    for number, of_token in (output.num_kept, 1), (output.kept_cutoff, 0):
+        if number is not None:
+            number[:, 0].masked_fill_(~has_rows, of_token)
     return output._replace(invalid=output.invalid | ~has_rows)

@@ -69,7 +69,7 @@ class Steps:
     def scan(
         self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """Compute the rows that matter, in order; return [batch, width] of each result.
+        """Compute the rows that matter, in order; return [batch, width, ...] of each result.
 
         On the CPU these are, offset by offset, the rows of the requests that have not stopped. On a device counting those
         would mean waiting for it, so all rows are computed at once.
@@ -86,7 +86,7 @@ class Steps:
         for offset in range(width):
             rows = slice(None) if active.all() else active.nonzero().squeeze(1)
             values = compute(rows, slice(offset, offset + 1))
-            results = results or tuple(value.new_zeros(len(num_rows), width) for value in values)
+            results = results or tuple(value.new_zeros(len(num_rows), width, *value.shape[2:]) for value in values)
             for result, value in zip(results, values):
                 result[rows, offset] = value[:, 0]
             active = results[0][:, offset] & (num_rows > offset + 1)

@@ -1,9 +1,9 @@
 """The Triton backend: fused kernels for NVIDIA GPUs.
 
-A step is two launches, read and emit; truncation and the three launches of `block` verification come between them. `read`
-reads the rows and leaves 8 bytes of statistics for each block of 1,024 logits; in a large batch it also decides, so as to
-read no row after a rejection. `emit` makes the decisions that are not made yet, draws the token of each request from the
-statistics and a few blocks, and writes the output.
+A step is two launches, read and emit; truncation and the three launches of `block` verification come between them, a report
+on rows after them. `read` reads the rows and leaves 8 bytes of statistics for each block of 1,024 logits; in a large batch
+it also decides, so as to read no row after a rejection. `emit` makes the decisions that are not made yet, draws the token of
+each request from the statistics and a few blocks, and writes the output.
 
 | file | what is in it |
 |---|---|
@@ -26,6 +26,7 @@ statistics and a few blocks, and writes the output.
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `stops`, `output` | at which row a request stops; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
+| `report` | the likeliest tokens and the kept set of their rows: one launch more |
 | `sharding` | steps over shards of the vocabulary: the folder's own table says more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |

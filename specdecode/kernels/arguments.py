@@ -138,6 +138,18 @@ class Outputs(NamedTuple):
     logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1] float32, NaN behind the last token; None: not asked for
 
 
+class Reporting(NamedTuple):
+    """What a step returns of the rows of its tokens; pointers are None for what is not asked for."""
+
+    top_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] int64
+    top_logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] float32
+    num_top: Int32
+    num_kept_ptr: Pointer  # [batch, num_draft_tokens + 1] int32
+    kept_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, MOST_KEPT] int32
+    cutoff_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
+    OVERLAPS: Constant
+
+
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdecode.batch import Logprobs
+from specdecode.batch import Logprobs, VerificationBatch
 from specdecode.kernels.arguments import (
     Adjustments,
     Drafts,
@@ -17,6 +17,7 @@ from specdecode.kernels.arguments import (
     Limits,
     Outputs,
     Packing,
+    Reporting,
     Requests,
     Rows,
     Shard,
@@ -25,6 +26,7 @@ from specdecode.kernels.arguments import (
 from specdecode.kernels.formulas import Argument, Number, ceil_div
 from specdecode.kernels.methods import Method
 from specdecode.noise import BLOCK_SIZE
+from specdecode.report import MOST_KEPT
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
 # so all usual sizes compile the same kernels.
@@ -62,6 +64,8 @@ class Structure(NamedTuple):
     penalizes: bool  # target rows may have penalties
     counts_are_aligned: bool  # those of emitted tokens
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
+    lists_likeliest: bool  # the likeliest tokens of emitted rows are returned
+    lists_kept: bool  # and what is kept of them
 
     @property
     def has_drafts(self) -> bool:
@@ -211,3 +215,30 @@ def outputs_in(structure: Structure) -> Outputs:
     counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
     logprobs = None if structure.logprobs is None else Argument("logprobs", torch.float32)
     return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None, logprobs)
+
+
+def empty_report(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
+    """Return what a report fills, by the names of `SamplerOutput` and of arguments."""
+    report, shape, device = {}, token_ids.shape, token_ids.device
+    if batch.top_logprobs > 0:
+        lists = *shape, batch.top_logprobs
+        report["top_token_ids"] = torch.empty(lists, dtype=torch.int64, device=device)
+        report["top_logprobs"] = torch.empty(lists, dtype=torch.float32, device=device)
+    if batch.kept_sets:
+        report["num_kept"] = torch.empty(shape, dtype=torch.int32, device=device)
+        report["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
+        report["kept_cutoff"] = torch.empty_like(token_ids)
+    return report
+
+
+def reporting_of(structure: Structure, overlaps: bool) -> Reporting:
+    """Return the bundle of what else a step returns of the rows of its tokens."""
+    top: tuple[Any, ...] = (None,) * 3
+    if structure.lists_likeliest:
+        ids, logprobs = Argument("top_token_ids", torch.int64), Argument("top_logprobs", torch.float32)
+        top = ids, logprobs, Number("num_top")
+    kept: tuple[Any, ...] = (None,) * 3
+    if structure.lists_kept:
+        dtypes = {"num_kept": torch.int32, "kept_token_ids": torch.int32, "kept_cutoff": torch.int64}
+        kept = tuple([Argument(name, dtype) for name, dtype in dtypes.items()])
+    return Reporting._make([*top, *kept, overlaps])

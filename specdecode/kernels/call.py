@@ -1,4 +1,4 @@
-"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, settle, emit.
+"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, settle, emit, report.
 
 `verify` and `sample` say what is asked for. `run_step` adds what both are given, and runs the plan of the step; `plan_step`
 makes that plan, once for calls of all sizes. To settle is a part of `block` verification alone. What happens inside the
@@ -23,6 +23,7 @@ from specdecode.kernels.bundles import (
     PENALTIES,
     Structure,
     class_of,
+    empty_report,
     inputs_in,
     layout_of,
     outputs_in,
@@ -36,6 +37,7 @@ from specdecode.kernels.plan import (
     add_emission,
     add_mapping,
     add_reading,
+    add_report,
     add_settling,
     add_truncation,
     allocate,
@@ -89,6 +91,9 @@ def verify(
             takes to decide); None chooses by the number of rows that are read.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
+    if batch.kept_sets and batch.logprobs is None:  # for which each row through the last token is truncated
+        with_logprobs = batch._replace(logprobs="processed")
+        return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
     if batch.shard is not None:
@@ -100,6 +105,9 @@ def verify(
     requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
     outputs = empty_outputs(batch, requests, num_draft_tokens + 1)
     output = SamplerOutput(*outputs.values())
+    if batch.reports:
+        report = empty_report(batch, output.token_ids)
+        outputs, output = outputs | report, output._replace(**report)
     if requests == 0:
         return output
     tensors, numbers = tensors_of(method, batch), {"batch": requests, "num_draft_tokens": num_draft_tokens}
@@ -173,6 +181,8 @@ def run_step(
     target, logprobs, seeds_by_request = tensors["target"], None, False
     if isinstance(batch, VerificationBatch):
         logprobs, packing = batch.logprobs, batch.packing
+        if batch.top_logprobs > 0:
+            numbers["num_top"] = batch.top_logprobs
         if packing is not None:
             numbers["num_slots"], seeds_by_request = packing.num_slots, packing.seeds_by_request
     vocab_size = numbers["vocab_size"] = target.shape[-1]
@@ -201,6 +211,8 @@ def run_step(
         "repetition_penalty" in numbers,
         counts is not None and (counts.stride(0) | counts.data_ptr()) % 16 == 0,
         max(numbers["batch"], numbers["num_draft_tokens"] + 1) > MOST_PROGRAMS,
+        "num_top" in numbers,
+        "num_kept" in outputs,
     )
     if batch.shard is None:
         plan_step(structure).run(outputs | tensors, numbers)
@@ -257,7 +269,7 @@ def add_adjustments(adjustments: Adjustments, tensors: dict[str, Tensor], number
 
 @functools.lru_cache(maxsize=1024)
 def plan_step(fields: tuple[Any, ...]) -> Plan:
-    """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit."""
+    """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit, report."""
     structure = Structure(*fields)
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     early_decision, truncates = decision_while_reading(structure), structure.truncates
@@ -274,6 +286,7 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     if structure.settles:
         add_settling(plan, *given, sums_all)
     add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums_all, posted=posted)
+    add_report(plan, structure, (inputs, outputs, workspace, sizes))
     return plan
 
 

@@ -21,11 +21,12 @@ from specdecode.kernels.arguments import (
     Workspace,
 )
 from specdecode.kernels.block import TERMS, decide_kernel, ratio_kernel, sum_kernel
-from specdecode.kernels.bundles import MIN_BLOCKS, Structure
+from specdecode.kernels.bundles import MIN_BLOCKS, Structure, reporting_of
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
+from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
@@ -204,6 +205,14 @@ def add_emission(
     flags = per_row, per_row and posted, structure.settles, sums, can_overlap(plan.device)
     tuning = Searching(*SEARCH[search], RESIDUAL_LANES, method.decide, method.draw, *flags)
     add_drawing(plan, emit_kernel, (*bundles, tuning), method.num_warps)
+
+
+def add_report(plan: Plan, structure: Structure, bundles: tuple[Inputs, Outputs, Workspace, Sizes]) -> None:
+    """Add the launch that reports on the rows of the tokens that were emitted, if that is asked for."""
+    if structure.lists_likeliest or structure.lists_kept:
+        *_, sizes = bundles
+        report = reporting_of(structure, can_overlap(plan.device))
+        plan.add(report_kernel, sizes.batch * (sizes.num_draft_tokens + 1), (*bundles, report), num_warps=8)
 
 
 def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: int) -> None:

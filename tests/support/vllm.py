@@ -26,6 +26,9 @@ class PlainRejectionSampler:
     def _verify_in_chunks(self, *arguments):
         return arguments
 
+    def _get_logprobs_tensors(self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs):
+        return None
+
 
 class Verifying(DraftVerification, PlainRejectionSampler):
     pass

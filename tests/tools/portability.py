@@ -88,6 +88,7 @@ def compile_all(methods: list[str], once: bool = False) -> None:
                 sampler.warmup(target, ids, logits, seeds=0, draft_logsumexp=logsumexp)
         if method == "strict":
             sampler(target, ids, seeds=0, top_p=0.9)
+            sampler(target, ids, seeds=0, top_p=0.9, logprobs="raw", top_logprobs=5, kept_sets=True)
         if method == "probabilistic":
             vocabulary = torch.arange(draft.shape[2] // 2)
             sampler(target, ids, draft[..., : len(vocabulary)], seeds=0, draft_vocab_ids=vocabulary)

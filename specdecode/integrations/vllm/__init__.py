@@ -6,6 +6,9 @@
 | `contract` | what this package knows of vLLM: versions, and the names that its methods consult |
 | `sampling` | what requests ask for; the tokens of steps without drafts |
 | `verification` | a step with drafts |
+| `splitting` | a step of which some requests need logits that vLLM prepares |
+| `listing` | what vLLM returns of rows: processed log-probabilities, sampling masks |
+| `adjusting` | penalties and biases |
 | `reporting` | what an operator sees: the log and the counters |
 """
 

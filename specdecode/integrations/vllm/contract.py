@@ -21,6 +21,10 @@ CONSULTED = {
         *("fly_window_size", "gpu", "num_speculative_steps", "rejection_sample", "sampler", "sampling_states", "seeds"),
         *("synthetic_conditional_rates", "temperature", "use_block_verification", "use_fp64_gumbel"),
     },
+    "_get_logprobs_tensors": {
+        *("NO_LOGPROBS", "_flatten_sampled_kernel", "clone", "compute_topk_scores", "device", "dtype"),
+        *("enable_adaptive_verification", "logprobs_mode", "sampler", "shape", "stride", "tolist", "torch", "zeros"),
+    },
     "apply_sampling_params": {
         *("LogitsContext", "any", "apply", "apply_min_p", "apply_temperature", "apply_top_k_top_p", "copy_"),
         *("empty_like", "float32", "logits_processors", "needs_logits_processing", "np", "sampling_states"),
@@ -50,7 +54,7 @@ ATTRIBUTES = {
     "RejectionSampler": {
         *("sampler", "watermark_key", "num_speculative_steps", "enable_adaptive_verification", "fly_window_size"),
         *("use_block_verification", "fly_entropy_threshold", "fly_entropy_top_k", "synthetic_conditional_rates"),
-        "host_starts",
+        *("host_starts", "listed", "masks", "num_listed"),
     },
     "Sampler": {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),

@@ -40,6 +40,7 @@ def install(method: EngineMethod) -> None:
         (TokenSampling, runner.Sampler, "sample"),
         (DraftVerification, runner.RejectionSampler, "_verify"),
         (DraftVerification, runner.RejectionSampler, "_verify_in_chunks"),
+        (DraftVerification, runner.RejectionSampler, "_get_logprobs_tensors"),
     ]
     for ours, theirs, name in replaced:
         check_same_arguments(getattr(ours, name), getattr(theirs, name))
@@ -52,8 +53,9 @@ def install(method: EngineMethod) -> None:
 def unknown_rules(runner: Any) -> list[str]:
     """Return the names that vLLM's methods consult and that are not known, of all whose work is done here instead."""
     states = importlib.import_module("vllm.v1.worker.gpu.sample.states").SamplingStates
-    methods = runner.RejectionSampler._verify, runner.Sampler.apply_sampling_params, runner.Sampler.sample
-    return [name for method in (*methods, states.add_request) for name in unknown_names(method)]
+    methods = [getattr(runner.RejectionSampler, name) for name in ("_verify", "_get_logprobs_tensors")]
+    methods += [runner.Sampler.apply_sampling_params, runner.Sampler.sample, states.add_request]
+    return [name for method in methods for name in unknown_names(method)]
 
 
 def lift_refusal() -> None:

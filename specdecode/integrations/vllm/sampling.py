@@ -13,10 +13,18 @@ from specdecode import Adjustments, RejectionSampler, Sampling, backends, eager
 from specdecode.batch import VerificationBatch
 from specdecode.integrations.vllm.adjusting import Known, known_processors
 from specdecode.packing import Packing
+from specdecode.report import MOST_KEPT, MOST_TOP_LOGPROBS
 from specdecode.sampling import Truncation
 
-PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS = 1, 2, 4, 8
-"""What a request may need, in bits: vLLM's logits processors, truncation, log-probabilities, penalties or biases."""
+PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS, UNLISTED, WIDE = 1, 2, 4, 8, 16, 32
+"""What a request may need, in bits: vLLM's logits processors, truncation, log-probabilities, penalties or biases.
+
+And what calls do not list: log-probabilities of greedy requests, for which vLLM takes the row's softmax, or of more than 20
+tokens beside the sampled one; kept sets that may be of more than 1,024 tokens.
+"""
+
+LISTED_MODE = "processed_logprobs"
+"""The `logprobs_mode` whose log-probabilities calls list."""
 
 NO_SAMPLING_NEED = SimpleNamespace(add_request=lambda request, params: False)
 """In place of vLLM's sampling states: temperature and truncation need no processing."""
@@ -168,7 +176,9 @@ def needs_of(sampler: Any, requests: np.ndarray) -> np.ndarray:
     truncates = (states.top_k.np[requests] != states.vocab_size) | (states.top_p.np[requests] != 1)
     truncates = (truncates | (states.min_p.np[requests] != 0)) & (states.temperature.np[requests] != 0)
     logprobs = states.num_logprobs[requests] >= 0
-    bits: np.ndarray = PROCESSORS * processors | TRUNCATES * truncates | LOGPROBS * logprobs
+    unlisted = logprobs & (states.temperature.np[requests] == 0) | (states.num_logprobs[requests] > MOST_TOP_LOGPROBS)
+    bits: np.ndarray = PROCESSORS * processors | TRUNCATES * truncates | LOGPROBS * logprobs | UNLISTED * unlisted
+    bits = bits | WIDE * (states.top_k.np[requests] > MOST_KEPT)
     if hasattr(sampler, "adjusting"):
         bits = bits | ADJUSTS * sampler.adjusting[requests]
     return bits.astype(np.uint8)
@@ -190,15 +200,29 @@ def processes_logprobs(sampler: Any) -> bool:
     return sampler.logprobs_mode in ("processed_logits", "processed_logprobs")
 
 
-def why_processed(sampler: Any, needs: int) -> str | None:
-    """Return why a step that needs so much needs logits that vLLM has processed, or None."""
+def why_processed(sampler: Any, needs: int, lists: bool = False) -> str | None:
+    """Return why a step that needs so much needs logits that vLLM has processed, or None.
+
+    If what vLLM returns of rows may be listed by calls, fewer do.
+    """
     if needs & PROCESSORS:
         return "logits processors (allowed tokens, minimum lengths, bad words, thinking budgets, custom ones)"
     if needs & LOGPROBS and processes_logprobs(sampler):
-        return f"logprobs_mode {sampler.logprobs_mode!r}"
-    if sampler.return_sampling_mask:
+        is_listed = lists and sampler.logprobs_mode == LISTED_MODE and not needs & (UNLISTED | ADJUSTS)
+        if not is_listed:
+            return f"logprobs_mode {sampler.logprobs_mode!r}"
+    if sampler.return_sampling_mask and not (lists and not needs & WIDE):
         return "return_sampling_mask"
     return None
+
+
+def listings(sampler: Any) -> list[dict[str, Any]]:
+    """Return what calls may be asked to list."""
+    kept = [{"kept_sets": True}] if sampler.return_sampling_mask else []
+    if sampler.logprobs_mode != LISTED_MODE:
+        return kept
+    logprobs: list[dict[str, Any]] = [{"logprobs": "processed", "top_logprobs": count} for count in (0, 1)]
+    return [*logprobs, *kept, *[one | more for one in logprobs for more in kept]]
 
 
 def requested(values: SlotValues, needs: int) -> dict[str, Any]:
@@ -262,11 +286,14 @@ def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatc
         packing=Packing(starts, most, slots, temperature.shape[0], False, call["row_positions"]),
         draft_vocab_ids=call.get("draft_vocab_ids"),
         adjustments=sampling.get("adjustments"),
+        logprobs=sampling.get("logprobs"),
+        top_logprobs=sampling.get("top_logprobs", 0),
+        kept_sets=sampling.get("kept_sets", False),
     )
 
 
 def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) -> tuple[str | None, str | None]:
-    """Compile the kernels of steps like a call: truncated or not, with penalties and biases or not.
+    """Compile the kernels of steps like a call: truncated or not, with penalties and biases or not, with what they may list.
 
     Args:
         verifier: compiles.
@@ -279,7 +306,9 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
-    others = [{}, adjusted(sampler, ADJUSTS)] if getattr(sampler, "known", None) is not None else [{}]
+    others: list[dict[str, Any]] = [{}, *(listings(sampler) if call["num_draft_tokens"] > 0 else [])]
+    if getattr(sampler, "known", None) is not None:
+        others.append(adjusted(sampler, ADJUSTS))
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     for sampling, reason in zip(samplings, why_not):
         for more in others if reason is None else ():

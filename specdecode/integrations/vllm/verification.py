@@ -26,6 +26,7 @@ import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
+from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
 from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
@@ -48,7 +49,7 @@ from specdecode.integrations.vllm.splitting import MOST_PREPARED, Prepared, join
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
 
-class DraftVerification:
+class DraftVerification(ListedRows):
     """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
 
     verifier: ClassVar[RejectionSampler]
@@ -64,8 +65,6 @@ class DraftVerification:
 
     # What vLLM's class has:
     fly_window_size: int
-    num_speculative_steps: int
-    sampler: Any
     synthetic_conditional_rates: Tensor | None
     watermark_key: int | None
 
@@ -92,9 +91,7 @@ class DraftVerification:
         of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
         if rule := self.other_rule():
             left = f"all steps, with {rule}"
-        elif why := why_processed(self.sampler, 0):
-            left = f"{of}all steps, with {why}"
-        elif why := why_processed(self.sampler, LOGPROBS):
+        elif why := why_processed(self.sampler, LOGPROBS, lists=True):
             left = f"{of}steps with log-probabilities, with {why}"
         else:
             left = "nothing"
@@ -155,7 +152,7 @@ class DraftVerification:
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
         given = *rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled
-        is_strict = self.verifier.method == "strict"
+        is_strict, self.listed = self.verifier.method == "strict", None
         if self.report is not None:
             self.report.begin(logits)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
@@ -164,14 +161,15 @@ class DraftVerification:
         if kind not in self.kinds and self.other_rule() is None:
             self.prepare(kind, self.call_of(logits, drafts, *where))
         needs = needs_in(self.sampler, idx_mapping_np)
-        prepared = self.prepared_in(idx_mapping_np, logits)
+        asked = self.asked_of(needs)
+        prepared = None if asked else self.prepared_in(idx_mapping_np, logits)
         if prepared is not None:
             needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
-        rule, processed = self.why_left(needs, kind)
+        rule, processed = self.why_left(needs, kind, self.can_list)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
         if processed is None:
-            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs)
+            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs) | asked
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
             kind = kind_of(logits, draft_rows)
@@ -182,6 +180,8 @@ class DraftVerification:
             self.prepare(kind, call)
         if prepared is None:
             output = self.output_of(call, for_drafts(sampling, draft_rows), kind)
+            if asked and processed is None:
+                self.keep(output)
         else:
             output = self.output_of(without(call, prepared), for_drafts(sampling, draft_rows), kind)
             output = joined(output, verify_prepared(self, prepared, given), prepared)
@@ -191,7 +191,7 @@ class DraftVerification:
 
     def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        checked = kind, "top_p" in sampling, "adjustments" in sampling
+        checked = kind, *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
         if checked not in self.checked:
             self.checked.add(checked)
             return self.verifier.packed(**call, **sampling)
@@ -235,17 +235,28 @@ class DraftVerification:
         verify_draft_sampled: Tensor | None = None,
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
-        if len(logits) > max_chunk_logits and max_num_logprobs < 0:
-            kind = kind_of(logits, None if self.verifier.method == "strict" else draft_logits)
-            if self.why_left(needs_in(self.sampler, input_batch.idx_mapping_np), kind) == (None, None):
-                max_chunk_logits = len(logits)
+        slots, kind = (
+            input_batch.idx_mapping_np,
+            kind_of(logits, None if self.verifier.method == "strict" else draft_logits),
+        )
+        is_divided, has_masks = (
+            len(logits) > max_chunk_logits and max_num_logprobs < 0,
+            self.sampler.return_sampling_mask,
+        )
+        is_ours = False
+        if is_divided or has_masks:
+            is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
+        if is_divided and is_ours:
+            max_chunk_logits = len(logits)
         where = draft_logits, draft_sampled, pos, max_chunk_logits, max_num_logprobs, verify_draft_sampled
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
             self.host_starts = input_batch.cu_num_logits_np  # not so if the device alone knows where rows are
-        try:
-            return super()._verify_in_chunks(logits, input_batch, *where)  # type: ignore[misc]
-        finally:
-            self.host_starts = None
+        self.num_listed = max_num_logprobs
+        with self.making_masks(has_masks and is_ours and kind in self.kinds):
+            try:
+                return self.with_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
+            finally:
+                self.host_starts, self.num_listed = None, -1
 
     @functools.cached_property
     def kinds(self) -> dict[Any, tuple[str | None, str | None]]:
@@ -287,12 +298,12 @@ class DraftVerification:
                 call["draft_vocab_ids"] = first_ids(draft_logits.shape[-1], logits.device)
         return call
 
-    def why_left(self, needs: int, kind: Any) -> tuple[str | None, str | None]:
+    def why_left(self, needs: int, kind: Any, lists: bool = False) -> tuple[str | None, str | None]:
         """Return why vLLM has to verify a step, and else why it has to process the step's logits; None: it has not."""
         rule = self.other_rule()
         if rule is not None:
             return rule, None
-        processed = why_processed(self.sampler, needs)
+        processed = why_processed(self.sampler, needs, lists)
         if processed is None:
             why_not = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
             processed = None if why_not is None else f"rows that the kernels do not take ({why_not})"

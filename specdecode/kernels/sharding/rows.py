@@ -11,10 +11,11 @@ def are_gathered(
 ) -> bool:
     """Return whether the rows of a step, given the draft rows that it reads, have to be gathered.
 
-    Adjusted rows are. Truncation takes symmetric memory, and draft rows of the target rows' dtype. The first call on a
-    device asks the other ranks.
+    Adjusted rows are, and those that are reported on. Truncation takes symmetric memory, and draft rows of the target rows'
+    dtype. The first call on a device asks the other ranks.
     """
-    if shard.agree(logits).divided or batch.adjustments is not None:
+    reports = isinstance(batch, VerificationBatch) and batch.reports
+    if shard.agree(logits).divided or batch.adjustments is not None or reports:
         return True
     is_alike = draft_logits is None or draft_logits.dtype == logits.dtype
     is_cut = batch.is_truncated and not is_greedy(batch.temperature)

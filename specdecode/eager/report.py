@@ -1,0 +1,152 @@
+"""What is asked for of the rows of emitted tokens in PyTorch: their likeliest tokens, and which are kept of them.
+
+Both are of the row as tokens are drawn from it, adjusted and truncated; the likeliest tokens also of the raw row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.eager.greedy import argmax
+from specdecode.eager.selection import Compute, Requests, Rows, block_sums, by_kind, exp_scaled, point_masses
+from specdecode.eager.steps import Steps
+from specdecode.eager.truncation import RowSampling, read
+from specdecode.report import MOST_KEPT
+
+
+def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:
+    """Return the output with what else is asked for of the rows of its tokens.
+
+    Args:
+        steps: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
+        output: what the step decided.
+        batch: says what is asked for.
+    """
+    is_behind = output.token_ids < 0
+    if batch.top_logprobs > 0:
+        is_raw = batch.logprobs == "raw"
+        token_ids, logprobs = top_logprobs(
+            steps, raw_logits if is_raw else None, output.num_accepted, batch.top_logprobs
+        )
+        output = output._replace(
+            top_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
+            top_logprobs=logprobs.masked_fill(is_behind[..., None], torch.nan),
+        )
+    if batch.kept_sets:
+        num_kept, token_ids, cutoff = kept_sets(steps, output.num_accepted)
+        output = output._replace(
+            num_kept=num_kept.masked_fill(is_behind, 0),
+            kept_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
+            kept_cutoff=cutoff.masked_fill(is_behind, -1),
+        )
+    return output
+
+
+def top_logprobs(steps: Steps, raw_logits: Any | None, num_accepted: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of each row through a request's last token, and their log-probabilities.
+
+    Args:
+        steps: the batch.
+        raw_logits: [batch, num_draft_tokens + 1, vocab] if they are of these at temperature 1, untruncated; else None.
+        num_accepted: [batch] int32.
+        count: how many.
+
+    Returns:
+        [batch, num_draft_tokens + 1, count] int64 and float32; -1 and -inf where there are no more.
+    """
+
+    def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
+        return likeliest(*drawn_from(logits, sampling, greedy)[:1], sampling.temperature, count)
+
+    def of_point_mass(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        token_ids = alone(argmax(logits)[0], count)
+        return token_ids, torch.zeros_like(token_ids, dtype=torch.float32).masked_fill_(token_ids < 0, -torch.inf)
+
+    return through_last(steps, num_accepted, raw_logits, of_rows, of_point_mass)
+
+
+def kept_sets(steps: Steps, num_accepted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many tokens are kept of each row through a request's last token, their ids, and the last one kept.
+
+    Returns:
+        [batch, num_draft_tokens + 1] int32; [batch, num_draft_tokens + 1, MOST_KEPT] int32; [batch, num_draft_tokens + 1]
+        int64, -1 where nothing truncates a row.
+    """
+
+    def of_rows(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        rows, cutoffs = drawn_from(logits, sampling, greedy)
+        return *listed(rows.logits[0] > -torch.inf), cutoffs
+
+    def of_point_mass(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        token_ids = argmax(logits)[0]
+        return torch.ones_like(token_ids, dtype=torch.int32), alone(token_ids, MOST_KEPT).to(torch.int32), token_ids
+
+    return through_last(steps, num_accepted, None, of_rows, of_point_mass)
+
+
+def through_last(
+    steps: Steps, num_accepted: Tensor, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute
+) -> tuple[Any, ...]:
+    """Apply a function to the rows through each request's last token, and another to those of greedy requests."""
+    sampling = steps.sampling if raw_logits is None else RowSampling(torch.ones_like(steps.temperature))
+
+    def compute(rows: Requests, offsets: slice) -> tuple[Tensor, ...]:
+        logits, greedy = steps.target_logits[rows, offsets], steps.greedy_among(rows)
+        if raw_logits is not None:
+            logits, greedy = raw_logits[rows, offsets], False
+        tensors = logits, sampling.at(rows, None)
+        results = by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), *tensors)
+        return torch.ones(results[0].shape[:2], dtype=torch.bool, device=logits.device), *results
+
+    return steps.scan(num_accepted + 1, steps.num_draft_tokens + 1, compute)[1:]
+
+
+def drawn_from(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Rows, Tensor]:
+    """Return rows of which all logits are finite that have a probability, others -inf; and the last token kept of each.
+
+    A row that is a point mass is 0 at its token, which is the last one kept.
+
+    Args:
+        logits: [..., vocab] raw or adjusted.
+        sampling: [...] or what broadcasts to it.
+        greedy: [...] bool, likewise, or None if no row is.
+    """
+    rows, cutoffs = read((logits,), (sampling,))
+    if cutoffs is None:
+        cutoffs = torch.full(logits.shape[:-1], -1, device=logits.device)
+    if rows.first is not None:
+        is_point = rows.row_max[0, ..., 0].isinf()
+        is_point = is_point if greedy is None else is_point | greedy
+        cutoffs = torch.where(is_point, rows.first[0, ..., 0], cutoffs)
+    return point_masses(rows, greedy), cutoffs
+
+
+def likeliest(rows: Rows, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first tokens in the order (logit descending, id ascending), and their log-probabilities."""
+    logits, row_max = rows.logits[0], rows.row_max[0]
+    temperature = temperature[..., None].expand_as(row_max)
+    values, token_ids = (each[..., :count] for each in logits.sort(dim=-1, descending=True, stable=True))
+    sums = block_sums(exp_scaled(logits, row_max, temperature)).sum(dim=-1, keepdim=True)
+    is_none = values == -torch.inf
+    logprobs = ((values - row_max) / temperature - sums.log()).to(torch.float32)
+    more = 0, count - values.shape[-1]  # than there are tokens
+    token_ids = torch.nn.functional.pad(token_ids.masked_fill(is_none, -1), more, value=-1)
+    return token_ids, torch.nn.functional.pad(logprobs, more, value=-torch.inf)
+
+
+def listed(is_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many tokens are kept of each row, [...] int32, and their ids, [..., MOST_KEPT] int32: none of too many."""
+    ids = torch.arange(is_kept.shape[-1], dtype=torch.int32, device=is_kept.device)
+    num_kept = is_kept.sum(dim=-1)
+    is_listed = is_kept & (num_kept <= MOST_KEPT)[..., None]
+    entries = (is_kept.cumsum(dim=-1) - 1).where(is_listed, MOST_KEPT)  # one more, for all else
+    token_ids = ids.new_full((*is_kept.shape[:-1], MOST_KEPT + 1), -1)
+    return num_kept.to(torch.int32), token_ids.scatter_(-1, entries, ids.expand_as(entries))[..., :MOST_KEPT]
+
+
+def alone(token_ids: Tensor, count: int) -> Tensor:
+    """Return lists of so many entries that have one token each, [..., count] int64, given [...] int64."""
+    return torch.nn.functional.pad(token_ids[..., None], (0, count - 1), value=-1)

@@ -1,0 +1,160 @@
+"""What vLLM returns of the rows of a step's tokens: processed log-probabilities and sampling masks, from what calls list.
+
+vLLM computes both from a copy of the step's logits. Here a call lists the likeliest tokens and the kept set of each row, and
+the lists are put in vLLM's form.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdecode import SamplerOutput
+from specdecode.integrations.vllm.sampling import LISTED_MODE, LOGPROBS
+from specdecode.report import MOST_TOP_LOGPROBS
+
+
+class ListedRows:
+    """Mixed into vLLM's `RejectionSampler`: what it returns of rows is taken from what a call has listed of them."""
+
+    listed: SamplerOutput | None = None
+    """Of the last call that listed anything; None if the last step was left to vLLM, or did not ask for it."""
+
+    num_listed: int = -1
+    """How many of the likeliest tokens vLLM returns of each row of the step, 0 if the emitted one alone; -1: none."""
+
+    masks: list[SamplerOutput] | None = None
+    """The outputs that sampling masks are made of; None: vLLM makes them itself, or returns none."""
+
+    # What vLLM's class has:
+    sampler: Any
+    num_speculative_steps: int
+
+    @property
+    def can_list(self) -> bool:
+        """Whether calls of the step can list what vLLM returns of rows, as far as that depends on the whole step."""
+        return 0 <= self.num_listed <= MOST_TOP_LOGPROBS and not self.sampler.return_sampling_mask
+
+    def asked_of(self, needs: int) -> dict[str, Any]:
+        """Return what a call is to list, given what its requests need."""
+        asked: dict[str, Any] = {}
+        if needs & LOGPROBS and self.sampler.logprobs_mode == LISTED_MODE and self.can_list:
+            asked = {"logprobs": "processed", "top_logprobs": self.num_listed}
+        return asked if self.masks is None else asked | {"kept_sets": True}
+
+    def keep(self, output: SamplerOutput) -> None:
+        """Keep what a call has listed until vLLM asks for it."""
+        self.listed = output
+        if self.masks is not None:
+            self.masks.append(output)
+
+    def _get_logprobs_tensors(
+        self,
+        sampled: Tensor,
+        num_sampled: Tensor,
+        logits: Tensor,
+        cu_num_logits: Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
+    ) -> Any:
+        """Return log-probabilities, with vLLM's arguments and results.
+
+        vLLM computes each token's rank in the model's row: tokens that are not kept count if they have its logit, unless
+        it is known how many are kept.
+        """
+        given = sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np
+        of_vllm = super()._get_logprobs_tensors  # type: ignore[misc]
+        if self.listed is None or self.listed.logprobs is None or max_num_logprobs < 0:
+            return of_vllm(*given, max_num_logprobs)
+        return with_listed(of_vllm(*given, 0), self.listed, cu_num_logits, max_num_logprobs)
+
+    @contextmanager
+    def making_masks(self, can_list: bool) -> Iterator[None]:
+        """Have calls list what sampling masks are made of, if they can, and vLLM make none."""
+        if not can_list:
+            yield
+            return
+        self.masks, self.sampler.return_sampling_mask = [], False
+        try:
+            yield
+        finally:
+            self.masks, self.sampler.return_sampling_mask = None, True
+
+    def with_masks(self, result: Any, slots: np.ndarray) -> Any:
+        """Return what `_verify_in_chunks` of vLLM returns, with the sampling masks of all chunks, if they were listed."""
+        if self.masks is None:
+            return result
+        kind = importlib.import_module("vllm.v1.worker.gpu.sample.output").SamplingMaskTensors
+        vocab_size = self.sampler.sampling_states.vocab_size
+        width = int(self.sampler.sampling_states.top_k.np[slots].max(initial=1))
+        more = vocab_size, self.num_speculative_steps + 1
+        parts = [kind(*sampling_mask(output, vocab_size, width), *more) for output in self.masks]
+        return *result[:3], parts[0] if len(parts) == 1 else kind.cat(parts)
+
+
+def with_listed(tensors: Any, output: SamplerOutput, cu_num_logits: Tensor, count: int) -> Any:
+    """Return vLLM's log-probabilities with those that were listed in place of its own.
+
+    Args:
+        tensors: vLLM's, of each row's token alone, which is 0 behind a request's last.
+        output: what was listed.
+        cu_num_logits: [batch + 1] each request's first row.
+        count: how many of the likeliest tokens are asked for.
+    """
+    assert output.logprobs is not None
+    starts, token_ids = cu_num_logits.long(), tensors.logprob_token_ids[:, :1]
+    rows = torch.arange(len(token_ids), device=starts.device)
+    requests = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp(max=len(starts) - 2)
+    places = requests, (rows - starts[requests]).clamp(max=output.token_ids.shape[1] - 1)
+    logprobs = output.logprobs[places][:, None]
+    if count > 0:
+        assert output.top_token_ids is not None
+        assert output.top_logprobs is not None
+        likeliest = without_gaps(output.top_token_ids[places], token_ids)
+        token_ids = torch.cat([token_ids, likeliest.to(token_ids.dtype)], dim=1)
+        logprobs = torch.cat([logprobs, output.top_logprobs[places]], dim=1)
+    logprobs = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN of rows that vLLM does not return
+    ranks = tensors.selected_token_ranks
+    if output.num_kept is not None:
+        ranks = ranks.minimum(output.num_kept[places])
+    return tensors._replace(logprob_token_ids=token_ids, logprobs=logprobs, selected_token_ranks=ranks)
+
+
+def without_gaps(likeliest: Tensor, token_ids: Tensor) -> Tensor:
+    """Return lists of likeliest tokens with another token wherever there is none: vLLM gives each a log-probability of -inf.
+
+    Args:
+        likeliest: [rows, count] ids, all different, then -1.
+        token_ids: [rows, 1] the rows' own tokens.
+    """
+    count = likeliest.shape[1]
+    others = torch.arange(2 * count + 1, device=likeliest.device)  # of which at most count + 1 are listed
+    is_listed = (torch.cat([token_ids, likeliest], dim=1)[:, :, None] == others).any(dim=1)
+    free = is_listed.to(torch.uint8).argsort(dim=1, stable=True)
+    is_gap = likeliest < 0
+    return torch.where(is_gap, free.gather(1, (is_gap.cumsum(dim=1) - 1).clamp(min=0)), likeliest)
+
+
+def sampling_mask(output: SamplerOutput, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return kept sets of at most 1,024 tokens as vLLM's `SamplingMaskTensors` has them.
+
+    Args:
+        output: of a call with `kept_sets`.
+        vocab_size: how many tokens there are.
+        width: the most tokens of which ids are returned.
+
+    Returns:
+        Of all rows that requests may have: [rows, width] int32 ids in order, then -1; [rows, ceil(vocab_size / 8)] uint8
+        with a bit for each token, the lowest first; [rows] int32 how many are kept.
+    """
+    assert output.kept_token_ids is not None
+    assert output.num_kept is not None
+    token_ids = output.kept_token_ids.flatten(0, 1)
+    bits = torch.where(token_ids < 0, 0, 1 << (token_ids & 7)).to(torch.uint8)
+    packed = bits.new_zeros(len(token_ids), -(-vocab_size // 8))
+    packed.scatter_add_(1, (token_ids >> 3).clamp(min=0).long(), bits)
+    return token_ids[:, :width].contiguous(), packed, output.num_kept.flatten()

@@ -1,0 +1,175 @@
+"""The launch that reports on the rows of emitted tokens: the likeliest tokens of each, and which tokens are kept of it.
+
+A program has one row. If its token was emitted, it combines the statistics that the launches before have left, of what is
+kept of the row.
+
+Likeliest tokens: the first n in the order (logit descending, id ascending) are found one after the other. The first token
+that is left is in the first of the blocks with the largest maximum of what is left, and that block alone is read. Proof: a
+token before it in the order would have a larger logit, or the same one and a lower id, and so would be in a block with a
+larger maximum, or with the same one and before it.
+
+Kept tokens are in the blocks whose statistics have a maximum. These are read, in the order of ids.
+
+A program reads 8 bytes for each block of 1,024, and a block again for each likely token, from a cache if it is the same one;
+for a kept set, each block that has tokens of it. It writes 12 bytes for each likely token, and 4,108 for a kept set.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode import report as limits
+from specdecode.kernels.distribution import combine, logprob, recompute_nonfinite
+from specdecode.kernels.launch import await_launch
+from specdecode.kernels.logprobs import differs_from_raw, load_raw_statistics, normalizer_of, raw_target_row_at
+from specdecode.kernels.request import load_temperature, locate_program
+from specdecode.kernels.rows import (
+    BLOCK_SIZE,
+    INFINITY,
+    LAST_TOKEN,
+    key_of,
+    load_logits,
+    part_of_blocks,
+    row_index,
+    target_row_at,
+    tokens_of,
+)
+from specdecode.kernels.statistics import load_target_statistics
+from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
+from specdecode.kernels.values import Place
+
+MOST_KEPT = tl.constexpr(limits.MOST_KEPT)
+TOP_LANES = tl.constexpr(triton.next_power_of_2(limits.MOST_TOP_LOGPROBS))
+AT_ONCE = tl.constexpr(8)
+"""Blocks that are read at once to list what is kept."""
+
+NO_TOKEN = tl.constexpr(-(2**63))
+"""Smaller than what `order_of` returns of any token."""
+
+
+@triton.jit
+def raw_statistics_of(place, inputs, workspace, sizes):
+    """Return the statistics at temperature 1 of a row as it is in memory; where they are no others, those of the row."""
+    block_max, sumexp = load_raw_statistics(place, inputs, workspace, sizes)
+    if differs_from_raw(place, inputs, workspace) == 0:
+        block_max, sumexp = load_target_statistics(place, workspace, sizes)
+    return block_max, sumexp
+
+
+@triton.jit
+def distribution_of(row, statistics, temperature, sizes):
+    """Return the distribution of a row, and the maximum of each block: none if it is a point mass."""
+    p = combine(statistics, row, temperature, sizes)
+    block_max, _ = recompute_nonfinite(statistics, row, temperature, sizes)
+    return p, tl.where(p.one_hot < 0, block_max, -INFINITY)
+
+
+@triton.jit
+def next_in_order(row, block_max, last, sizes):
+    """Return the `order_of` the first token after one in the order, and the blocks' maxima of what comes after both.
+
+    Where `block_max` are those of what comes after the one. `NO_TOKEN` if there is no more.
+    """
+    blocks = tl.arange(0, sizes.MAX_BLOCKS)
+    largest = tl.max(block_max, 0)
+    block = tl.min(tl.where(block_max == largest, blocks, sizes.MAX_BLOCKS - 1), 0)
+    token_ids = tokens_of(block)
+    logits = load_logits(row, token_ids, largest > -INFINITY)
+    order = order_of(key_of(logits), token_ids)
+    order = tl.where((logits > -INFINITY) & (order < last), order, NO_TOKEN)
+    first = tl.max(order, 0)
+    second = tl.max(tl.where(order < first, order, NO_TOKEN), 0)
+    logit, _ = token_in_order(second)
+    return first, tl.where(blocks == block, tl.where(second > NO_TOKEN, logit, -INFINITY), block_max)
+
+
+@triton.jit
+def report_likeliest(row, p, block_max, temperature, index, report, sizes):
+    """Write the likeliest tokens of a row and their log-probabilities."""
+    normalizer, last = normalizer_of(p), tl.full([], NO_ORDER, tl.int64)
+    for rank in range(report.num_top):
+        token, value = tl.where(rank == 0, p.one_hot, -1), tl.where(rank == 0, 0.0, -INFINITY)
+        if p.one_hot < 0:
+            last, block_max = next_in_order(row, block_max, last, sizes)
+            logit, token = token_in_order(last)
+            value = logprob(logit, token, normalizer, temperature)
+            token, value = tl.where(last > NO_TOKEN, token, -1), tl.where(last > NO_TOKEN, value, -INFINITY)
+        tl.store(report.top_ids_ptr + index * report.num_top + rank, token.to(tl.int64))
+        tl.store(report.top_logprobs_ptr + index * report.num_top + rank, value)
+
+
+@triton.jit
+def list_kept(row, block_max, ids_ptr, sizes):
+    """List the tokens of a row that are kept, in the order of ids, while there is room; return how many there are."""
+    blocks, kept_blocks = tl.arange(0, sizes.MAX_BLOCKS)[None, :], (block_max > -INFINITY).to(tl.int32)
+    nth = tl.where(kept_blocks == 1, tl.cumsum(kept_blocks, 0) - 1, -1)[None, :]
+    num_kept = tl.full([], 0, tl.int32)
+    for first in range(0, tl.sum(kept_blocks, 0), AT_ONCE):
+        wanted = first + tl.arange(0, AT_ONCE)
+        listed = tl.min(
+            tl.where(nth == wanted[:, None], blocks, sizes.num_blocks), 1
+        )  # beyond the last there is nothing
+        token_ids = part_of_blocks(listed, 0, BLOCK_SIZE, BLOCK_SIZE)
+        is_kept = tl.reshape((load_logits(row, token_ids, True) > -INFINITY).to(tl.int32), [AT_ONCE * BLOCK_SIZE])
+        entries = num_kept + tl.cumsum(is_kept, 0) - is_kept
+        token_ids = tl.reshape(token_ids, [AT_ONCE * BLOCK_SIZE])
+        tl.store(ids_ptr + entries, token_ids, mask=(is_kept == 1) & (entries < MOST_KEPT))
+        num_kept += tl.sum(is_kept, 0)
+    return num_kept
+
+
+@triton.jit
+def report_kept(row, p, block_max, index, workspace, report, sizes):
+    """Write how many tokens are kept of a row, which, and the last of them."""
+    ids_ptr = report.kept_ids_ptr + index * MOST_KEPT
+    num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
+    tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed
+    entries, start = tl.arange(0, MOST_KEPT), tl.where(num_listed <= MOST_KEPT, num_listed, 0)
+    tl.store(ids_ptr + entries, tl.where(entries == 0, p.one_hot, -1), mask=entries >= start)
+    cutoff = p.one_hot
+    if workspace.cutoffs_ptr is not None:
+        token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
+        cutoff = tl.where(token != LAST_TOKEN, token, cutoff)
+    tl.store(report.num_kept_ptr + index, tl.where(p.one_hot < 0, num_listed, 1))
+    tl.store(report.cutoff_ptr + index, cutoff.to(tl.int64))
+
+
+@triton.jit
+def report_nothing(index, report):
+    """Write what stands behind a request's last token."""
+    if report.top_ids_ptr is not None:
+        ranks = tl.arange(0, TOP_LANES)
+        there = index * report.num_top + ranks
+        tl.store(report.top_ids_ptr + there, tl.full([TOP_LANES], -1, tl.int64), mask=ranks < report.num_top)
+        nothing = tl.full([TOP_LANES], float("nan"), tl.float32)
+        tl.store(report.top_logprobs_ptr + there, nothing, mask=ranks < report.num_top)
+    if report.num_kept_ptr is not None:
+        tl.store(report.kept_ids_ptr + index * MOST_KEPT + tl.arange(0, MOST_KEPT), tl.full([MOST_KEPT], -1, tl.int32))
+        tl.store(report.num_kept_ptr + index, 0)
+        tl.store(report.cutoff_ptr + index, tl.full([], -1, tl.int64))
+
+
+@triton.jit
+def report_kernel(inputs, outputs, workspace, sizes, report):
+    """Report on one row."""
+    IS_RAW: tl.constexpr = workspace.raw_statistics_ptr is not None
+    request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
+    temperature = load_temperature(inputs.requests, request)
+    place = Place(request, offset, -1, None, temperature)
+    index = row_index(request, offset, False, sizes)
+    await_launch(report.OVERLAPS)
+    if tl.load(outputs.token_ids_ptr + index) >= 0:
+        if report.num_kept_ptr is not None or not IS_RAW:
+            row = target_row_at(place, inputs, workspace, sizes)
+            statistics = load_target_statistics(place, workspace, sizes)
+            p, block_max = distribution_of(row, statistics, temperature, sizes)
+            if report.num_kept_ptr is not None:
+                report_kept(row, p, block_max, index, workspace, report, sizes)
+            if report.top_ids_ptr is not None and not IS_RAW:
+                report_likeliest(row, p, block_max, temperature, index, report, sizes)
+        if report.top_ids_ptr is not None and IS_RAW:
+            raw_row, one = raw_target_row_at(place, inputs, workspace, sizes), tl.full([], 1.0, tl.float32)
+            raw = raw_statistics_of(place, inputs, workspace, sizes)
+            raw_p, raw_max = distribution_of(raw_row, raw, one, sizes)
+            report_likeliest(raw_row, raw_p, raw_max, one, index, report, sizes)
+    else:
+        report_nothing(index, report)
