@@ -192,6 +192,17 @@ class Calls:
                 moved = [each.to(self.device).clone() if isinstance(each, Tensor) else each for each in adjustments]
                 self.verify(method, call | {"adjustments": Adjustments(*moved)}, large=large)
 
+    def reported(self) -> None:
+        """Calls that list likeliest tokens and kept sets, of log-probabilities of both kinds."""
+        choices = itertools.product(("strict", "probabilistic", "block"), ("none", "top_p each"), ("processed", "raw"))
+        for (method, limits, logprobs), vocab in itertools.product(choices, (2048, 1025)):
+            batch = with_hostile_half(case(BATCH, DRAFTS, vocab, torch.bfloat16, seed=vocab))
+            asked = {"logprobs": logprobs, "top_logprobs": 20, "kept_sets": True}
+            for layout, large in (("padded", False), ("packed hostile", True)):
+                call = arguments(batch) | limits_of(limits)
+                call = call if layout == "padded" else packed(call, batch, layout)
+                self.verify(method, call | asked, large=large)
+
     def draws(self) -> None:
         """Draws from rows, truncated or not."""
         for vocab, limits in itertools.product(CHOICES["vocab"], CHOICES["limits"]):
@@ -257,6 +268,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls = Calls(device, part, parts)
     calls.all_choices()
     calls.adjusted()
+    calls.reported()
     calls.draws()
     calls.other_shapes()
     calls.many_requests()
