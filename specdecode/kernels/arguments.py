@@ -213,7 +213,7 @@ class Reading(NamedTuple):
 class Truncating(NamedTuple):
     """How rows are truncated."""
 
-    ALIKE: Constant  # draft rows have the target rows' dtype, and lie as they do
+    OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
     POSTED: Constant  # rows behind a stop that was posted while reading were not read
     WARPS: Constant  # of a program
     OVERLAPS: Constant

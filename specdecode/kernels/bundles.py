@@ -206,6 +206,9 @@ def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_aligned: bo
     )
 
 
+NO_ADJUSTMENTS = adjustments_of({}, False, False, False)
+
+
 def outputs_in(structure: Structure) -> Outputs:
     """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
     token_ids = Argument("token_ids", torch.int64)

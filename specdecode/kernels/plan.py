@@ -21,7 +21,7 @@ from specdecode.kernels.arguments import (
     Workspace,
 )
 from specdecode.kernels.block import TERMS, decide_kernel, ratio_kernel, sum_kernel
-from specdecode.kernels.bundles import MIN_BLOCKS, Structure, reporting_of
+from specdecode.kernels.bundles import MIN_BLOCKS, NO_ADJUSTMENTS, NO_ROWS, Structure, reporting_of
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.formulas import Number, ceil_div
 from specdecode.kernels.launch import Plan, can_overlap
@@ -183,15 +183,25 @@ def add_reading(
 
 
 def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, large: bool, posted: bool) -> None:
-    """Add the launch that truncates the rows that were read."""
-    rows, is_alike = sizes.batch * (sizes.num_draft_tokens + 1), True
-    if inputs.draft.ptr is not None:
-        rows += sizes.batch * sizes.num_draft_tokens
-        kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
-        is_alike = kinds[0] == kinds[1] and not inputs.adjustments.EXIST
+    """Add the launch that truncates the rows that were read; or two, if draft rows are read in another way."""
+    target_rows, draft_rows = sizes.batch * (sizes.num_draft_tokens + 1), sizes.batch * sizes.num_draft_tokens
     num_warps = 4 if large else 8
-    bundles = inputs, workspace, sizes, Truncating(is_alike, posted, num_warps, can_overlap(plan.device))
-    plan.add(truncate_kernel, rows, bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+    tuning = Truncating(False, posted, num_warps, can_overlap(plan.device))
+
+    def add(rows: Any, inputs: Inputs, tuning: Truncating) -> None:
+        bundles = inputs, workspace, sizes, tuning
+        plan.add(truncate_kernel, rows, bundles, num_warps=num_warps, max_registers=TRUNCATION_REGISTERS)
+
+    if inputs.draft.ptr is None:
+        add(target_rows, inputs, tuning)
+        return
+    kinds = [(rows.ptr.dtype, rows.stride_token, rows.ALIGNED) for rows in (inputs.target, inputs.draft)]
+    if kinds[0] == kinds[1] and not inputs.adjustments.EXIST:
+        add(target_rows + draft_rows, inputs, tuning)
+    else:
+        without_cutoffs = inputs.drafts._replace(cutoff_ptr=None, cutoff_stride_request=0, cutoff_stride_offset=0)
+        add(target_rows, inputs._replace(draft=NO_ROWS, drafts=without_cutoffs), tuning)
+        add(draft_rows, inputs._replace(adjustments=NO_ADJUSTMENTS), tuning._replace(OF_DRAFTS=True))
 
 
 def add_emission(

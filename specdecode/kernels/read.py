@@ -23,7 +23,6 @@ from specdecode.kernels.rows import (
     WARP_BITS,
     adjusted_blocks,
     load_stored_blocks,
-    stored_target_row_at,
     tokens_of_blocks,
     whole_draft_row_at,
     whole_target_row_at,
@@ -85,7 +84,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     the draft and that argument at least one is None.
     """
     request, offset, token, _, temperature = place
-    stored, row = stored_target_row_at(request, offset, inputs), whole_target_row_at(request, offset, inputs, sizes)
+    row = whole_target_row_at(request, offset, inputs, sizes)
     statistics = target_statistics(workspace, request, offset, sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
@@ -96,7 +95,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(tuning.tiles):
         first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-        target = load_row_blocks(inputs.target, stored, first, True, tuning.BLOCKS)
+        target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
             if workspace.draft_ids_ptr is not None:

@@ -224,10 +224,12 @@ def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """Return the logits of some [BLOCKS] blocks of a row without adjustments, as a tuple of parts to `unpack`.
+    """Return the logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`; of a row with adjustments as it is stored.
 
     In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
     """
+    if exists(row.adjustments):
+        row = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
         if PAIRS:
@@ -256,12 +258,11 @@ def tokens_of_blocks(blocks, vocab_size, LANES: tl.constexpr):
 @triton.jit
 def load_blocks(row, blocks, PAIRS: tl.constexpr, LANES: tl.constexpr):
     """Return what `logits_of` makes logits of: some [BLOCKS] blocks of a row, and what it takes to adjust them."""
+    parts = load_stored_blocks(row, blocks, True, PAIRS, LANES)
     if exists(row.adjustments):
-        stored = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
-        parts = load_stored_blocks(stored, blocks, True, PAIRS, LANES)
         return parts, load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
     else:
-        return load_stored_blocks(row, blocks, True, PAIRS, LANES)
+        return parts
 
 
 @triton.jit
@@ -271,6 +272,16 @@ def logits_of(loaded, row, blocks, LANES: tl.constexpr):
         return adjusted_blocks(loaded[0], loaded[1], row, blocks, LANES)
     else:
         return loaded
+
+
+@triton.jit
+def logits_of_stored(parts, row, blocks, LANES: tl.constexpr):
+    """Return what `logits_of` does, given what `load_stored_blocks` returns: what it takes to adjust is loaded now."""
+    if exists(row.adjustments):
+        loaded = load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
+        return adjusted_blocks(parts, loaded, row, blocks, LANES)
+    else:
+        return parts
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """What requests ask for, as vLLM's sampling states have it, and the tokens of steps without drafts."""
 
+import concurrent.futures
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -310,9 +311,17 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     if getattr(sampler, "known", None) is not None:
         others.append(adjusted(sampler, ADJUSTS))
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
-    for sampling, reason in zip(samplings, why_not):
-        for more in others if reason is None else ():
-            verifier.warmup(**one, **sampling, **more)
+    kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
+
+    def compile_kind(kind: dict[str, Any]) -> None:
+        verifier.warmup(**one, **kind)
+
+    if call["target_logits"].is_cuda:  # it takes as long as the slowest, not as all together
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            list(threads.map(compile_kind, kinds))
+    else:
+        for kind in kinds:
+            compile_kind(kind)
     return why_not[0], why_not[1]
 
 

@@ -243,8 +243,10 @@ def keep_cutoff(workspace, index, logit, token):
 
 @triton.jit
 def truncate_kernel(inputs, workspace, sizes, tuning):
-    """Truncate one row, if it was read and anything truncates it."""
+    """Truncate one row, if it was read and anything truncates it: of all rows; or of draft rows, if they have a launch."""
     index = tl.program_id(0).to(tl.int64)
+    if tuning.OF_DRAFTS:
+        index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(tuning.OVERLAPS)
@@ -261,14 +263,12 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     if is_truncated:
         if inputs.draft.ptr is not None:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            if tuning.ALIKE:  # so the code is there once, which is faster
+            if not tuning.OF_DRAFTS:  # the code is there once for rows that are read alike, which is faster
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
                 row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
-        if tuning.ALIKE:
-            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-        elif of_draft:
+        if tuning.OF_DRAFTS:
             logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
         else:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)

@@ -19,10 +19,10 @@ from specdecode.kernels.rows import (
     WARP_BITS,
     base_2_scale,
     key_of,
-    load_blocks,
     load_logits,
+    load_stored_blocks,
     logit_of,
-    logits_of,
+    logits_of_stored,
     part_of_blocks,
     scaled,
     tokens_of,
@@ -113,11 +113,11 @@ def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, which a warp has
     from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
-    raw = load_blocks(row, tl.arange(0, BLOCKS), False, LANES)
+    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
         in_tile = tl.zeros([BLOCKS, LANES], tl.float32)
         above_first, above_second, above_third = in_tile, in_tile, in_tile
-        read = logits_of(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             each = amounts(logits, row_max, scale)
@@ -125,7 +125,7 @@ def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
             above_first += tl.where(logits >= first, each, 0.0)
             above_second += tl.where(logits >= second, each, 0.0)
             above_third += tl.where(logits >= third, each, 0.0)
-        raw = load_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, False, LANES)  # in flight meanwhile
+        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight
         from_first = filled(from_first, sum_blocks((above_first,)), tile)
         from_second = filled(from_second, sum_blocks((above_second,)), tile)
         from_third = filled(from_third, sum_blocks((above_third,)), tile)
@@ -315,15 +315,15 @@ def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     num_ties = empty_tables(sizes, BLOCKS)
-    raw = load_blocks(row, tl.arange(0, BLOCKS), False, LANES)
+    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
         parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
-        read = logits_of(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             parts = parts + (tl.where(logits > logit, logits, -INFINITY),)
             is_tie += (logits == logit).to(tl.float32)
-        raw = load_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, False, LANES)  # in flight meanwhile
+        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight
         store_statistics(statistics_ptr, parts, tile * BLOCKS, temperature, sizes, BLOCKS, True)
         num_ties = filled(num_ties, tl.sum(is_tie, 1), tile)
     num_ties = by_block(num_ties)
