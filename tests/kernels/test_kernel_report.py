@@ -1,5 +1,6 @@
 """Kernels list the likeliest tokens and the kept sets of emitted rows, in every way that calls compute."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,7 @@ def test_lists_of_truncated_rows_are_the_references(kind, of, way, options):
 @pytest.mark.parametrize("kind", ["probabilistic", "deterministic"])
 def test_rows_whose_drafts_are_accepted_without_truncation_are_truncated_for_a_kept_set(kind):
     """In a large batch; whether or not log-probabilities are asked for."""
-    batch = case(SIZES[0], 1, 1040, torch.bfloat16, greedy=0, seed=8)
+    batch = case(60 if ON_GPU else 2, 1, 1040, torch.bfloat16, greedy=0, seed=8)
     likeliest = batch.target_logits[:, :1].argmax(2)
     batch.target_logits.scatter_(2, likeliest[..., None], 30.0)
     batch = replace(batch, draft_token_ids=likeliest, draft_logits=batch.target_logits[:, :1].clone())
@@ -107,7 +108,7 @@ def test_rows_whose_drafts_are_accepted_without_truncation_are_truncated_for_a_k
     combine(["probabilistic", "strict", "block"], ["processed", "raw"], [{}, {"top_k": 9, "top_p": 0.9}], [FEW, LARGE]),
 )
 def test_lists_of_adjusted_rows_are_of_the_adjusted_rows(method, of, options, way):
-    batch = case(SIZES[0], 2, 1104, torch.bfloat16, seed=5)
+    batch = case(40 if ON_GPU else 3, 2, 1104, torch.bfloat16, seed=5)
     adjustments = adjustments_for(batch)
     output = verify(method, batch, of, options, way, adjustments=to(DEVICE, adjustments))
     rows = adjusted_rows(batch, adjustments, batch.draft_token_ids)
@@ -172,12 +173,17 @@ def test_lists_take_nothing_that_was_not_stored(kind, way):
                 assert_right(verify(kind, batch, of, options, way), batch, options, of, "triton")
 
 
-def launches_of(batch: tuple, **way: bool) -> list:
-    """The launches of a call, and what each is compiled for."""
+def made_by(call: Callable[[], Any]) -> list:
+    """The launches of all steps that are made, and what each is compiled for."""
     with mock.patch.object(Plan, "run", autospec=True) as run:
-        kernels.verify(*batch, **way)
-    (made,) = run.call_args_list
-    return [(each.kernel, Signature(each.kernel.arg_names, each.bundles).key()) for each in made.args[0].launches]
+        call()
+    launches = [each for made in run.call_args_list for each in made.args[0].launches]
+    return [(each.kernel, Signature(each.kernel.arg_names, each.bundles).key()) for each in launches]
+
+
+def launches_of(batch: tuple, **way: bool) -> list:
+    """Those of a call."""
+    return made_by(lambda: kernels.verify(*batch, **way))
 
 
 @pytest.mark.parametrize("way", [FEW, LARGE])
@@ -193,6 +199,16 @@ def test_lists_take_one_launch_more_and_change_no_other(kind, options, way):
         for one in ({"kept_sets": False}, {"top_logprobs": 0})
     )
     assert len({likeliest[-1], kept[-1], last}) == 3
+
+
+def test_a_warmup_compiles_what_calls_that_list_take():
+    sampler, batch = RejectionSampler("probabilistic", backend="triton"), case(2, 2, 1040, torch.bfloat16).to(DEVICE)
+    rows = batch.target_logits, batch.draft_token_ids, batch.draft_logits
+    for asked in ({"kept_sets": True}, {"logprobs": "raw", "top_logprobs": 3}):
+        known = made_by(lambda asked=asked: sampler.warmup(*rows, seeds=0, **asked))
+        for size in (1, 40, 400):
+            some = [each[:1].expand(size, *each.shape[1:]) for each in rows]
+            assert set(made_by(lambda some=some, asked=asked: sampler(*some, seeds=0, **asked))) <= set(known)
 
 
 @pytest.mark.parametrize(
