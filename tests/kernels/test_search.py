@@ -51,7 +51,7 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     request = locate(index, inputs.packing, sizes)
     temperature = tl.load(inputs.requests.temperature_ptr + index)
     place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
-    rows = whole_target_row_at(request, 0, inputs), whole_draft_row_at(request, 0, inputs, sizes)
+    rows = whole_target_row_at(request, 0, inputs, sizes), whole_draft_row_at(request, 0, inputs, sizes)
     row, draft_row = rows
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
     q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)

@@ -35,7 +35,7 @@ def combine_kernel(inputs, workspace, sizes, found):
     request = locate(index, inputs.packing, sizes)
     statistics = load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes)
     temperature = tl.load(inputs.requests.temperature_ptr + index)
-    p = combine(statistics, whole_target_row_at(request, 0, inputs), temperature, sizes)
+    p = combine(statistics, whole_target_row_at(request, 0, inputs, sizes), temperature, sizes)
     tl.store(found.scalars_ptr + 3 * index, p.row_max)
     tl.store(found.scalars_ptr + 3 * index + 1, p.sumexp)
     tl.store(found.scalars_ptr + 3 * index + 2, p.one_hot.to(tl.float32))
