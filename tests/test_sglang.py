@@ -294,6 +294,26 @@ def test_grammar_masks_are_applied_first_and_logits_are_checked_as_sglang_does()
     answers.sanitize_nan_logits.assert_called_once_with(output.next_token_logits)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_penalties_and_biases_are_those_of_all_rows_of_a_request(method):
+    """In SGLang's order: what is added, the factor of negative logits and divisor of others, the bias."""
+    logits, drafts = drafted()
+    generator = torch.Generator().manual_seed(1)
+    added, bias = torch.randn(2, 40, 50, generator=generator)
+    factors = 0.5 + torch.rand(40, 50, generator=generator)
+    penalized = logits + added[:, None]
+    penalized = torch.where(penalized < 0, penalized * factors[:, None], penalized / factors[:, None]) + bias[:, None]
+    seeds, output = torch.arange(40), logits_output(logits.clone())
+    batch, plain = (batch_of(torch.arange(40) % 2 * 0.8, seeds=seeds) for _ in range(2))
+    batch.sampling_info.acc_additive_penalties = added
+    batch.sampling_info.acc_scaling_penalties, batch.sampling_info.logit_bias = factors, bias
+    hook = EagleSample(method, engine())
+    results = hook(never, chain(drafts), batch, output)
+    assert torch.equal(output.next_token_logits, penalized.flatten(0, 1))  # of which SGLang takes log-probabilities
+    assert emitted(*results) == emitted(*hook(never, chain(drafts), plain, logits_output(penalized)))
+    assert emitted(*results) != emitted(*hook(never, chain(drafts), plain, logits_output(logits)))
+
+
 def test_ranks_that_must_agree_are_sent_the_results_of_the_first():
     logits, drafts = drafted()
     answers = engine(world_size=2)
@@ -310,9 +330,6 @@ REASONS = {
     "a tree": {"max_tree_depth": 3},
     "a tree of": {"uno_target_max_top_k": 8},
     "watermarks": {"has_watermark_candidates": True, "watermark_state": object()},
-    "penalties": {"acc_additive_penalties": torch.zeros(40, 50)},
-    "penalties or": {"acc_scaling_penalties": torch.ones(40, 50)},
-    "penalties or logit_bias": {"logit_bias": torch.zeros(40, 50)},
     "speculative_accept_threshold_single": {"threshold": 0.9},
     "SGLANG_SIMULATE_ACC_LEN": {"simulated": True},
 }

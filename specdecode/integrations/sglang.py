@@ -141,6 +141,7 @@ class EagleSample:
                 **options,
             )
         self.engine.sanitize_nan_logits(logits_output.next_token_logits)
+        penalize(logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num)
         if grammar_mask is not None:
             grammar_mask.apply(logits_output.next_token_logits)
         results = as_results(self.verify(verify_input, batch, logits_output.next_token_logits))
@@ -165,8 +166,6 @@ class EagleSample:
             return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
         if has_watermarks:
             return "watermarks"
-        if not info.acc_additive_penalties is info.acc_scaling_penalties is info.logit_bias is None:
-            return "penalties or logit_bias"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
             return "speculative_accept_threshold_single or _acc below 1, which is not exact"
         if self.engine.simulates_acceptance():
@@ -216,6 +215,26 @@ class EagleSample:
             kinds.append(first | first_request(truncation(first, info)))
         for arguments in kinds:
             self.verifier.warmup(**arguments)
+
+
+def penalize(logits: Tensor, info: Any, num_rows: int) -> None:
+    """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
+
+    So the drafts of a step do not count as emitted. SGLang keeps no counts, but what is to be added to each logit.
+
+    Args:
+        logits: [batch * num_rows, vocab].
+        info: SGLang's sampling info, whose penalties and biases are [batch, vocab], or None.
+        num_rows: of each request.
+    """
+    rows = logits.view(-1, num_rows, logits.shape[-1])
+    if info.acc_additive_penalties is not None:
+        rows.add_(info.acc_additive_penalties[:, None])
+    if info.acc_scaling_penalties is not None:
+        factors = info.acc_scaling_penalties[:, None]
+        rows.copy_(torch.where(rows < 0, rows * factors, rows / factors))
+    if info.logit_bias is not None:
+        rows.add_(info.logit_bias[:, None])
 
 
 def first_request(call: dict[str, Any]) -> dict[str, Any]:

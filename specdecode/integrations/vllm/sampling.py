@@ -314,7 +314,8 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
 
     def compile_kind(kind: dict[str, Any]) -> None:
-        verifier.warmup(**one, **kind)
+        with torch.inference_mode():  # as in the thread that vLLM's model runs in, whose tensors these are
+            verifier.warmup(**one, **kind)
 
     if call["target_logits"].is_cuda:  # it takes as long as the slowest, not as all together
         with concurrent.futures.ThreadPoolExecutor() as threads:
