@@ -17,7 +17,7 @@ import torch
 
 import specdecode
 from specdecode import AcceptanceSchedule, AcceptanceStats, RejectionSampler, sample
-from tests.conftest import BACKENDS, HAS_TRITON
+from tests.conftest import BACKENDS, HAS_TRITON, ON_GPU
 from tests.support.adjusted import adjustments_for, to
 from tests.support.differential import case, like_a_device
 
@@ -268,6 +268,14 @@ def test_every_kernel_compiles_for_gpus_that_are_not_here(capability, methods, t
     assert names == {name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)}
     # Where nothing is decided while reading, warps that read do not wait for each other.
     assert [count > 0 for count in barriers] == [methods[0] == "probabilistic"]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("method", ["probabilistic", "strict"] if ON_GPU else ["strict"])
+def test_kernels_with_adjustments_compile_for_gpus_that_are_not_here(method, tmp_path):
+    names, barriers = compiled(tmp_path, "90", method, "adjusted")
+    assert names == {"read_kernel", "emit_kernel"}
+    assert barriers == [0]  # what is loaded for a token is where its logit is: no thread waits for another's
 
 
 @needs_cuda

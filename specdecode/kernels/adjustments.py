@@ -129,10 +129,11 @@ def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
     """Return how often the tokens of a part were emitted before the step; negative: never."""
     IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
     if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
-        ids = tl.trans(tokens.octets[part])[:, :, None] * 8 + tl.arange(0, 4)[None, None, :]
-        low = tl.load(counts_ptr + ids, mask=tl.where(wanted, ids < tokens.end, False), other=0)
-        high = tl.load(counts_ptr + ids + 4, mask=tl.where(wanted, ids + 4 < tokens.end, False), other=0)
-        return tl.reshape(tl.trans(tl.join(low, high), 1, 0, 3, 2), tokens.ids[part].shape)
+        quads = tokens.quads[part]
+        low = tl.load(counts_ptr + quads, mask=tl.where(wanted, quads < tokens.end, False), other=0)
+        high = tl.load(counts_ptr + quads + 4, mask=tl.where(wanted, quads + 4 < tokens.end, False), other=0)
+        both = tl.reshape(tl.join(low, high), [quads.shape[0], quads.shape[1] // 4, 4, 2])
+        return tl.reshape(tl.trans(both, 0, 1, 3, 2), tokens.ids[part].shape)
     else:
         return tl.load(counts_ptr + tokens.ids[part], mask=tl.where(wanted, tokens.inside[part], False), other=0)
 

@@ -160,7 +160,7 @@ def load_raw(row, token_ids, wanted):
     inside = tl.where(wanted, inside, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
     if exists(row.adjustments):
-        tokens, span = Tokens((token_ids,), (inside,), (), 0), span_of(token_ids, row.adjustments)
+        tokens, span = Tokens((token_ids,), (inside,), (), (), 0), span_of(token_ids, row.adjustments)
         loaded = load_adjustments(tokens, row.adjustments)
         logits = adjusted((logits.to(tl.float32),), loaded, tokens, span, row.adjustments)[0]
     if exists(row.cutoff):
@@ -199,7 +199,7 @@ def load_logit(row, token, wanted):
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
         logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
     if exists(row.adjustments):
-        tokens = Tokens((token,), (wanted,), (), 0)
+        tokens = Tokens((token,), (wanted,), (), (), 0)
         loaded = load_adjustments(tokens, row.adjustments)
         logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
     if exists(row.cutoff):
@@ -247,12 +247,14 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
 @triton.jit
 def tokens_of_blocks(blocks, vocab_size, LANES: tl.constexpr):
     """Return the tokens of some [BLOCKS] blocks, in parts."""
-    token_ids, inside, octets = (), (), ()
+    token_ids, inside, octets, quads = (), (), (), ()
+    lanes = tl.arange(0, LANES // 2)[None, :]
     for part in tl.static_range(BLOCK_SIZE // LANES):
         token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
         inside = inside + (token_ids[part] < vocab_size,)
         octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
-    return Tokens(token_ids, inside, octets, vocab_size)
+        quads = quads + (blocks[:, None] * BLOCK_SIZE + part * LANES + lanes // 4 * 8 + lanes % 4,)
+    return Tokens(token_ids, inside, octets, quads, vocab_size)
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class Tokens(NamedTuple):
     ids: Any
     inside: Any  # whether the row has them
     octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
+    quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, LANES // 2]
     end: Any  # of the row's tokens, if there are octets
 
 

@@ -3,8 +3,8 @@
 `python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
 interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
 a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
-may follow the number, and `shards`; and `once`: each kernel is compiled once then, as the first call that needs it takes it.
-What is in Triton's cache is not compiled again.
+may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks; and `once`: each kernel is
+compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled again.
 """
 
 import sys
@@ -16,7 +16,7 @@ import triton
 from torch import distributed
 from triton.backends.compiler import GPUTarget
 
-from specdecode import AcceptanceSchedule, RejectionSampler, VocabShard, backends, transports
+from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, VocabShard, backends, transports
 from specdecode.kernels import launch, plan
 from specdecode.kernels.methods import METHODS
 from specdecode.kernels.sharding import plan as shard_plan
@@ -71,6 +71,17 @@ def compile_once() -> None:
         return first[source.name]
 
     triton.compile = compile_first
+
+
+def compile_adjusted(methods: list[str]) -> None:
+    """Compile what small calls of some methods with all adjustments take."""
+    target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
+    words, number = -(-VOCAB // 32), torch.ones(1)
+    masks = torch.zeros(1, words, dtype=torch.int32), torch.zeros(1, DRAFTS + 1, words, dtype=torch.int32)
+    counts, ids = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, DRAFTS, dtype=torch.int64)
+    adjustments = Adjustments(number, number, number, masks[0], counts, ids.int(), ids.float(), masks[1])
+    for method in methods:
+        RejectionSampler(method, backend="triton")(target, ids, draft, seeds=0, adjustments=adjustments)
 
 
 def compile_all(methods: list[str], once: bool = False) -> None:
@@ -135,8 +146,11 @@ if __name__ == "__main__":
     launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
     if "once" in methods:
         compile_once()
-    named = [name for name in methods if name not in ("shards", "once")]
-    compile_all(named or ([] if "shards" in methods else list(METHODS)), once="once" in methods)
+    named = [name for name in methods if name not in ("shards", "once", "adjusted")]
+    if "adjusted" in methods:
+        compile_adjusted(named)
+    else:
+        compile_all(named or ([] if "shards" in methods else list(METHODS)), once="once" in methods)
     if "shards" in methods:
         compile_shards(once="once" in methods)
     print(*sorted(set(driver.compiled)))
