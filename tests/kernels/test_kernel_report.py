@@ -77,7 +77,7 @@ def test_lists_of_emitted_rows_are_the_references(kind, of, way, dtype):
         ["probabilistic", "strict", "block", "synthetic strict"],
         ["processed", "raw"],
         [LARGE, FEW],
-        list(TRUNCATIONS.values())[:5],
+        list(TRUNCATIONS.values())[: 5 if ON_GPU else 2],
     ),
 )
 def test_lists_of_truncated_rows_are_the_references(kind, of, way, options):
