@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,27 +18,15 @@ from tests.support.logprobs import (
     assert_invalid_have_that_of_token_0,
     assert_right,
     hostile,
+    verify,
     with_invalid_requests,
 )
 from tests.support.mutants import Mutant, assert_caught
-from tests.support.truncated import SCHEDULE, TRUNCATIONS, kept_tokens, on
+from tests.support.truncated import SCHEDULE, TRUNCATIONS, kept_tokens
 
 NAN, INF = float("nan"), float("inf")
 METHODS = ["strict", "probabilistic", "block", "synthetic"]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-def verify(method: str, batch: Case, device: str, backend: str, with_logits: bool = True, **options: Any) -> Any:
-    batch = batch.to(device)
-    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)(
-        batch.target_logits,
-        batch.draft_token_ids,
-        batch.draft_logits if with_logits else None,
-        temperature=batch.temperature,
-        seeds=batch.seeds,
-        positions=batch.positions,
-        **on(device, options),
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from specdecode import Adjustments, RejectionSampler, SamplerOutput
 from tests.conftest import combine
 from tests.support.adjusted import adjusted_rows, adjustments_for, to
 from tests.support.differential import Case, case, like_a_device
-from tests.support.logprobs import hostile
+from tests.support.logprobs import hostile, verify
 from tests.support.mutants import Mutant, assert_caught
 from tests.support.packing import METHODS, assert_same, packed_rows, sampler_of, with_counts
 from tests.support.report import assert_form, assert_right
-from tests.support.truncated import SCHEDULE, TRUNCATIONS, kept_tokens, on
+from tests.support.truncated import SCHEDULE, TRUNCATIONS, kept_tokens
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -97,22 +97,7 @@ def test_mistakes_in_the_reference_are_caught(mutant):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def verify(method: str, batch: Case, place: tuple[str, str], with_logits: bool = True, **options: Any) -> Any:
-    backend, device = place
-    batch = batch.to(device)
-    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)(
-        batch.target_logits,
-        batch.draft_token_ids,
-        batch.draft_logits if with_logits else None,
-        temperature=batch.temperature,
-        seeds=batch.seeds,
-        positions=batch.positions,
-        **on(device, options),
-    )
-
-
 ASKED = {"top_logprobs": 7, "kept_sets": True}
-CPU = "eager", "cpu"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +107,7 @@ CPU = "eager", "cpu"
 def test_lists_of_emitted_rows_are_the_references(method, of, options, dtype, masked, with_logits):
     batch, options = hostile(case(6, 3, 1040, dtype, seed=5)), {"nothing": {}, **TRUNCATIONS}[options]
     with like_a_device() if masked else nullcontext():
-        output = verify(method, batch, CPU, with_logits, **options, **ASKED, logprobs=of)
+        output = verify(method, batch, "cpu", "eager", with_logits, **options, **ASKED, logprobs=of)
     assert_right(output, batch, options, of, "eager")
 
 
@@ -134,18 +119,22 @@ def test_lists_of_adjusted_rows_are_of_the_adjusted_rows(method, of, options, ma
     batch = case(6, 3, 1040, torch.bfloat16, seed=5)
     adjustments = adjustments_for(batch)
     with like_a_device() if masked else nullcontext():
-        output = verify(method, batch, CPU, **options, **ASKED, logprobs=of, adjustments=adjustments)
+        output = verify(method, batch, "cpu", "eager", **options, **ASKED, logprobs=of, adjustments=adjustments)
     rows = adjusted_rows(batch, adjustments, batch.draft_token_ids)
     assert_right(output, batch, options, of, "eager", rows)
 
 
 def test_what_is_asked_for_changes_nothing_else_and_is_absent_otherwise(place):
     batch = case(6, 3, 1040, torch.float32, seed=5)
-    plain, with_lists = (verify("block", batch, place, **more, top_p=0.9) for more in ({}, {"kept_sets": True}))
+    plain, with_lists = (
+        verify("block", batch, place[1], place[0], **more, top_p=0.9) for more in ({}, {"kept_sets": True})
+    )
     assert plain[4:] == (None,) * 6
     assert with_lists[4:7] == (None,) * 3
     assert_same(with_lists._replace(num_kept=None, kept_token_ids=None, kept_cutoff=None), plain)
-    tops = [verify("block", batch, place, top_p=0.9, logprobs="raw", top_logprobs=n) for n in (None, 0, 1, 20)]
+    tops = [
+        verify("block", batch, place[1], place[0], top_p=0.9, logprobs="raw", top_logprobs=n) for n in (None, 0, 1, 20)
+    ]
     assert [top.top_logprobs is None for top in tops] == [True, True, False, False]
     assert tops[0][4] is not None
     for top in tops[1:]:
@@ -156,7 +145,7 @@ def test_what_is_asked_for_changes_nothing_else_and_is_absent_otherwise(place):
 @pytest.mark.parametrize("of", ["processed", "raw"])
 def test_an_emitted_token_has_in_the_list_the_log_probability_that_is_returned_of_it(place, of):
     batch = case(60, 2, 1500, torch.float32, greedy=0, seed=3)
-    output = verify("probabilistic", batch, place, top_p=0.8, logprobs=of, top_logprobs=20)
+    output = verify("probabilistic", batch, place[1], place[0], top_p=0.8, logprobs=of, top_logprobs=20)
     is_it = (output.top_token_ids == output.token_ids[..., None]) & (output.token_ids >= 0)[..., None]
     assert is_it.any(-1).sum() > 50
     emitted = output.logprobs[..., None].expand_as(is_it)[is_it]
@@ -205,7 +194,7 @@ def test_more_than_1024_kept_tokens_are_told_by_the_last_one(place, dtype):
         "top_k": torch.tensor([1024, 1025, 0, 3000, 0]),
         "top_p": torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0]),
     }
-    output = verify("strict", batch, place, **options, logprobs="processed", **ASKED)
+    output = verify("strict", batch, place[1], place[0], **options, logprobs="processed", **ASKED)
     assert_right(output, batch, options, "processed", place[0])
     assert output.num_kept[:, 0].tolist()[:2] == [1024, 1025]
     assert (output.kept_token_ids[:, 0, 0] >= 0).tolist() == [True, False, False, False, False]
@@ -247,7 +236,7 @@ def padded_by_one(value: Any) -> Any:
 def test_steps_without_requests(place):
     batch = case(3, 2, 40, torch.float32)
     nothing = Case(*(value[:0] for value in vars(batch).values()))
-    output = verify("strict", nothing, place, logprobs="raw", **ASKED)
+    output = verify("strict", nothing, place[1], place[0], logprobs="raw", **ASKED)
     assert_form(output, 7)
     assert len(output.num_kept) == 0
 

@@ -115,9 +115,7 @@ def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Ten
 def harmless(penalty: Tensor | float, neutral: float, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the penalty of each row, [..., 1] or []; what could not be checked and makes no sense is neutral."""
     if not isinstance(penalty, Tensor):
-        return torch.full(
-            (), penalty, dtype=dtype, device=slots.device
-        )  # a number of the host would be copied, or inverted
+        return torch.full((), penalty, dtype=dtype, device=slots.device)  # not copied from the host
     given = penalty.to(torch.float32).to(dtype)[slots][..., None]
     valid = given.isfinite() & (given > 0) if neutral == 1 else given.isfinite()
     return given.where(valid, neutral)

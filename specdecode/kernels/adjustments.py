@@ -161,12 +161,18 @@ def in_span(token_ids, span):
 
 
 @triton.jit
+def biases_in(span, biases, start):
+    """Return which of `BIASES` biases from a place on are of tokens in a span, as integers."""
+    places = start + tl.arange(0, BIASES)
+    return in_span(tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1), span)
+
+
+@triton.jit
 def add_biases(parts, tokens, span, biases):
     """Return l + b; the biases of equal ids are added in their order."""
     lanes = tl.arange(0, BIASES)
     for start in range(0, biases.num_biases, BIASES):
-        inside = start + lanes < biases.num_biases
-        is_here = in_span(tl.load(biases.ids_ptr + start + lanes, mask=inside, other=-1), span)
+        is_here = biases_in(span, biases, start)
         while tl.max(is_here, 0) > 0:
             index = tl.min(tl.where(is_here > 0, lanes, BIASES), 0)
             token, bias = tl.load(biases.ids_ptr + start + index), tl.load(biases.ptr + start + index).to(tl.float32)
@@ -255,9 +261,6 @@ def may_change(adjustments, span):
         if exists(adjustments.penalties):
             changes = adjustments.penalties.is_any
         if exists(adjustments.biases):
-            biases, lanes = adjustments.biases, tl.arange(0, BIASES)
-            for start in range(0, biases.num_biases, BIASES):
-                inside = start + lanes < biases.num_biases
-                ids = tl.load(biases.ids_ptr + start + lanes, mask=inside, other=-1)
-                changes |= tl.max(in_span(ids, span), 0) > 0
+            for start in range(0, adjustments.biases.num_biases, BIASES):
+                changes |= tl.max(biases_in(span, adjustments.biases, start), 0) > 0
         return changes

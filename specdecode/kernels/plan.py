@@ -50,8 +50,8 @@ SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
 READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 
 # Of one that reads rows with masks alone; and, in a small and in a large batch, with penalties or biases: counts take one
-# for each logit. With 96 in a small batch some were spilled (H100, 32 requests with penalties: 60 -> 80 us); with 128 in a
-# large one fewer programs run at once (256 requests with masks: 154 -> 178).
+# for each logit. On an H100 96 spilled some in a small batch: 32 requests with penalties 60 -> 80 us. In a large one 128 let
+# fewer programs run at once: `strict`, one of 256 requests with penalties 97 -> 106; but `probabilistic`, all, 294 -> 269.
 READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
 # More of them where a large batch is summed at two temperatures: some would spill. On an H100, 256 requests of 3 drafts,

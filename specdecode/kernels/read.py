@@ -13,7 +13,7 @@ known. So is any batch of `block`, which needs the rows of all drafts.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import load_adjustments, may_change
+from specdecode.kernels.adjustments import may_change
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
@@ -21,9 +21,8 @@ from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     WARP_BITS,
-    adjusted_blocks,
     load_stored_blocks,
-    tokens_of_blocks,
+    logits_of_stored,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -68,9 +67,7 @@ def store_adjusted(pointer, stored, row, first, temperature, sizes, tuning):
     span = first * BLOCK_SIZE, tl.minimum((first + tuning.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
     if may_change(row.adjustments, span):
         LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-        blocks = first + tl.arange(0, tuning.BLOCKS)
-        loaded = load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
-        parts = adjusted_blocks(stored, loaded, row, blocks, LANES)
+        parts = logits_of_stored(stored, row, first + tl.arange(0, tuning.BLOCKS), LANES)
         store_statistics(pointer, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
     else:
         store_statistics(pointer, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)

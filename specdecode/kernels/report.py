@@ -104,10 +104,8 @@ def list_kept(row, block_max, ids_ptr, sizes):
     nth = tl.where(kept_blocks == 1, tl.cumsum(kept_blocks, 0) - 1, -1)[None, :]
     num_kept = tl.full([], 0, tl.int32)
     for first in range(0, tl.sum(kept_blocks, 0), AT_ONCE):
-        wanted = first + tl.arange(0, AT_ONCE)
-        listed = tl.min(
-            tl.where(nth == wanted[:, None], blocks, sizes.num_blocks), 1
-        )  # beyond the last there is nothing
+        wanted = (first + tl.arange(0, AT_ONCE))[:, None]
+        listed = tl.min(tl.where(nth == wanted, blocks, sizes.num_blocks), 1)  # beyond the last there is nothing
         token_ids = part_of_blocks(listed, 0, BLOCK_SIZE, BLOCK_SIZE)
         is_kept = tl.reshape((load_logits(row, token_ids, True) > -INFINITY).to(tl.int32), [AT_ONCE * BLOCK_SIZE])
         entries = num_kept + tl.cumsum(is_kept, 0) - is_kept

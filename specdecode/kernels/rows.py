@@ -260,7 +260,12 @@ def tokens_of_blocks(blocks, vocab_size, LANES: tl.constexpr):
 @triton.jit
 def load_blocks(row, blocks, PAIRS: tl.constexpr, LANES: tl.constexpr):
     """Return what `logits_of` makes logits of: some [BLOCKS] blocks of a row, and what it takes to adjust them."""
-    parts = load_stored_blocks(row, blocks, True, PAIRS, LANES)
+    return with_adjustments(load_stored_blocks(row, blocks, True, PAIRS, LANES), row, blocks, LANES)
+
+
+@triton.jit
+def with_adjustments(parts, row, blocks, LANES: tl.constexpr):
+    """Return the stored parts of some blocks of a row with what is loaded to adjust them, if anything is."""
     if exists(row.adjustments):
         return parts, load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
     else:
@@ -279,11 +284,7 @@ def logits_of(loaded, row, blocks, LANES: tl.constexpr):
 @triton.jit
 def logits_of_stored(parts, row, blocks, LANES: tl.constexpr):
     """Return what `logits_of` does, given what `load_stored_blocks` returns: what it takes to adjust is loaded now."""
-    if exists(row.adjustments):
-        loaded = load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
-        return adjusted_blocks(parts, loaded, row, blocks, LANES)
-    else:
-        return parts
+    return logits_of(with_adjustments(parts, row, blocks, LANES), row, blocks, LANES)
 
 
 @triton.jit

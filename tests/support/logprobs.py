@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from reference.sampling import Sampling, processed_logprobs, raw_logprobs, truncate
-from specdecode import SamplerOutput
+from specdecode import RejectionSampler, SamplerOutput
 from tests.support.differential import Case, band_of
-from tests.support.truncated import of_request
+from tests.support.truncated import SCHEDULE, of_request, on
 
 NAN, INF = float("nan"), float("inf")
 
@@ -18,6 +18,21 @@ FLOAT32_TOLERANCE = 2e-5
 """Of a log-probability that is computed in float32, in nats: of logits below 20, at temperatures from 0.3 on, the largest
 numbers that are subtracted from each other are about 70, and a rounding of those is 4e-6. What is computed in float64 has
 only been rounded once, to the float32 that is returned."""
+
+
+def verify(
+    method: str, batch: Case, device: str, backend: str, with_logits: bool = True, **options: Any
+) -> SamplerOutput:
+    batch = batch.to(device)
+    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None)(
+        batch.target_logits,
+        batch.draft_token_ids,
+        batch.draft_logits if with_logits else None,
+        temperature=batch.temperature,
+        seeds=batch.seeds,
+        positions=batch.positions,
+        **on(device, options),
+    )
 
 
 def tolerance(dtype: torch.dtype, backend: str) -> dict[str, float]:

@@ -261,15 +261,15 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
     if is_truncated:
-        if inputs.draft.ptr is not None:
+        if tuning.OF_DRAFTS:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            if not tuning.OF_DRAFTS:  # the code is there once for rows that are read alike, which is faster
+            logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+        else:
+            if inputs.draft.ptr is not None:  # the code is there once for rows that are read alike, which is faster
+                draft_row = whole_draft_row_at(request, offset, inputs, sizes)
                 vocab_size = request.vocab_size
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
                 row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
-        if tuning.OF_DRAFTS:
-            logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
-        else:
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
     keep_cutoff(workspace, index, logit, token)
