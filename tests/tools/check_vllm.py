@@ -335,6 +335,7 @@ def main() -> None:
     options.engine = json.dumps(own | json.loads(options.engine))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     engine = engine_of(options, options.drafter)
+    print("READY", flush=True)
     if options.price:
         engine.collective_rpc("price_rows")
     if os.environ["SPECDECODE_VLLM"] == "strict" and options.compare is None:
