@@ -29,7 +29,7 @@ from specdecode.kernels.bundles import (
     outputs_in,
     sizes_in,
 )
-from specdecode.kernels.launch import Plan
+from specdecode.kernels.launch import Plan, at_once
 from specdecode.kernels.methods import STRICT, Method, method_of
 from specdecode.kernels.plan import (
     MANY_REQUESTS,
@@ -315,25 +315,31 @@ def are_surely_equal(a: Tensor | float, b: Tensor | float) -> bool:
 
 def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> None:
     """Compile all kernels that steps with arguments like these launch, of as many drafts or fewer, whatever their sizes."""
-    ways = [(False, False), (False, True), (True, False)]
-    if batch.packing is not None:  # the drafts of its requests may be fewer at any call
-        for large, many in ways:
-            verify(name, batch, schedule, large=large, many=many)
-        return
-    most = batch.draft_token_ids.shape[1]
-    of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]  # see `bundles.at_least`
-    for num_draft_tokens in {0, min(most, 1), *of_other_sizes, most}:
-        drafts = slice(num_draft_tokens)
-        fewer = batch._replace(
-            target_logits=batch.target_logits[:, : num_draft_tokens + 1],
-            draft_token_ids=batch.draft_token_ids[:, drafts],
-            draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
-            draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
-            draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
-            adjustments=fewer_masks(batch.adjustments, num_draft_tokens),
-        )
-        for large, many in ways:
-            verify(name, fewer, schedule, large=large, many=many)
+    batches = [batch]
+    if batch.packing is None:  # else the drafts of its requests may be fewer at any call
+        most = batch.draft_token_ids.shape[1]
+        of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]  # see `bundles.at_least`
+        batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
+    ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
+    steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
+    if batch.shard is None:
+        at_once(steps)
+    else:  # each is a step of all ranks
+        for step in steps:
+            step()
+
+
+def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:
+    """Return the batch of the first drafts of each request."""
+    drafts = slice(num_draft_tokens)
+    return batch._replace(
+        target_logits=batch.target_logits[:, : num_draft_tokens + 1],
+        draft_token_ids=batch.draft_token_ids[:, drafts],
+        draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
+        draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
+        draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
+        adjustments=fewer_masks(batch.adjustments, num_draft_tokens),
+    )
 
 
 def fewer_masks(adjustments: Adjustments | None, num_draft_tokens: int) -> Adjustments | None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -35,6 +35,11 @@ def await_launch(OVERLAPS: tl.constexpr):
     """Wait until the launch before has ended and all that it wrote can be seen."""
     if OVERLAPS:
         gdc_wait()
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter."""
+    return not isinstance(await_launch, triton.JITFunction)
 
 
 @functools.cache
@@ -134,17 +139,20 @@ class Launch(NamedTuple):
         with _hashing:  # before `key`, which hashes the kernel, and alone: a hash half done looks like one that is done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
                 hash_callees_first(function)
-        key = device, self.kernel, *self.options.items(), *signature.key()
-        if key not in _variants:
-            source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
-            with on_device(device):  # the current device belongs to a thread
-                variant = triton.compile(source, options=self.options)
-                variant.run  # noqa: B018 (loads it)
-            _variants[key] = variant
+            key = device, self.kernel, *self.options.items(), *signature.key()
+            compiling = _compiling.setdefault(key, threading.Lock())
+        with compiling:  # by one thread, for which others wait
+            if key not in _variants:
+                source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
+                with on_device(device):  # the current device belongs to a thread
+                    variant = triton.compile(source, options=self.options)
+                    variant.run  # noqa: B018 (loads it)
+                _variants[key] = variant
         return _variants[key]
 
 
 _hashing = threading.Lock()
+_compiling: dict[tuple[object, ...], threading.Lock] = {}
 _variants: dict[tuple[object, ...], Any] = {}
 """Compiled kernels by all that they depend on."""
 
@@ -164,10 +172,23 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
     return type(bundle)(*fields)
 
 
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return the results of calls that compile, each made by a thread: it takes as long as the slowest."""
+    if is_interpreted():  # in which one kernel can run at a time
+        return [call() for call in calls]
+    mode = torch.is_inference_mode_enabled()  # by thread
+
+    def make(call: Callable[[], Any]) -> Any:
+        with torch.inference_mode(mode):
+            return call()
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(make, calls))
+
+
 def compile_all(launches: list[Launch], device: torch.device) -> list[Any]:
-    """Compile launches, each kernel by a thread: it takes as long as the slowest."""
-    with concurrent.futures.ThreadPoolExecutor(len(launches)) as threads:
-        return list(threads.map(lambda launch: launch.compile(device), launches))
+    """Compile launches."""
+    return at_once([functools.partial(launch.compile, device) for launch in launches])
 
 
 class Plan:
@@ -218,17 +239,12 @@ class Plan:
         grid = programs if isinstance(programs, tuple) else (programs, 1, 1)
         self.launches.append(Launch(kernel, grid, bundles, options))
 
-    @property
-    def is_interpreted(self) -> bool:
-        """Whether kernels run in Triton's interpreter."""
-        return not isinstance(self.launches[0].kernel, triton.JITFunction)
-
     def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Make the launches, given what differs from call to call: the same names each time, in the same order."""
         with on_device(self.device):
             fill = self.fill
             if fill is None:
-                if self.is_interpreted:
+                if is_interpreted():
                     workspace = self.allocate(value_of(self.length, numbers), value_of(self.zeros, numbers))
                     return self.interpret({**tensors, **self.views(workspace, numbers), **numbers})
                 fill = self.prepare([*tensors, *numbers])

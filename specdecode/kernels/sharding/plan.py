@@ -17,7 +17,7 @@ from specdecode import sharding
 from specdecode.kernels.arguments import Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
-from specdecode.kernels.launch import Plan, can_overlap, compile_all, on_device
+from specdecode.kernels.launch import Plan, can_overlap, compile_all, is_interpreted, on_device
 from specdecode.kernels.methods import Method
 from specdecode.kernels.plan import (
     RESIDUAL_LANES,
@@ -99,7 +99,7 @@ class ShardedPlan:
         tensors, numbers = tensors | memory, numbers | more_numbers
         filled, received = None, None
         with on_device(self.device):
-            if not self.last.is_interpreted:
+            if not is_interpreted():
                 fill = self.fill or self.prepare([*tensors, *numbers])
                 filled = fill(workspace, *tensors.values(), *numbers.values())
             for i, plan in enumerate(self.plans):
