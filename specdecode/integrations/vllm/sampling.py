@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdecode import Adjustments, RejectionSampler, Sampling, backends, eager
 from specdecode.batch import VerificationBatch
 from specdecode.integrations.vllm.adjusting import Known, known_processors
+from specdecode.integrations.vllm.reporting import logger
 from specdecode.packing import Packing
 from specdecode.report import MOST_KEPT, MOST_TOP_LOGPROBS
 from specdecode.sampling import Truncation
@@ -304,6 +306,7 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     Returns:
         Why the kernels do not take steps that are not truncated, and those that are; None where they do.
     """
+    start = time.monotonic()
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
@@ -323,6 +326,8 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     else:
         for kind in kinds:
             compile_kind(kind)
+    which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
+    logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]
 
 
