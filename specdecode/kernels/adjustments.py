@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, Loaded, Penalties, RowAdjustments, exists
+from specdecode.kernels.values import Biases, DraftsBefore, Loaded, Penalties, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
@@ -48,9 +48,8 @@ def biases_of(request, given):
 
 
 @triton.jit
-def penalties_of(request, offset, inputs, sizes):
-    """Return the penalties of the row at an offset of a request."""
-    given, drafts = inputs.adjustments, inputs.drafts
+def penalties_of(request, given):
+    """Return a request's penalties."""
     if given.repetition is None:
         return ()
     else:
@@ -58,18 +57,35 @@ def penalties_of(request, offset, inputs, sizes):
         frequency = load_penalty(given.frequency_ptr, given.frequency, request.slot, False)
         presence = load_penalty(given.presence_ptr, given.presence, request.slot, False)
         is_any = (repetition != 1) | (frequency != 0) | (presence != 0)
-        prompt, counts, before = (), (), ()
+        prompt, counts = (), ()
         if given.prompt_ptr is not None:
             prompt = (given.prompt_ptr + request.slot * given.prompt_stride,)
         if given.counts_ptr is not None:
             counts = (given.counts_ptr + request.slot * given.counts_stride,)
-        if drafts.ids_ptr is not None:
-            offsets = tl.arange(0, sizes.MAX_DRAFTS)
-            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-            ids = tl.load(ids_ptr + offsets * drafts.stride_offset, mask=offsets < offset, other=-1)
-            before = (tl.where((ids >= 0) & (ids < request.vocab_size), ids, -1).to(tl.int32),)
         inverse = tl.div_rn(tl.full([], 1.0, tl.float32), repetition)
-        return Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts, before)
+        return Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts)
+
+
+@triton.jit
+def drafts_before(request, offset, inputs):
+    """Return where the drafts before the row at an offset of a request are, if penalties count them."""
+    drafts = inputs.drafts
+    if inputs.adjustments.repetition is None or drafts.ids_ptr is None:
+        return ()
+    else:
+        ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
+        return DraftsBefore(ids_ptr, drafts.stride_offset, offset, request.vocab_size)
+
+
+@triton.jit
+def load_drafts(before, sizes):
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none; () if no penalties count them."""
+    if exists(before):
+        offsets = tl.arange(0, sizes.MAX_DRAFTS)
+        ids = tl.load(before.ids_ptr + offsets * before.stride, mask=offsets < before.num_drafts, other=-1)
+        return (tl.where((ids >= 0) & (ids < before.vocab_size), ids, -1).to(tl.int32),)
+    else:
+        return ()
 
 
 @triton.jit
@@ -86,9 +102,14 @@ def allowed_at(request, offset, given):
 def adjustments_at(request, offset, inputs, sizes):
     """Return what is added to the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
-        biases = biases_of(request, inputs.adjustments)
-        penalties = penalties_of(request, offset, inputs, sizes)
-        return RowAdjustments(biases, penalties, allowed_at(request, offset, inputs.adjustments))
+        given = inputs.adjustments
+        biases, penalties, allowed = (
+            biases_of(request, given),
+            penalties_of(request, given),
+            allowed_at(request, offset, given),
+        )
+        before = drafts_before(request, offset, inputs)
+        return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     else:
         return ()
 
@@ -214,16 +235,17 @@ def penalize(logits, counts, in_prompt, penalties):
 
 
 @triton.jit
-def penalized(parts, loaded, tokens, span, penalties):
+def penalized(parts, loaded, tokens, span, adjustments):
     """Return penalised logits."""
+    penalties = adjustments.penalties
     counts = ()
     for part in tl.static_range(len(parts)):
         if exists(penalties.counts):
             counts = counts + (tl.minimum(loaded.counts[part], MOST_COUNTED),)
         else:
             counts = counts + ((tokens.ids[part] * 0).to(tl.int32),)
-    if exists(penalties.drafts):
-        counts = count_drafts(counts, tokens, span, penalties.drafts[0])
+    if exists(adjustments.drafts):
+        counts = count_drafts(counts, tokens, span, adjustments.drafts[0])
     changed = ()
     for part in tl.static_range(len(parts)):
         if exists(penalties.prompt):
@@ -240,7 +262,7 @@ def adjusted(parts, loaded, tokens, span, adjustments):
     if exists(adjustments.biases):
         parts = add_biases(parts, tokens, span, adjustments.biases)
     if exists(adjustments.penalties):
-        parts = penalized(parts, loaded, tokens, span, adjustments.penalties)
+        parts = penalized(parts, loaded, tokens, span, adjustments)
     if exists(adjustments.allowed):
         changed = ()
         for part in tl.static_range(len(parts)):

@@ -12,6 +12,7 @@ finite then, and `recompute_nonfinite` computes them again from the logits. (Whe
 import triton
 import triton.language as tl
 
+from specdecode.kernels.adjustments import load_drafts
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -22,6 +23,7 @@ from specdecode.kernels.rows import (
     part_of_blocks,
     scaled,
     target_row_at,
+    with_drafts,
 )
 from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Distribution, exists
@@ -110,6 +112,12 @@ def combine_again(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
     if not exists(row.shard):  # each rank has done so with its own
         statistics = recompute_nonfinite(statistics, row, temperature, sizes)
+    return combine_recomputed(statistics, row, temperature, sizes)
+
+
+@triton.jit
+def combine_recomputed(statistics, row, temperature, sizes):
+    """Return the distribution of a row, given statistics that are finite but for infinite logits."""
     row_max = tl.max(statistics[0], 0)
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):
         block_sums = relative_sums(row_max, statistics, temperature)
@@ -133,25 +141,44 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
     nonfinite = nonfinite.to(tl.int32)
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
     if tl.max(nonfinite, 0) == 1:
-        # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and
-        # code that does not run should at least be short.
-        LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
         scale = base_2_scale(temperature)
         for block in range(sizes.num_blocks):
             if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:
-                this = block + tl.arange(0, 1)
-                maxima = tl.full([1, LANES], -INFINITY, tl.float32)
-                for part in range(BLOCK_SIZE // LANES):
-                    maxima = tl.maximum(maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True))
-                maximum = tl.max(tl.max(maxima, 1), 0)
-                finite = tl.where(tl.abs(maximum) < INFINITY, maximum, 0.0)
-                weights = tl.zeros([1, LANES], tl.float32)
-                for part in range(BLOCK_SIZE // LANES):
-                    logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
-                    weights += tl.exp2((logits - finite) * scale)
+                if exists(row.adjustments):
+                    maximum, total = recompute_adjusted(with_drafts(row, ()), block, scale, sizes)
+                else:
+                    maximum, total = recompute_block(row, block, scale)
                 block_max = tl.where(blocks == block, maximum, block_max)
-                sumexp = tl.where(blocks == block, tl.sum(sum_blocks((weights,)), 0), sumexp)
+                sumexp = tl.where(blocks == block, total, sumexp)
     return block_max, sumexp
+
+
+@triton.jit
+def recompute_block(row, block, scale):
+    """Return the statistics of a block, NaN logits counting as -inf."""
+    # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
+    # that does not run should at least be short.
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    this = block + tl.arange(0, 1)
+    maxima = tl.full([1, LANES], -INFINITY, tl.float32)
+    for part in range(BLOCK_SIZE // LANES):
+        maxima = tl.maximum(maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True))
+    maximum = tl.max(tl.max(maxima, 1), 0)
+    finite = tl.where(tl.abs(maximum) < INFINITY, maximum, 0.0)
+    weights = tl.zeros([1, LANES], tl.float32)
+    for part in range(BLOCK_SIZE // LANES):
+        logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
+        weights += tl.exp2((logits - finite) * scale)
+    return maximum, tl.sum(sum_blocks((weights,)), 0)
+
+
+@triton.jit(noinline=True)
+def recompute_adjusted(row, block, scale, sizes):
+    """Return the same of a row with adjustments, but without its drafts: see `with_drafts`.
+
+    It is not inlined, because Triton's time to compile a function grows with the cube of its length.
+    """
+    return recompute_block(with_drafts(row, load_drafts(row.adjustments.before, sizes)), block, scale)
 
 
 @triton.jit
