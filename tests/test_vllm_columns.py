@@ -1,15 +1,14 @@
-"""With tensor parallelism in vLLM each rank verifies its own columns, and whole rows are gathered where a step needs them."""
+"""With tensor parallelism in vLLM each rank verifies its own columns; whole rows are gathered where a step needs them."""
 
 import sys
 import threading
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 
-import numpy as np
 import pytest
 import torch
 
-from specdecode.integrations.vllm import columns, sampling
+from specdecode.integrations.vllm import columns
 from tests.support.ranks import groups, on_ranks
 from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
 
@@ -94,10 +93,11 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
     def steps(rank):
         runner, batch = of_rank(rank, method, draft_logits, **limits), batch_of(case)
         runner.sample(case["logits"], batch, None)  # which compiles, from whole rows
-        assert runner.model.gathered == 1 and runner.columns.gathered == {"kernels that are not compiled yet": 1}
-        runner.model.gathered = 0
+        assert runner.model.gathered == 1
+        assert runner.columns.gathered == {"kernels that are not compiled yet": 1}
         results = [runner.sample(case["logits"], batch, None) for _ in range(2)]  # the second one checks nothing again
-        assert runner.model.gathered == 0 and results[0][0].shape[1] == BOUNDS[rank + 1] - BOUNDS[rank]
+        assert runner.model.gathered == 1
+        assert results[0][0].shape[1] == BOUNDS[rank + 1] - BOUNDS[rank]
         return results
 
     for results in on_two_ranks(group_of_thread, steps):
@@ -125,7 +125,8 @@ def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, ca
                 change()
             before = runner.model.gathered
             runner.sample(case["logits"], batch, None if change else object())
-            assert runner.model.gathered == before + 1 and runner.columns.gathered[reason] == 1
+            assert runner.model.gathered == before + 1
+            assert runner.columns.gathered[reason] == 1
             runner.sampler.other_processing[slot] = False
             runner.sampler.sampling_states.num_logprobs[slot] = -1
         return runner
@@ -187,6 +188,7 @@ def test_vocabularies_are_padded_so_that_columns_start_at_a_block(group_of_threa
     monkeypatch.setattr(sys.modules[columns.PARALLEL], "get_tensor_model_parallel_world_size", lambda: size)
     columns.pad_to_blocks()
     each, rest = divmod(ParallelLMHead(vocab).padded, size)
-    assert rest == 0 and each % 1024 == 0 and each * size - vocab < 1024 * size
+    assert rest == each % 1024 == 0
+    assert each * size - vocab < 1024 * size
     assert VocabParallelEmbedding(vocab, 8, disable_tp=True).padded - vocab < 64
     assert VocabParallelEmbedding(vocab, 8, padding_size=128).padded - vocab < 128

@@ -57,12 +57,13 @@ class Columns:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Return this rank's logits, [num_rows, end - start]."""
+        self.are_computed = True
         return self.compute(hidden_states)[:, : self.end - self.start]
 
     @contextlib.contextmanager
     def in_place_of_rows(self, model: Any) -> Iterator[None]:
         """Have a model compute this rank's columns where it is asked for logits."""
-        vars(model)["compute_logits"], self.are_computed = self, True
+        vars(model)["compute_logits"] = self
         try:
             yield
         finally:

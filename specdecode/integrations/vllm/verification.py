@@ -200,7 +200,11 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
         verifier = self.verifier if verifier is None else verifier
-        checked = verifier, kind, *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
+        checked = (
+            verifier is self.verifier,
+            kind,
+            *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")],
+        )
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
@@ -244,15 +248,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
         verify_draft_sampled: Tensor | None = None,
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
-        slots, kind = (
-            input_batch.idx_mapping_np,
-            kind_of(logits, None if self.verifier.method == "strict" else draft_logits),
-        )
-        is_divided, has_masks = (
-            len(logits) > max_chunk_logits and max_num_logprobs < 0,
-            self.sampler.return_sampling_mask,
-        )
-        is_ours = False
+        slots, draft_rows = input_batch.idx_mapping_np, None if self.verifier.method == "strict" else draft_logits
+        kind, has_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
+        is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
         if is_divided or has_masks:
             is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
         if is_divided and is_ours:
