@@ -36,7 +36,7 @@ def of_rank(rank, method, draft_logits=None, **limits):
     result = Runner()
     result.model, result.rejection_sampler, result.sampler = Namespace(gathered=0), verification, verification.sampler
     model = result.model
-    model.lm_head = Namespace(shard_indices=indices)
+    model.lm_head = Namespace(shard_indices=indices, num_embeddings_per_partition=2048)
 
     def compute_logits(hidden_states):
         model.gathered += 1
@@ -152,7 +152,7 @@ CHANGES = {
     "SimpleNamespace, which has no compute_logits_local": lambda runner: delattr(runner.model, "compute_logits_local"),
     "return_sampling_mask": lambda runner: setattr(runner.sampler, "return_sampling_mask", True),
     "columns that do not start at a multiple of 1024": lambda runner: setattr(
-        runner.model.lm_head.shard_indices, "org_vocab_start_index", 1500
+        runner.model.lm_head, "num_embeddings_per_partition", 1500
     ),
     "a draft model of fewer tokens": lambda runner: setattr(
         runner.speculator, "draft_logits", torch.zeros(SLOTS, DRAFTS, VOCAB - 1)

@@ -179,7 +179,7 @@ def why_not_columns(runner: Any) -> str | None:
         return f"{type(runner.model).__name__}, which has no compute_logits_local"
     if runner.sampler.return_sampling_mask:
         return "return_sampling_mask"
-    if runner.model.lm_head.shard_indices.org_vocab_start_index % BLOCK_SIZE != 0:
+    if runner.model.lm_head.num_embeddings_per_partition % BLOCK_SIZE != 0:
         return f"columns that do not start at a multiple of {BLOCK_SIZE}"
     draft_logits = getattr(runner.speculator, "draft_logits", None)
     if draft_logits is not None and draft_logits.shape[-1] < runner.sampler.sampling_states.vocab_size:
