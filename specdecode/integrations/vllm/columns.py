@@ -126,7 +126,8 @@ class ColumnSampling:
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Sample a step, with vLLM's arguments and results."""
-        given, columns = (hidden_states, input_batch, grammar_output), self.columns
+        given = hidden_states, input_batch, grammar_output
+        columns = self.columns if isinstance(self.rejection_sampler, VerifiedColumns) else None
         if columns is None or input_batch.num_draft_tokens == 0:
             return super().sample(*given)  # type: ignore[misc]
         why_whole = self.why_whole(input_batch, grammar_output)
@@ -139,9 +140,8 @@ class ColumnSampling:
     @functools.cached_property
     def columns(self) -> Columns | None:
         """What verifies columns; None if whole rows are verified in all steps."""
-        group = importlib.import_module(PARALLEL).get_tp_group()
-        verification = self.rejection_sampler
-        if group.world_size == 1 or not hasattr(verification, "verifier"):
+        group, verification = importlib.import_module(PARALLEL).get_tp_group(), self.rejection_sampler
+        if group.world_size == 1:
             return None
         why_not = why_not_columns(self)
         if why_not is not None:
