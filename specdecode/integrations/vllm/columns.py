@@ -34,6 +34,7 @@ from specdecode.noise import BLOCK_SIZE
 
 LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed.parallel_state"
+OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
 NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities", ADJUSTS: "penalties or biases"}
 
 
@@ -151,9 +152,7 @@ class ColumnSampling:
         start, end = (min(each, vocab_size) for each in (indices.org_vocab_start_index, indices.org_vocab_end_index))
         shard = VocabShard(group.device_group, start, vocab_size)
         verifier = RejectionSampler(verification.verifier.method, shard=shard)
-        logger.info(
-            "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered", start, end - 1, vocab_size
-        )
+        logger.info(OWN_TOKENS, start, end - 1, vocab_size)
         columns = verification.columns = Columns(self.model.compute_logits_local, start, end, verifier)
         return columns
 
