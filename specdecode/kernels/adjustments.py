@@ -74,7 +74,7 @@ def drafts_before(request, offset, inputs):
         return ()
     else:
         ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-        return DraftsBefore(ids_ptr, drafts.stride_offset, offset, request.vocab_size)
+        return DraftsBefore(ids_ptr, drafts.stride_offset, tl.minimum(offset, request.num_drafts), request.vocab_size)
 
 
 @triton.jit
@@ -177,8 +177,8 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return which tokens are in a span, as integers."""
-    return ((token_ids >= span[0]) & (token_ids <= span[1])).to(tl.int32)
+    """Return which tokens are in a span, as integers; -1 is none, also where a span is of the token -1."""
+    return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 
 @triton.jit
