@@ -196,7 +196,7 @@ def listed_alike(first: Any, second: Any) -> dict[str, Any]:
     prefixes = first.keys() & second.keys()
     equal_sets = sum(first[each][1] == second[each][1] for each in prefixes)
     differences = [
-        abs(logprob - second[each][0][token])
+        abs(logprob - second[each][0][token]) if logprob != second[each][0][token] else 0.0  # both may be -inf
         for each in prefixes
         for token, logprob in first[each][0].items()
         if token in second[each][0]
