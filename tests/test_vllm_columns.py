@@ -8,7 +8,7 @@ from types import SimpleNamespace as Namespace
 import pytest
 import torch
 
-from specdecode.integrations.vllm import columns
+from specdecode.integrations.vllm import columns, contract
 from tests.support.ranks import groups, on_ranks
 from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
 
@@ -54,10 +54,10 @@ def of_rank(rank, method, draft_logits=None, **limits):
 def group_of_thread(monkeypatch):
     """Each thread is a rank, whose group vLLM returns."""
     local = threading.local()
-    module = ModuleType(columns.PARALLEL)
+    module = ModuleType(contract.PARALLEL)
     module.get_tp_group = lambda: Namespace(world_size=2, device_group=local.group, rank_in_group=local.group.rank())
     module.get_tensor_model_parallel_world_size = lambda: 2
-    monkeypatch.setitem(sys.modules, columns.PARALLEL, module)
+    monkeypatch.setitem(sys.modules, contract.PARALLEL, module)
     return local
 
 
@@ -185,7 +185,7 @@ def test_vocabularies_are_padded_so_that_columns_start_at_a_block(group_of_threa
     layers = ModuleType(columns.LAYERS)
     layers.VocabParallelEmbedding, layers.DEFAULT_VOCAB_PADDING_SIZE = VocabParallelEmbedding, 64
     monkeypatch.setitem(sys.modules, columns.LAYERS, layers)
-    monkeypatch.setattr(sys.modules[columns.PARALLEL], "get_tensor_model_parallel_world_size", lambda: size)
+    monkeypatch.setattr(sys.modules[contract.PARALLEL], "get_tensor_model_parallel_world_size", lambda: size)
     columns.pad_to_blocks()
     each, rest = divmod(ParallelLMHead(vocab).padded, size)
     assert rest == each % 1024 == 0

@@ -103,11 +103,8 @@ def adjustments_at(request, offset, inputs, sizes):
     """Return what is added to the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
         given = inputs.adjustments
-        biases, penalties, allowed = (
-            biases_of(request, given),
-            penalties_of(request, given),
-            allowed_at(request, offset, given),
-        )
+        biases, penalties = biases_of(request, given), penalties_of(request, given)
+        allowed = allowed_at(request, offset, given)
         before = drafts_before(request, offset, inputs)
         return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     else:

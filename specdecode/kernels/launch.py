@@ -153,6 +153,8 @@ class Launch(NamedTuple):
 
 _hashing = threading.Lock()
 _compiling: dict[tuple[object, ...], threading.Lock] = {}
+"""One for each compiled kernel, so that no two threads compile the same."""
+
 _variants: dict[tuple[object, ...], Any] = {}
 """Compiled kernels by all that they depend on."""
 

@@ -14,17 +14,18 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, VocabShard
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm.reporting import Report, logger
+from specdecode.integrations.vllm.contract import PARALLEL
+from specdecode.integrations.vllm.reporting import logger
 from specdecode.integrations.vllm.sampling import (
     ADJUSTS,
     LOGPROBS,
     PROCESSORS,
     TRUNCATES,
+    compile_all,
     for_drafts,
     needs_in,
     requested,
@@ -33,8 +34,8 @@ from specdecode.integrations.vllm.sampling import (
 from specdecode.noise import BLOCK_SIZE
 
 LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
-PARALLEL = "vllm.distributed.parallel_state"
 OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
+ROWS = "target_logits", "draft_logits"
 NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities", ADJUSTS: "penalties or biases"}
 
 
@@ -71,13 +72,9 @@ class Columns:
             del vars(model)["compute_logits"]
             self.are_computed = False
 
-    def of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a call of whole rows as one of this rank's columns; draft rows are whole in any call."""
-        rows = {name: call[name] for name in ("target_logits", "draft_logits") if call[name] is not None}
-        length = self.end - self.start
-        return call | {
-            name: each if each.shape[-1] == length else each[..., self.start : self.end] for name, each in rows.items()
-        }
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this rank's columns of whole rows."""
+        return rows[..., self.start : self.end]
 
 
 class VerifiedColumns:
@@ -88,33 +85,28 @@ class VerifiedColumns:
     # What the class has that this is mixed into:
     call_of: Callable[..., dict[str, Any]]
     output_of: Callable[..., SamplerOutput]
-    report: Report | None
     sampler: Any
 
-    def verify_columns(
-        self,
-        logits: Tensor,
-        draft_logits: Tensor | None,
-        draft_sampled: Tensor,
-        pos: Tensor,
-        cu_num_logits: Tensor,
-        idx_mapping: Tensor,
-        idx_mapping_np: np.ndarray,
-        *_: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify a step, with the arguments and results of `_verify`."""
+    def prepare_columns(self, call: dict[str, Any]) -> None:
+        """Compile what verifies columns in steps like a call of whole rows: on every rank in the same step."""
+        if self.columns is not None:
+            rows = {name: self.columns.of(call[name]) for name in ROWS if call[name] is not None}
+            self.columns.why_not = compile_all(self.columns.verifier, call | rows, self.sampler)
+
+    def verify_columns(self, logits: Tensor, drafts: Tensor, where: tuple[Any, ...], needs: int) -> SamplerOutput:
+        """Verify a step.
+
+        Args:
+            logits: [num_rows, end - start].
+            drafts: as `call_of` takes them.
+            where: likewise; its draft logits are whole rows.
+            needs: of the requests.
+        """
         columns = self.columns
         assert columns is not None
-        if draft_logits is not None:
-            draft_logits = (
-                None if columns.verifier.method == "strict" else draft_logits[..., columns.start : columns.end]
-            )
-        call = self.call_of(logits, draft_sampled[1:], draft_logits, pos, cu_num_logits, idx_mapping)
-        sampling = for_drafts(requested(values_of(self.sampler), needs_in(self.sampler, idx_mapping_np)), draft_logits)
-        output = self.output_of(call, sampling, None, columns.verifier)
-        if self.report is not None:
-            self.report.verified(output)
-        return logits, output.token_ids, output.num_tokens
+        draft_rows = None if where[0] is None else columns.of(where[0])
+        sampling = for_drafts(requested(values_of(self.sampler), needs), draft_rows)
+        return self.output_of(self.call_of(logits, drafts, draft_rows, *where[1:]), sampling, None, columns.verifier)
 
 
 class ColumnSampling:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 RUNNER = "vllm.v1.worker.gpu.model_runner"
+PARALLEL = "vllm.distributed.parallel_state"
 
 RUN_WITH = "0.33."
 """How the versions start that this package was run with."""

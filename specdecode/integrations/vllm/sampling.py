@@ -1,6 +1,5 @@
 """What requests ask for, as vLLM's sampling states have it, and the tokens of steps without drafts."""
 
-import concurrent.futures
 import functools
 import time
 from collections.abc import Callable
@@ -318,16 +317,12 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
 
-    def compile_kind(kind: dict[str, Any]) -> None:
-        with torch.inference_mode():  # as in the thread that vLLM's model runs in, whose tensors these are
-            verifier.warmup(**one, **kind)
-
-    if call["target_logits"].is_cuda and verifier.shard is None:  # it takes as long as the slowest, not as all together
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            list(threads.map(compile_kind, kinds))
+    warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
+    if warmups and call["target_logits"].is_cuda and verifier.shard is None:
+        backends.kernels().at_once(warmups)
     else:
-        for kind in kinds:
-            compile_kind(kind)
+        for warm_up in warmups:
+            warm_up()
     which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
     logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]

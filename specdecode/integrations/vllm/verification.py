@@ -26,7 +26,7 @@ import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm.columns import VerifiedColumns
-from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
+from specdecode.integrations.vllm.contract import PARALLEL, RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
 from specdecode.integrations.vllm.sampling import (
@@ -156,16 +156,16 @@ class DraftVerification(VerifiedColumns, ListedRows):
         is_strict, self.listed = self.verifier.method == "strict", None
         if self.report is not None:
             self.report.begin(logits)
-        if self.columns is not None and self.columns.are_computed:
-            return self.verify_columns(*given)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
+        if self.columns is not None and self.columns.are_computed:
+            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np))
+            return self.verified(logits, output)
         kind = kind_of(logits, draft_rows)
         if kind not in self.kinds and self.other_rule() is None:
             call = self.call_of(logits, drafts, *where)
             self.prepare(kind, call)
-            if self.columns is not None:  # on every rank in the same step
-                self.columns.why_not = compile_all(self.columns.verifier, self.columns.of(call), self.sampler)
+            self.prepare_columns(call)
         needs = needs_in(self.sampler, idx_mapping_np)
         asked = self.asked_of(needs)
         prepared = None if asked else self.prepared_in(idx_mapping_np, logits)
@@ -191,6 +191,10 @@ class DraftVerification(VerifiedColumns, ListedRows):
         else:
             output = self.output_of(without(call, prepared), for_drafts(sampling, draft_rows), kind)
             output = joined(output, verify_prepared(self, prepared, given), prepared)
+        return self.verified(logits, output)
+
+    def verified(self, logits: Tensor, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+        """Count a step that was verified here; return what `_verify` does."""
         if self.report is not None:
             self.report.verified(output)
         return logits, output.token_ids, output.num_tokens
@@ -200,11 +204,8 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
         verifier = self.verifier if verifier is None else verifier
-        checked = (
-            verifier is self.verifier,
-            kind,
-            *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")],
-        )
+        asked = [name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
+        checked = verifier is self.verifier, kind, *asked
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
@@ -344,7 +345,7 @@ def reports_here(sampler: Any) -> bool:
     if getattr(sampler, "shards_batches", False):
         return True
     try:
-        group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+        group = importlib.import_module(PARALLEL).get_tp_group()
     except (ImportError, AssertionError):  # there is no group
         return True
     return bool(group.rank_in_group == 0)
