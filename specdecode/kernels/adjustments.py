@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, DraftsBefore, Loaded, Penalties, RowAdjustments, exists
+from specdecode.kernels.values import Biases, DraftsBefore, Loaded, Penalties, Row, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
@@ -286,3 +286,30 @@ def may_change(adjustments, span):
             for start in range(0, adjustments.biases.num_biases, BIASES):
                 changes |= tl.max(biases_in(span, adjustments.biases, start), 0) > 0
         return changes
+
+
+@triton.jit
+def with_drafts(row, drafts):
+    """Return a row with adjustments, and with other drafts before it than it has."""
+    biases, penalties, allowed, before, _ = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, drafts)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
+
+
+@triton.jit
+def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Return what a function returns that rarely runs, given a row, a tuple of other arguments, and sizes.
+
+    It takes and returns numbers, no tensors: for rows with adjustments it is not inlined, because the time that Triton takes
+    to compile a function grows with the cube of its length.
+    """
+    if exists(row.adjustments):
+        return apart(FUNCTION, with_drafts(row, ()), arguments, sizes)
+    else:
+        return FUNCTION(row, *arguments, sizes)
+
+
+@triton.jit(noinline=True)
+def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Return what a function returns, given a row with adjustments but without the drafts before it, which are a tensor."""
+    return FUNCTION(with_drafts(row, load_drafts(row.adjustments.before, sizes)), *arguments, sizes)
