@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, DraftsBefore, Loaded, Penalties, Row, RowAdjustments, exists
+from specdecode.kernels.values import Biases, Loaded, Penalties, Row, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
@@ -67,23 +67,13 @@ def penalties_of(request, given):
 
 
 @triton.jit
-def drafts_before(request, offset, inputs):
-    """Return where the drafts before the row at an offset of a request are, if penalties count them."""
-    drafts = inputs.drafts
-    if inputs.adjustments.repetition is None or drafts.ids_ptr is None:
-        return ()
-    else:
-        ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-        return DraftsBefore(ids_ptr, drafts.stride_offset, offset, request.vocab_size)
-
-
-@triton.jit
 def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none; () if no penalties count them."""
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the vocabulary's size."""
     if exists(before):
+        ids_ptr, stride, num_drafts, vocab_size = before
         offsets = tl.arange(0, sizes.MAX_DRAFTS)
-        ids = tl.load(before.ids_ptr + offsets * before.stride, mask=offsets < before.num_drafts, other=-1)
-        return (tl.where((ids >= 0) & (ids < before.vocab_size), ids, -1).to(tl.int32),)
+        ids = tl.load(ids_ptr + offsets * stride, mask=offsets < num_drafts, other=-1)
+        return (tl.where((ids >= 0) & (ids < vocab_size), ids, -1).to(tl.int32),)
     else:
         return ()
 
@@ -102,13 +92,12 @@ def allowed_at(request, offset, given):
 def adjustments_at(request, offset, inputs, sizes):
     """Return what is added to the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
-        given = inputs.adjustments
-        biases, penalties, allowed = (
-            biases_of(request, given),
-            penalties_of(request, given),
-            allowed_at(request, offset, given),
-        )
-        before = drafts_before(request, offset, inputs)
+        given, drafts, before = inputs.adjustments, inputs.drafts, ()
+        if given.repetition is not None and drafts.ids_ptr is not None:
+            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
+            before = ids_ptr, drafts.stride_offset, offset, request.vocab_size
+        biases, penalties = biases_of(request, given), penalties_of(request, given)
+        allowed = allowed_at(request, offset, given)
         return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     else:
         return ()
