@@ -68,7 +68,7 @@ def penalties_of(request, given):
 
 @triton.jit
 def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the vocabulary's size."""
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the row's size."""
     if exists(before):
         ids_ptr, stride, num_drafts, vocab_size = before
         offsets = tl.arange(0, sizes.MAX_DRAFTS)
