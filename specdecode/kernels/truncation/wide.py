@@ -221,10 +221,12 @@ def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCK
     added, width = tl.where(by_count, 0.0, scale), tl.full([], 2**40, tl.int64)
     searching = tl.full([], True, tl.int1)
     while searching:
-        logits = logit_at(ordinals[0], SHIFT), logit_at(ordinals[1], SHIFT), logit_at(ordinals[2], SHIFT)
-        from_each = amounts_from(logits, row, row_max, added, sizes, BLOCKS)
-        for each in tl.static_range(3):
-            bracket = narrow(bracket, ordinals[each], from_each[each], goal)
+        first, second, third = ordinals
+        logits = logit_at(first, SHIFT), logit_at(second, SHIFT), logit_at(third, SHIFT)
+        from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes, BLOCKS)
+        bracket = narrow(bracket, first, from_first, goal)
+        bracket = narrow(bracket, second, from_second, goal)
+        bracket = narrow(bracket, third, from_third, goal)
         low, high, from_low, beyond_high = bracket
         # Not enough from the lowest on: then that is it.
         searching = (low < high) & (from_low >= goal)
