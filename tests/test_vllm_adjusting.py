@@ -177,7 +177,7 @@ def test_kernels_are_compiled_with_penalties_and_biases_too():
     calls = []
     real = result.verifier
     result.verifier = Namespace(
-        method="probabilistic", backend="auto", warmup=lambda **call: calls.append(call), packed=real.packed
+        method="probabilistic", backend="auto", shard=None, warmup=lambda **call: calls.append(call), packed=real.packed
     )
     result._verify(draft_logits=None, **case)
     assert [("top_p" in call, "adjustments" in call) for call in calls] == [

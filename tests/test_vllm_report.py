@@ -16,6 +16,7 @@ from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
+from specdecode.integrations.vllm.columns import OWN_TOKENS
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
 from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
@@ -317,7 +318,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     monkeypatch.setenv(engines.VLLM_SWITCH, "exact")
     with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:
         engines.register_vllm()
-    logged.append(f"ValueError: {error.value}")
+    logged += [f"ValueError: {error.value}", OWN_TOKENS % (0, 76_799, 151_936)]
     shown = lines_of_the_pages()
     assert len(shown) >= 10
     assert set(shown) <= set(logged)

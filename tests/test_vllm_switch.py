@@ -12,6 +12,7 @@ import pytest
 
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling, reporting
+from specdecode.integrations.vllm.columns import LAYERS, ColumnSampling
 from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
@@ -86,6 +87,10 @@ validate_spec_decode.__name__ = "_validate_spec_decode"
 _SAMPLING_EPS, VLLMValidationError = 1e-5, ValueError
 
 
+def sample(self, hidden_states, input_batch, grammar_output):
+    """As the model runner has it."""
+
+
 @pytest.fixture
 def runner(monkeypatch):
     """A module in the place of vLLM's model runner."""
@@ -100,9 +105,12 @@ def runner(monkeypatch):
     module = Namespace(
         Sampler=type("Sampler", (Sampler,), {}),
         RejectionSampler=type("RejectionSampler", (EnginesRejectionSampler,), {}),
+        GPUModelRunner=type("GPUModelRunner", (), {"sample": sample}),
     )
+    layers = Namespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}), DEFAULT_VOCAB_PADDING_SIZE=64)
     modules = {
         RUNNER: module,
+        LAYERS: layers,
         "vllm.v1.worker.gpu.sample.states": Namespace(SamplingStates=Namespace(add_request=add_request)),
         "vllm.sampling_params": Namespace(SamplingParams=parameters),
         "vllm.v1.engine.input_processor": Namespace(InputProcessor=InputProcessor),
@@ -146,6 +154,7 @@ def test_the_environment_variable_replaces_both_classes(method, runner, monkeypa
         engines.register_vllm()
     assert runner.Sampler.__mro__[1:3] == (TokenSampling, before["Sampler"])
     assert runner.RejectionSampler.__bases__ == (DraftVerification, before["RejectionSampler"])
+    assert runner.GPUModelRunner.__bases__ == (ColumnSampling, before["GPUModelRunner"])
     assert runner.Sampler.verifier.method == runner.RejectionSampler.verifier.method == method
     assert runner.Sampler.unknown is runner.RejectionSampler.unknown is None
 

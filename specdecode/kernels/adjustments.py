@@ -95,7 +95,8 @@ def adjustments_at(request, offset, inputs, sizes):
         given, drafts, before = inputs.adjustments, inputs.drafts, ()
         if given.repetition is not None and drafts.ids_ptr is not None:
             ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-            before = ids_ptr, drafts.stride_offset, offset, request.vocab_size
+            num_drafts = tl.minimum(offset, request.num_drafts)
+            before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
         biases, penalties = biases_of(request, given), penalties_of(request, given)
         allowed = allowed_at(request, offset, given)
         return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
@@ -166,8 +167,8 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return which tokens are in a span, as integers."""
-    return ((token_ids >= span[0]) & (token_ids <= span[1])).to(tl.int32)
+    """Return which tokens are in a span, as integers; -1 is none, also where a span is of the token -1."""
+    return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 
 @triton.jit

@@ -318,7 +318,8 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
     batches = [batch]
     if batch.packing is None:  # else the drafts of its requests may be fewer at any call
         most = batch.draft_token_ids.shape[1]
-        of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]  # see `bundles.at_least`
+        # For sizes see `bundles.at_least`.
+        of_other_sizes = [2**i - 1 for i in range(MIN_DRAFTS.bit_length() - 1, most.bit_length())]
         batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]

@@ -78,6 +78,7 @@ class Meter:
         stretch = self.count // self.stretch
         step = {"mode": self.modes[stretch % len(self.modes)], "stretch": stretch, "verified": [], "sampling": 0.0}
         step["counts"] = scheduled.total_num_scheduled_tokens == self.tokens
+        step["preempted"] = len(scheduled.preempted_req_ids or ())
         self.count += step["counts"]
         if self.profiler is not None and self.count > SKIPPED:
             if self.profiled == 0:
@@ -139,7 +140,8 @@ class Meter:
         verified = [(rows, len(emitted)) for step in self.steps for _, _, emitted, rows in step["verified"]]
         drafts = sum(rows - requests for rows, requests in verified) / max(1, sum(requests for _, requests in verified))
         result = {"steps": figures, "verified": len(verified), "drafts": round(drafts, 2), "kernels": self.kernels()}
-        return result | {"left": dict(Counter(self.left()) - self.left_before)}
+        preempted = sum(step["preempted"] for step in self.steps)
+        return result | {"left": dict(Counter(self.left()) - self.left_before), "preempted": preempted}
 
     def left(self) -> dict[str, int]:
         """Return how many steps have been left to vLLM, by reason."""

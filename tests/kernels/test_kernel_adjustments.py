@@ -1,5 +1,6 @@
 """Adjustments in the kernels: the reference's tokens, in every method, way of reading and kind of row."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from specdecode import Adjustments, RejectionSampler, eager, kernels
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
+from tests.support.addresses import apart, reads_and_writes_inside
 from tests.support.adjusted import SOME, adjusted_rows, adjustments_for, to
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same
@@ -98,8 +100,35 @@ def test_the_cutoff_of_a_wide_row_is_that_of_its_adjusted_logits(options):
     torch.testing.assert_close(output.logprobs, of_copy.logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS if ON_GPU else ["few", "large"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("options", [{"top_k": 800}, {}], ids=["wide", "not finite"])
+def test_drafts_before_a_row_count_in_what_rarely_runs(options):
+    """A search of the whole row, and a block with a NaN: functions of their own, which load the drafts again."""
+    batch = case(2, 2, 1104, torch.float32, greedy=0, seed=8)
+    rows, drafts = batch.target_logits.mul_(0.02), torch.tensor([[5, 900], [600, 4]])
+    for request, ids in enumerate(drafts.tolist()):
+        rows[request, :, ids] = torch.tensor([9.0, 8.9])
+        if not options:
+            rows[request, :, [ids[0] + 1, ids[1] + 1]] = torch.nan
+    batch = replace(batch, draft_token_ids=drafts, draft_logits=rows[:, :2].clone())
+    adjustments = Adjustments(repetition_penalty=1.3, frequency_penalty=0.9, presence_penalty=0.4)
+    output, expected_output = both(batch, adjustments, logprobs="processed", **options)
+    assert torch.equal(output.token_ids, expected_output.token_ids)
+    assert (output.num_accepted > 0).all()
+    torch.testing.assert_close(output.logprobs, expected_output.logprobs, rtol=0, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "way"),
+    list(itertools.product(METHODS, WAYS))
+    if ON_GPU
+    else [
+        ("strict", "few"),
+        ("probabilistic", "few"),
+        ("probabilistic", "large"),
+        ("block", "large"),
+        ("synthetic", "few"),
+    ],
+)
 def test_it_is_a_call_with_the_rows_adjusted_before(method, way):
     """Bit for bit, log-probabilities too: an adjusted float32 copy is what `adjusted` makes of a float32 row."""
     batch = case(3, 2, 1104, torch.float32, greedy=0, seed=3)
@@ -133,7 +162,9 @@ def test_a_request_without_them_keeps_its_bits(options):
             torch.testing.assert_close(got[[0, 3]], want[[0, 3]], rtol=0, atol=0, equal_nan=True)
 
 
-def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend():
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}])
+def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend(limits):
+    """And nothing is read beyond their tensors, where rows have fewer drafts than others, or no bias."""
     batch, counts = with_counts(case(5, 2, 1100, torch.float16, seed=6), [2, 0, 1, 2, 0]), [2, 0, 1, 2, 0]
     adjustments, slots = to(DEVICE, adjustments_for(batch)), torch.tensor([4, 0, 3, 1, 6])
     one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, :1])
@@ -142,19 +173,23 @@ def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend():
     for got, want in zip(kernels.sample(rows, SELECT)[:2], eager.sample(rows, SELECT)):
         torch.testing.assert_close(got, want)
     packed = packed_rows(batch.to(DEVICE), counts)
+    packed["draft_token_ids"] = apart(packed["draft_token_ids"][: packed["row_starts"][-1] - 1])
+    packed["target_logits"] = packed["target_logits"][: packed["row_starts"][-1]]
     mask = torch.zeros(len(packed["target_logits"]), 35, dtype=torch.int32, device=DEVICE)
     for request, (start, count) in enumerate(zip(packed["row_starts"].tolist(), counts)):
         mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
     by_slot = [
-        in_slots(each, slots.to(DEVICE), 7) for each in (*adjustments[:-1], *numbers, batch.draft_logits.to(DEVICE))
+        apart(in_slots(each, slots.to(DEVICE), 7))
+        for each in (*adjustments[:-1], *numbers, batch.draft_logits.to(DEVICE))
     ]
     *parts, temperature, seeds, draft_logits = by_slot
     options = {"temperature": temperature, "seeds": seeds, "draft_logits": draft_logits, "slots": slots.to(DEVICE)}
     options["adjustments"] = Adjustments(*parts, mask)
-    outputs = [
-        RejectionSampler("probabilistic", backend=backend).packed(**packed, **options)
-        for backend in ("triton", "eager")
-    ]
+    with reads_and_writes_inside():
+        outputs = [
+            RejectionSampler("probabilistic", backend=backend).packed(**packed, **options, **limits)
+            for backend in ("triton", "eager")
+        ]
     for got, want in zip(*outputs):
         if got is not None:
             assert torch.equal(got, want)

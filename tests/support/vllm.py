@@ -132,7 +132,7 @@ def arguments(case):
 
 def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4):
     """Return what the sampler's `packed` is called with."""
-    verifier = Mock(method=method, backend="auto")
+    verifier = Mock(method=method, backend="auto", shard=None)
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)
     return verifier.packed.call_args.kwargs

@@ -12,11 +12,15 @@ each of the comparisons that `--compare` names, without it of the first four:
   with log-probabilities and with all of the above, and prompts of many lengths. Some requests end early.
 - `tokens`: p-values of chi-square tests that the second and third token of many requests with one prompt have the same
   distribution under both. They are the first that are verified. Rare tokens are put together.
+- `lists`: of rows with the same tokens before them, whether kept sets are equal and how far log-probabilities differ, beside
+  the same of vLLM's own, twice. The engine's options have to be `"logprobs_mode": "processed_logprobs"` and
+  `"return_sampling_mask": true`.
 - `grammar`: greedy requests with a regular expression, a choice or a JSON schema; how many texts that ended are valid; and
   p-values that the second token of sampled ones, which is verified, has the distribution of a first one, which is not. It
   needs a tokenizer in the model's folder, which `--write-tokenizer` writes, and then does nothing else.
 
-Each line has the steps that were left to vLLM, and the mean number of drafts of a request in a step. With `--price` vLLM's
+Each line has the steps that were left to vLLM, the mean number of drafts of a request in a step, and how often a request was
+preempted (`"num_gpu_blocks_override"` makes too little room for all). With `--price` vLLM's
 adaptive verification is told that rows are expensive, so that it leaves drafts out.
 
 With `SPECDECODE_VLLM=strict` and no `--compare` it prints a hash of seeded texts instead, of a whole batch and of its first
@@ -29,34 +33,29 @@ import collections
 import hashlib
 import json
 import os
-import random
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.serving import DRAFTERS, SAMPLING, Measuring, engine_of
+from tests.tools.requests_to_vllm import (
+    GRAMMARS,
+    REQUESTS,
+    TOKENS,
+    Texts,
+    common_tokens,
+    is_valid,
+    limits,
+    mixed_params,
+    params_of,
+    penalties_and_biases,
+    prompts_of,
+    write_tokenizer,
+)
 
-REQUESTS, TOKENS, MANY = 64, 40, 4096
-Texts = list[list[int]]
+MANY = 4096
 Results = Iterator[tuple[str, dict[str, Any]]]
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]{1,6}$"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 999},
-        "on": {"type": "boolean"},
-    },
-    "required": ["name", "age", "on"],
-    "additionalProperties": False,
-}
-GRAMMARS: list[dict[str, Any]] = [
-    {"regex": "[0-9]{3,12}(,[a-z]{2,8}){2}"},
-    {"choice": ["accepted", "accept", "rejected", "recovered 17"]},
-    {"json": SCHEMA},
-]
 
 
 class Pricing(Measuring):
@@ -71,33 +70,25 @@ class Pricing(Measuring):
         manager.cost_tables = 3 * drafting, verifying + 1e-6
 
 
-def generated(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[Texts, dict[str, Any]]:
-    """Return the texts of requests under one verification, and what was counted."""
+def served(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Return what the engine returns of requests under one verification, and what was counted."""
     engine.collective_rpc("begin_measuring", args=(-1, (mode,), 1, False))
     results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     ranks = engine.collective_rpc("end_measuring")
-    counted = {key: ranks[0][key] for key in ("verified", "drafts", "left")}
+    counted = {key: ranks[0][key] for key in ("verified", "drafts", "left", "preempted")}
     if len(ranks) > 1:
         counted["each rank"] = [[rank["verified"], rank["left"]] for rank in ranks]
-    return [list(result.outputs[0].token_ids) for result in results], counted
+    return [result.outputs[0] for result in results], counted
+
+
+def generated(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[Texts, dict[str, Any]]:
+    """Return the texts of requests under one verification, and what was counted."""
+    outputs, counted = served(engine, mode, prompts, params)
+    return [list(output.token_ids) for output in outputs], counted
 
 
 def equal(texts: Texts, others: Texts) -> str:
     return f"{sum(a == b for a, b in zip(texts, others))}/{len(texts)}"
-
-
-def params_of(**options: Any) -> Any:
-    from vllm import SamplingParams
-
-    bad_words = options.pop("bad_words_token_ids", None)
-    params = SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False} | options)
-    params._bad_words_token_ids = bad_words  # there is no tokenizer to make them from words
-    return params
-
-
-def prompts_of(count: int, lengths: tuple[int, ...] = (24,)) -> Texts:
-    draw = random.Random(5)
-    return [[draw.randrange(2, 1000) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
 def compared(engine: Any, prompts: Texts, params: list[Any], kinds: list[str], plain: Texts | None = None) -> Any:
@@ -113,34 +104,6 @@ def compared(engine: Any, prompts: Texts, params: list[Any], kinds: list[str], p
         if plain is not None:
             result[kind]["changed"] = sum(text != other[: len(text)] for text, other in zip(parts[0], parts[3]))
     return result | counted | {"vLLM verified": of_vllm["verified"], "shortest": min(map(len, ours))}
-
-
-def penalties_and_biases(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
-    """Return kinds of requests, given what a plain greedy one emits, and what many of them do."""
-    bias = {common[7]: 3.0, text[1]: -6.0, text[4]: -100.0}
-    return {
-        "repetition": {"repetition_penalty": 1.3},
-        "frequency, presence": {"frequency_penalty": 0.4, "presence_penalty": 0.7},
-        "negative": {"repetition_penalty": 0.9, "frequency_penalty": -0.3},
-        "bias": {"logit_bias": bias},
-        "penalties, bias": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": bias},
-    }
-
-
-def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
-    """Likewise: kinds whose tokens are limited."""
-    return {
-        "allowed": {"allowed_token_ids": common[:300]},
-        "minimum": {"min_tokens": 8, "stop_token_ids": sorted(set(text[2:8]))},
-        "bad words": {"bad_words_token_ids": [[text[2]], [text[5]]]},
-        "bad pair": {"bad_words_token_ids": [[text[2], text[3]]]},
-        "allowed, repetition": {"allowed_token_ids": common[:300], "repetition_penalty": 1.2},
-    }
-
-
-def common_tokens(texts: Texts) -> list[int]:
-    """Return the tokens of texts, most frequent first."""
-    return [token for token, _ in collections.Counter(token for text in texts for token in text).most_common()]
 
 
 def greedy(engine: Any) -> Results:
@@ -164,32 +127,6 @@ def adjusted(engine: Any) -> Results:
             kinds.append(kind)
             params.append(params_of(temperature=0.0, max_tokens=10 if is_limited else TOKENS, **options))
         yield batch, compared(engine, prompts, params, kinds, plain)
-
-
-def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
-    """Every eighth request is greedy and plain, every eighth greedy and adjusted; the kinds of these."""
-    common, kinds, params = common_tokens(plain), [], []
-    for i in range(REQUESTS):
-        adjusting = list(penalties_and_biases(plain[i], common).items())
-        limited = limits(plain[i], common)
-        others: list[dict[str, Any]] = [
-            {"temperature": 0.8, "seed": 1},
-            {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
-            {"temperature": 0.7, "min_p": 0.05, "max_tokens": 7},
-            {"temperature": 0.8, "logit_bias": {5: -3.0, 7: 2.5}, "max_tokens": 21},
-            {"temperature": 1.0, "logprobs": 3},
-            {"temperature": 0.8, "top_p": 0.95, "max_tokens": 3},
-            {"temperature": 0.9, "repetition_penalty": 1.1, "max_tokens": 12},
-            {"temperature": 0.8, "frequency_penalty": 0.4, "presence_penalty": 0.3, "min_p": 0.02, "logprobs": 1},
-            {"temperature": 0.8, "max_tokens": 9, **limited["allowed"]},
-            {"temperature": 0.9, "seed": 3, **SAMPLING["as Qwen2.5"]},
-            {"temperature": 0.8, "top_p": 0.9, "max_tokens": 15, **limited["minimum"]},
-            {"temperature": 0.8, "max_tokens": 9, "logprobs": 2, **limited["bad words"]},
-        ]
-        kind, options = adjusting[i // 8 % len(adjusting)] if i % 8 == 4 else ("plain", {})
-        kinds.append(kind if i % 4 == 0 else "")
-        params.append(params_of(**({"temperature": 0.0} | options if i % 4 == 0 else others[i % len(others)])))
-    return params, kinds
 
 
 def mixed(engine: Any) -> Results:
@@ -229,6 +166,45 @@ def tokens(engine: Any) -> Results:
         yield name, {"p": [round(p_value(*samples), 5) for samples in at], "left": counted["left"]}
 
 
+def lists(engine: Any) -> Results:
+    """Compare what is listed of rows that were verified: processed log-probabilities, and kept sets."""
+    prompts = prompts_of(1) * MANY
+    kinds: dict[str, dict[str, Any]] = {
+        "top-k 20, top-p .95": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+        "top-k 200": {"temperature": 1.2, "top_k": 200},
+    }
+    for name, sampling in kinds.items():
+        params = params_of(**sampling, max_tokens=3, logprobs=5)
+        runs = [served(engine, mode, prompts, params) for mode in ("vllm", "ours", "vllm")]
+        theirs, ours, again = (by_prefix(outputs) for outputs, _ in runs)
+        result = {"ours": listed_alike(theirs, ours), "again": listed_alike(theirs, again)}
+        yield name, {"lists": result, "left": runs[1][1]["left"], "verified": runs[1][1]["verified"]}
+
+
+def by_prefix(outputs: list[Any]) -> dict[tuple[int, ...], tuple[dict[int, float], set[int]]]:
+    """Return log-probabilities and kept set of each row that was verified, by the tokens before it: one row for each."""
+    found = {}
+    for output in outputs:
+        for i in (1, 2):
+            logprobs = {token: each.logprob for token, each in output.logprobs[i].items()}
+            found[tuple(output.token_ids[:i])] = logprobs, set(output.sampling_mask.token_ids[i])
+    return found
+
+
+def listed_alike(first: Any, second: Any) -> dict[str, Any]:
+    """Return of how many rows kept sets are equal, and how much log-probabilities of the same tokens differ."""
+    prefixes = first.keys() & second.keys()
+    equal_sets = sum(first[each][1] == second[each][1] for each in prefixes)
+    differences = [
+        abs(logprob - second[each][0][token]) if logprob != second[each][0][token] else 0.0  # both may be -inf
+        for each in prefixes
+        for token, logprob in first[each][0].items()
+        if token in second[each][0]
+    ]
+    largest, mean = max(differences), sum(differences) / len(differences)
+    return {"rows": len(prefixes), "equal sets": equal_sets, "largest": round(largest, 4), "mean": round(mean, 5)}
+
+
 def grammar(engine: Any) -> Results:
     """Compare texts with a grammar."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -264,34 +240,6 @@ def grammar(engine: Any) -> Results:
         yield f"{mode}, second token", {"p": [round(p_value(*samples), 5)]}
 
 
-def is_valid(text: str, grammar: dict[str, Any]) -> bool:
-    """Return whether a text is one of a grammar's."""
-    if "regex" in grammar:
-        return re.fullmatch(grammar["regex"], text) is not None
-    if "choice" in grammar:
-        return text in grammar["choice"]
-    import jsonschema
-
-    try:
-        jsonschema.validate(json.loads(text), grammar["json"])
-    except (json.JSONDecodeError, jsonschema.ValidationError):
-        return False
-    return True
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of bytes, and of pairs of digits, with the special tokens of `random_models`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet, pairs = sorted(pre_tokenizers.ByteLevel.alphabet()), [(a, b) for a in "0123456789" for b in "0123456789"]
-    ids = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet, *map("".join, pairs)])}
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-
-
 def seeded(engine: Any) -> dict[str, Any]:
     """Return hashes of seeded texts."""
     prompts = prompts_of(REQUESTS, (3, 40, 170, 11))
@@ -308,7 +256,7 @@ def digest(texts: Texts) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:6]
 
 
-COMPARISONS = {each.__name__: each for each in (greedy, adjusted, mixed, tokens, grammar)}
+COMPARISONS = {each.__name__: each for each in (greedy, adjusted, mixed, tokens, lists, grammar)}
 DEFAULT = "greedy", "adjusted", "mixed", "tokens"
 
 

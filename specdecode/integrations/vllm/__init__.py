@@ -7,6 +7,7 @@
 | `sampling` | what requests ask for; the tokens of steps without drafts |
 | `verification` | a step with drafts |
 | `splitting` | a step of which some requests need logits that vLLM prepares |
+| `columns` | tensor parallelism: a rank's part of the logits |
 | `listing` | what vLLM returns of rows: processed log-probabilities, sampling masks |
 | `adjusting` | penalties and biases |
 | `reporting` | what an operator sees: the log and the counters |

@@ -54,7 +54,7 @@ ATTRIBUTES = {
     "RejectionSampler": {
         *("sampler", "watermark_key", "num_speculative_steps", "enable_adaptive_verification", "fly_window_size"),
         *("use_block_verification", "fly_entropy_threshold", "fly_entropy_top_k", "synthetic_conditional_rates"),
-        *("host_starts", "listed", "masks", "num_listed"),
+        *("columns", "host_starts", "listed", "masks", "num_listed"),
     },
     "Sampler": {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),

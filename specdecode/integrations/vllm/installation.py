@@ -6,6 +6,7 @@ from typing import Any
 
 from specdecode import RejectionSampler
 from specdecode.integrations.adapters import EngineMethod
+from specdecode.integrations.vllm.columns import ColumnSampling, pad_to_blocks
 from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
 from specdecode.integrations.vllm.reporting import log_interval, logger, times_are_asked_for
 from specdecode.integrations.vllm.sampling import TokenSampling
@@ -41,12 +42,15 @@ def install(method: EngineMethod) -> None:
         (DraftVerification, runner.RejectionSampler, "_verify"),
         (DraftVerification, runner.RejectionSampler, "_verify_in_chunks"),
         (DraftVerification, runner.RejectionSampler, "_get_logprobs_tensors"),
+        (ColumnSampling, runner.GPUModelRunner, "sample"),
     ]
     for ours, theirs, name in replaced:
         check_same_arguments(getattr(ours, name), getattr(theirs, name))
     members = {"verifier": RejectionSampler(method), "unknown": as_reason(unknown_rules(runner))}
     runner.Sampler = type("Sampler", (TokenSampling, runner.Sampler), dict(members))
     runner.RejectionSampler = type("RejectionSampler", (DraftVerification, runner.RejectionSampler), dict(members))
+    runner.GPUModelRunner = type("GPUModelRunner", (ColumnSampling, runner.GPUModelRunner), {})
+    pad_to_blocks()
     lift_refusal()
 
 

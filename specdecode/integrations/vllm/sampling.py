@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from specdecode import Adjustments, RejectionSampler, Sampling, backends, eager
 from specdecode.batch import VerificationBatch
 from specdecode.integrations.vllm.adjusting import Known, known_processors
+from specdecode.integrations.vllm.reporting import logger
 from specdecode.packing import Packing
 from specdecode.report import MOST_KEPT, MOST_TOP_LOGPROBS
 from specdecode.sampling import Truncation
@@ -304,11 +306,14 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     Returns:
         Why the kernels do not take steps that are not truncated, and those that are; None where they do.
     """
+    start = time.monotonic()
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
-    others: list[dict[str, Any]] = [{}, *(listings(sampler) if call["num_draft_tokens"] > 0 else [])]
-    if getattr(sampler, "known", None) is not None:
+    others: list[dict[str, Any]] = [{}]
+    if verifier.shard is None and call["num_draft_tokens"] > 0:
+        others += listings(sampler)
+    if verifier.shard is None and getattr(sampler, "known", None) is not None:
         others.append(adjusted(sampler, ADJUSTS))
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
@@ -317,12 +322,14 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
         with torch.inference_mode():  # as in the thread that vLLM's model runs in, whose tensors these are
             verifier.warmup(**one, **kind)
 
-    if call["target_logits"].is_cuda:  # it takes as long as the slowest, not as all together
+    if call["target_logits"].is_cuda and verifier.shard is None:  # it takes as long as the slowest, not as all together
         with concurrent.futures.ThreadPoolExecutor() as threads:
             list(threads.map(compile_kind, kinds))
     else:
         for kind in kinds:
             compile_kind(kind)
+    which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
+    logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]
 
 
@@ -331,7 +338,9 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
     logits = call["target_logits"]
     backend = backends.choose(verifier.backend, logits)
     if backend is not eager:
-        batch = VerificationBatch.check(**{"draft_logits": None, "draft_logsumexp": None, "positions": None, **call})
+        batch = VerificationBatch.check(
+            **{"draft_logits": None, "draft_logsumexp": None, "positions": None, "shard": verifier.shard, **call}
+        )
         why_not: str | None = backend.why_not_verified(verifier.method, batch)
         return why_not
     return None if logits.is_cpu else backends.obstacle(logits.device)

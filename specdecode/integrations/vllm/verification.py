@@ -25,6 +25,7 @@ from torch import Tensor
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm.columns import VerifiedColumns
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
@@ -49,7 +50,7 @@ from specdecode.integrations.vllm.splitting import MOST_PREPARED, Prepared, join
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
 
-class DraftVerification(ListedRows):
+class DraftVerification(VerifiedColumns, ListedRows):
     """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
 
     verifier: ClassVar[RejectionSampler]
@@ -155,11 +156,16 @@ class DraftVerification(ListedRows):
         is_strict, self.listed = self.verifier.method == "strict", None
         if self.report is not None:
             self.report.begin(logits)
+        if self.columns is not None and self.columns.are_computed:
+            return self.verify_columns(*given)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
         kind = kind_of(logits, draft_rows)
         if kind not in self.kinds and self.other_rule() is None:
-            self.prepare(kind, self.call_of(logits, drafts, *where))
+            call = self.call_of(logits, drafts, *where)
+            self.prepare(kind, call)
+            if self.columns is not None:  # on every rank in the same step
+                self.columns.why_not = compile_all(self.columns.verifier, self.columns.of(call), self.sampler)
         needs = needs_in(self.sampler, idx_mapping_np)
         asked = self.asked_of(needs)
         prepared = None if asked else self.prepared_in(idx_mapping_np, logits)
@@ -189,14 +195,21 @@ class DraftVerification(ListedRows):
             self.report.verified(output)
         return logits, output.token_ids, output.num_tokens
 
-    def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
+    def output_of(
+        self, call: dict[str, Any], sampling: dict[str, Any], kind: Any, verifier: RejectionSampler | None = None
+    ) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        checked = kind, *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
+        verifier = self.verifier if verifier is None else verifier
+        checked = (
+            verifier is self.verifier,
+            kind,
+            *[name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")],
+        )
         if checked not in self.checked:
             self.checked.add(checked)
-            return self.verifier.packed(**call, **sampling)
-        batch, method = batch_of(call, sampling), self.verifier.method
-        output: SamplerOutput = backends.to_verify(self.verifier.backend, method, batch).verify(method, batch, None)
+            return verifier.packed(**call, **sampling)
+        batch, method = batch_of(call, sampling)._replace(shard=verifier.shard), verifier.method
+        output: SamplerOutput = backends.to_verify(verifier.backend, method, batch).verify(method, batch, None)
         return output
 
     def prepared_in(self, idx_mapping_np: np.ndarray, logits: Tensor) -> Prepared | None:
@@ -235,15 +248,9 @@ class DraftVerification(ListedRows):
         verify_draft_sampled: Tensor | None = None,
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
-        slots, kind = (
-            input_batch.idx_mapping_np,
-            kind_of(logits, None if self.verifier.method == "strict" else draft_logits),
-        )
-        is_divided, has_masks = (
-            len(logits) > max_chunk_logits and max_num_logprobs < 0,
-            self.sampler.return_sampling_mask,
-        )
-        is_ours = False
+        slots, draft_rows = input_batch.idx_mapping_np, None if self.verifier.method == "strict" else draft_logits
+        kind, has_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
+        is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
         if is_divided or has_masks:
             is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
         if is_divided and is_ours:
