@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, DraftsBefore, Loaded, Penalties, RowAdjustments, exists
+from specdecode.kernels.values import Biases, Loaded, Penalties, Row, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
@@ -67,23 +67,13 @@ def penalties_of(request, given):
 
 
 @triton.jit
-def drafts_before(request, offset, inputs):
-    """Return where the drafts before the row at an offset of a request are, if penalties count them."""
-    drafts = inputs.drafts
-    if inputs.adjustments.repetition is None or drafts.ids_ptr is None:
-        return ()
-    else:
-        ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-        return DraftsBefore(ids_ptr, drafts.stride_offset, tl.minimum(offset, request.num_drafts), request.vocab_size)
-
-
-@triton.jit
 def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none; () if no penalties count them."""
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the row's size."""
     if exists(before):
+        ids_ptr, stride, num_drafts, vocab_size = before
         offsets = tl.arange(0, sizes.MAX_DRAFTS)
-        ids = tl.load(before.ids_ptr + offsets * before.stride, mask=offsets < before.num_drafts, other=-1)
-        return (tl.where((ids >= 0) & (ids < before.vocab_size), ids, -1).to(tl.int32),)
+        ids = tl.load(ids_ptr + offsets * stride, mask=offsets < num_drafts, other=-1)
+        return (tl.where((ids >= 0) & (ids < vocab_size), ids, -1).to(tl.int32),)
     else:
         return ()
 
@@ -102,10 +92,13 @@ def allowed_at(request, offset, given):
 def adjustments_at(request, offset, inputs, sizes):
     """Return what is added to the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
-        given = inputs.adjustments
+        given, drafts, before = inputs.adjustments, inputs.drafts, ()
+        if given.repetition is not None and drafts.ids_ptr is not None:
+            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
+            num_drafts = tl.minimum(offset, request.num_drafts)
+            before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
         biases, penalties = biases_of(request, given), penalties_of(request, given)
         allowed = allowed_at(request, offset, given)
-        before = drafts_before(request, offset, inputs)
         return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     else:
         return ()
@@ -283,3 +276,30 @@ def may_change(adjustments, span):
             for start in range(0, adjustments.biases.num_biases, BIASES):
                 changes |= tl.max(biases_in(span, adjustments.biases, start), 0) > 0
         return changes
+
+
+@triton.jit
+def with_drafts(row, drafts):
+    """Return a row with adjustments, and with other drafts before it than it has."""
+    biases, penalties, allowed, before, _ = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, drafts)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
+
+
+@triton.jit
+def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Return what a function returns that rarely runs, given a row, a tuple of other arguments, and sizes.
+
+    It takes and returns numbers, no tensors: for rows with adjustments it is not inlined, because the time that Triton takes
+    to compile a function grows with the cube of its length.
+    """
+    if exists(row.adjustments):
+        return apart(FUNCTION, with_drafts(row, ()), arguments, sizes)
+    else:
+        return FUNCTION(row, *arguments, sizes)
+
+
+@triton.jit(noinline=True)
+def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
+    """Return what a function returns, given a row with adjustments but without the drafts before it, which are a tensor."""
+    return FUNCTION(with_drafts(row, load_drafts(row.adjustments.before, sizes)), *arguments, sizes)

@@ -12,7 +12,7 @@ finite then, and `recompute_nonfinite` computes them again from the logits. (Whe
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import load_drafts
+from specdecode.kernels.adjustments import rarely
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -23,7 +23,6 @@ from specdecode.kernels.rows import (
     part_of_blocks,
     scaled,
     target_row_at,
-    with_drafts,
 )
 from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.values import Distribution, exists
@@ -144,17 +143,14 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
         scale = base_2_scale(temperature)
         for block in range(sizes.num_blocks):
             if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:
-                if exists(row.adjustments):
-                    maximum, total = recompute_adjusted(with_drafts(row, ()), block, scale, sizes)
-                else:
-                    maximum, total = recompute_block(row, block, scale)
+                maximum, total = rarely(recompute_block, row, (block, scale), sizes)
                 block_max = tl.where(blocks == block, maximum, block_max)
                 sumexp = tl.where(blocks == block, total, sumexp)
     return block_max, sumexp
 
 
 @triton.jit
-def recompute_block(row, block, scale):
+def recompute_block(row, block, scale, sizes):
     """Return the statistics of a block, NaN logits counting as -inf."""
     # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
     # that does not run should at least be short.
@@ -170,15 +166,6 @@ def recompute_block(row, block, scale):
         logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
         weights += tl.exp2((logits - finite) * scale)
     return maximum, tl.sum(sum_blocks((weights,)), 0)
-
-
-@triton.jit(noinline=True)
-def recompute_adjusted(row, block, scale, sizes):
-    """Return the same of a row with adjustments, but without its drafts: see `with_drafts`.
-
-    It is not inlined, because Triton's time to compile a function grows with the cube of its length.
-    """
-    return recompute_block(with_drafts(row, load_drafts(row.adjustments.before, sizes)), block, scale)
 
 
 @triton.jit

@@ -135,7 +135,7 @@ def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tunin
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
-        without = sums_without(subtracted, p, row, place.temperature, sizes)
+        without = sums_without(subtracted, p, row, place.temperature, inputs, sizes)
         if tl.sum(without, 0) > 0:
             block_sums, has_residual = without, tl.full([], True, tl.int1)
         else:

@@ -10,6 +10,7 @@ max(0, c p - q), which is c times max(0, p - q / c): a `Residual` with log c in 
 import triton
 import triton.language as tl
 
+from specdecode.kernels.adjustments import rarely
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -196,9 +197,18 @@ def select_summed_block(place, exponentials, workspace, sizes):
 
 
 @triton.jit
-def sums_without(token, p, row, temperature, sizes):
+def sums_without(token, p, row, temperature, inputs, sizes):
     """Return the block sums of p without one token."""
-    block = token // BLOCK_SIZE
-    weights = tl.exp(scaled(load_logits(row, tokens_of(block), True), p.row_max, temperature))
-    rest = sum_in_order(tl.where(tokens_of(block) == token, 0.0, weights))
-    return tl.where(tl.arange(0, sizes.MAX_BLOCKS) == block, rest, p.block_sums)
+    if inputs.draft.ptr is not None:  # the draft row has an infinite logit
+        rest = rarely(sum_without, row, (token, p.row_max, temperature), sizes)
+    else:
+        rest = sum_without(row, token, p.row_max, temperature, sizes)
+    return tl.where(tl.arange(0, sizes.MAX_BLOCKS) == token // BLOCK_SIZE, rest, p.block_sums)
+
+
+@triton.jit
+def sum_without(row, token, row_max, temperature, sizes):
+    """Return what the other tokens of a token's block weigh, relative to the row's maximum."""
+    token_ids = tokens_of(token // BLOCK_SIZE)
+    weights = tl.exp(scaled(load_logits(row, token_ids, True), row_max, temperature))
+    return sum_in_order(tl.where(token_ids == token, 0.0, weights))

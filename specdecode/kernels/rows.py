@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdecode import noise
 from specdecode.kernels.adjustments import adjusted, adjustments_at, load_adjustments, span_of
-from specdecode.kernels.values import Cutoff, Row, RowAdjustments, RowShard, Tokens, exists
+from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
@@ -66,14 +66,6 @@ def whole_target_row_at(request, offset, inputs, sizes):
     row = stored_target_row_at(request, offset, inputs)
     adjustments = adjustments_at(request, offset, inputs, sizes)
     return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments)
-
-
-@triton.jit
-def with_drafts(row, drafts):
-    """Return an adjusted row with other drafts before it than it has, see `load_drafts`."""
-    biases, penalties, allowed, before, _ = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, drafts)
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
 
 
 @triton.jit

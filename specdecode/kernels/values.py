@@ -70,8 +70,8 @@ class RowAdjustments(NamedTuple):
     biases: Any  # `Biases`
     penalties: Any  # `Penalties`
     allowed: Any  # a pointer to the row of a mask
-    before: Any  # `DraftsBefore`, if there are penalties
-    drafts: Any  # the ids of these, [MAX_DRAFTS], -1 for none
+    before: Any  # where the step's drafts before the row are, see `load_drafts`; () without penalties
+    drafts: Any  # their ids, [MAX_DRAFTS], -1 for none
 
 
 class Biases(NamedTuple):
@@ -92,15 +92,6 @@ class Penalties(NamedTuple):
     presence: Any
     prompt: Any  # a pointer to a mask
     counts: Any  # a pointer to how often each token was emitted before the step
-
-
-class DraftsBefore(NamedTuple):
-    """Where the step's drafts before a row are."""
-
-    ids_ptr: Any
-    stride: Any
-    num_drafts: Any
-    vocab_size: Any  # of the row
 
 
 @triton.constexpr_function

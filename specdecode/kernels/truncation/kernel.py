@@ -11,7 +11,7 @@ follows computes with the truncated distribution: where logits are read again, `
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import load_drafts
+from specdecode.kernels.adjustments import rarely
 from specdecode.kernels.distribution import combine_recomputed, recompute_nonfinite
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.request import (
@@ -31,7 +31,6 @@ from specdecode.kernels.rows import (
     whole_draft_row_at,
     whole_row,
     whole_target_row_at,
-    with_drafts,
 )
 from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
 from specdecode.kernels.stops import is_surely_accepted, load_stop
@@ -50,7 +49,7 @@ from specdecode.kernels.truncation.narrow import (
     token_in_order,
 )
 from specdecode.kernels.truncation.wide import ROUNDING, store_kept, wide_cutoff
-from specdecode.kernels.values import Summary, exists
+from specdecode.kernels.values import Summary
 
 ATTEMPTS = tl.constexpr(4)
 """To find a cutoff among few tokens, at most: two, and more once there were too many."""
@@ -170,26 +169,15 @@ def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
         goes_on = tl.where(overflows, (top_p < 1) | (top_k <= CANDIDATES), (attempt == 0) & is_few)
         attempt = tl.where(goes_on, attempt + 1, ATTEMPTS)
     if resolved == 0:
-        if exists(row.adjustments):
-            bare = with_drafts(row, ())
-            logit, token = cut_adjusted(bare, p.row_max, p.sumexp, statistics_ptr, temperature, limits, sizes, WARPS)
-        else:
-            logit, token = cut_wide(row, p.row_max, p.sumexp, statistics_ptr, temperature, limits, sizes, WARPS)
+        logit, token = rarely(cut_wide, row, (p.row_max, p.sumexp, temperature, limits, statistics_ptr, WARPS), sizes)
     return logit, token
 
 
 @triton.jit
-def cut_wide(row, row_max, total, statistics_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
+def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, WARPS: tl.constexpr, sizes):
     """Return what `cut` does, whose cutoff is not among few tokens."""
     logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
     return store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)
-
-
-@triton.jit(noinline=True)
-def cut_adjusted(row, row_max, total, statistics_ptr, temperature, limits, sizes, WARPS: tl.constexpr):
-    """Return the same, given a row with adjustments but without its drafts; as `recompute_adjusted`, it is not inlined."""
-    row = with_drafts(row, load_drafts(row.adjustments.before, sizes))
-    return cut_wide(row, row_max, total, statistics_ptr, temperature, limits, sizes, WARPS)
 
 
 @triton.jit
