@@ -627,7 +627,10 @@ def shards_of(record: str, method: str) -> dict[tuple[int, int], dict[str, dict[
 
 SHARD_WAYS = {
     "verify whole rows": "whole rows, one GPU",
-    "gather, verify": "gathered, then verified",
+    "gather, verify": "gather, verify",
+    "gather, verify, whole draft rows": "gather, verify; whole draft rows",
+    "all-to-all, verify own, gather results": "all-to-all, verify own",
+    "all-to-all, verify own, gather results, whole draft rows": "all-to-all, verify own; whole draft rows",
     "shards, triton, all_gather": "shards, all-gather",
     "shards, triton, symmetric_memory": "shards, symmetric memory",
     "shards, eager, all_gather": "shards, eager backend",
@@ -635,19 +638,19 @@ SHARD_WAYS = {
 
 
 def shards_table(record: str, method: str) -> str:
-    """Compare gathering and verifying with verifying the shards."""
+    """Compare the ways to verify on several ranks: a row for each, a column for each number of requests and drafts."""
     shapes = shards_of(record, method)
-    measured = [way for way in SHARD_WAYS if any(way in ways for ways in shapes.values())]
     rows = [
-        [
-            f"{batch:,}, {drafts}",
-            *[shown(ways[way]["us"]) + of_commit(record) if way in ways else "" for way in measured],
-            f"{min(ways[way]['bytes'] for way in measured if 'shards' in way) / ways['gather, verify']['bytes']:.2%}",
-        ]
-        for (batch, drafts), ways in shapes.items()
+        [title, *[shown(ways[way]["us"]) + of_commit(record) if way in ways else "" for ways in shapes.values()]]
+        for way, title in SHARD_WAYS.items()
+        if any(way in ways for ways in shapes.values())
     ]
-    names = [SHARD_WAYS[way] for way in measured]
-    return html_table(["Requests, drafts", *names, "bytes, of those gathered"], rows)
+    parts = [
+        min(result["bytes"] for way, result in ways.items() if "shards" in way) / ways["gather, verify"]["bytes"]
+        for ways in shapes.values()
+    ]
+    rows.append(["bytes of shards, of those gathered", *[f"{part:.2%}" for part in parts]])
+    return html_table(["Requests, drafts", *[f"{batch:,}, {drafts}" for batch, drafts in shapes]], rows)
 
 
 def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> str:
@@ -665,21 +668,50 @@ def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> 
     return html_table(["", *[f"{name}: {what}" for name in names for what in ("logits", "shards", "part")]], rows)
 
 
-def shard_model_table(record: str, reading: str, method: str, ranks: str) -> str:
-    """Extrapolate what was measured on two ranks: a rank of more reads less of each row, and all else takes as long."""
-    most = [int(number) for number in ranks.split()]
-    rows = []
-    for (batch, drafts), ways in shards_of(record, method).items():
-        two, whole = ways["shards, triton, symmetric_memory"]["us"], ways["gather, verify"]["bytes"]
-        least = 1e6 * whole / (1e12 * load(reading)["read_TB/s"])  # reading all of the logits that were gathered
-        rows.append(
-            [
-                f"{batch:,}, {drafts}",
-                shown(two) + of_commit(record),
-                *[shown(two - least * (1 / 2 - 1 / rank)) for rank in most],
-            ]
-        )
-    return html_table(["Requests, drafts", "2 ranks, measured", *[f"{rank} ranks" for rank in most]], rows)
+def reading_of(record: str, reading: str, method: str, shape: tuple[int, int]) -> float:
+    """Return the microseconds in which one GPU reads all logits that are gathered, at the reference bandwidth."""
+    gathered = shards_of(record, method)[shape]["gather, verify"]["bytes"]
+    return float(gathered / (1e6 * load(reading)["read_TB/s"]))
+
+
+def shard_model_table(record: str, more: str, reading: str, methods: str) -> str:
+    """Compare what was measured on more ranks with a model of it: a rank reads less of each row, all else takes as long."""
+    way, rows, records = "shards, triton, symmetric_memory", [], more.split()
+    for method in methods.split(", "):
+        for shape in shards_of(records[0], method):
+            two = shards_of(record, method)[shape][way]["us"]
+            least = reading_of(record, reading, method, shape)
+            row = [f"`{method}`", f"{shape[0]:,}, {shape[1]}", shown(two) + of_commit(record)]
+            for other in records:
+                modelled = two - least * (1 / 2 - 1 / load(other)["ranks"])
+                measured = shards_of(other, method)[shape][way]["us"]
+                row += [shown(modelled) + of_commit(record), shown(measured) + of_commit(other)]
+            rows.append(row)
+    names = [f"{load(other)['ranks']} ranks: {what}" for other in records for what in ("model", "measured")]
+    return html_table(["", "Requests, drafts", "2 ranks, measured", *names], rows, text_columns=2)
+
+
+def shard_hosts_table(
+    record: str, fewer: str, most: str, reading: str, method: str, ranks: str, hop: str, port: str
+) -> str:
+    """Extrapolate steps by all-gather from two numbers of ranks, `fewer` and `most`, to more ranks on two hosts.
+
+    The model is compared with `record`, which it is not made from. A message takes `hop` microseconds to the other host, and
+    a rank receives `port` bytes a microsecond from there.
+    """
+    way, rows = "shards, triton, all_gather", []
+    first, last, two = (int(load(name)["ranks"]) for name in (fewer, most, record))
+    for shape, ways in shards_of(most, method).items():
+        least, end = reading_of(most, reading, method, shape), ways[way]["us"]
+        start, measured = (shards_of(name, method)[shape][way]["us"] for name in (fewer, record))
+        each = (end - start + least * (1 / first - 1 / last)) / (last - first)
+        row = [f"{shape[0]:,}, {shape[1]}", *[shown(us) + of_commit(most) for us in (end, each)]]
+        modelled = {n: end - least * (1 / last - 1 / n) + each * (n - last) for n in (two, *map(int, ranks.split()))}
+        row += [shown(modelled.pop(two)) + of_commit(most), shown(measured) + of_commit(record)]
+        crossing = 2 * float(hop) * ways[way]["exchanges"]
+        rows.append(row + [shown(us + crossing + ways[way]["bytes"] / (n * float(port))) for n, us in modelled.items()])
+    names = [f"{last} ranks, measured", "each rank more", f"{two} ranks: model", "measured"]
+    return html_table(["Requests, drafts", *names, *[f"{n} ranks on two hosts: model" for n in ranks.split()]], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -705,6 +737,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "shards": shards_table,
     "shard bytes": shard_bytes_table,
     "shard model": shard_model_table,
+    "shard hosts": shard_hosts_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {

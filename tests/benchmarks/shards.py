@@ -1,13 +1,23 @@
-"""Compare, on every rank, gathering the logits and verifying them with verifying the shards.
+"""Compare verifying the shards with exchanging logits and verifying whole rows, on several ranks.
 
     torchrun --nproc-per-node=2 -m tests.benchmarks.shards --shapes 1x3 256x3 --json shards.json
 
-measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. What engines do is to all-gather
-the shards, put them in order, and verify the whole rows on every rank. The inputs are those of the other benchmarks.
+measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. The inputs are those of the other
+benchmarks. Engines verify whole rows, in one of two ways:
+
+* *gather, verify*: all-gather the shards, put them side by side, and verify all requests on every rank;
+* *all-to-all, verify own, gather results*: every rank gets the whole rows of some requests, verifies these, and gets the
+  results of the others, see `batch_sharded`.
+
+Both are measured twice where there are draft logits. First a rank holds its columns of the draft rows, as of the target
+rows, and both are exchanged. With *whole draft rows* each rank holds all of these, and only target rows are exchanged: vLLM
+gathers draft logits as it drafts, and keeps them. That exchange is not in the time. Verifying shards is the same in both
+cases: it reads a rank's columns and exchanges no rows, or those that truncation needs.
 
 A time is that of one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
 measure the second replay, so that no rank waits for another's start. It is the median of the rounds on the slowest rank. On
-CPUs it is the host's time of one step. Beside it are the bytes that a step brings to each rank, and the number of exchanges.
+CPUs it is the host's time of one step. Beside it are the bytes that a step brings to each rank (to the first, which has the
+most requests of its own), and the number of exchanges.
 
 Every way must give the same tokens: how many requests have others is printed. Of the Triton backend all outputs must be bit
 for bit those of one GPU, on every rank and in a replayed graph, or the program fails.
@@ -28,9 +38,11 @@ import torch
 from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard, transports
+from tests.benchmarks.batch_sharded import BatchSharded, side_by_side
 from tests.benchmarks.inputs import VOCAB, Inputs
 
 BLOCK, STEPS = 1024, 10
+GATHER, ALL_TO_ALL, WHOLE = "gather, verify", "all-to-all, verify own, gather results", ", whole draft rows"
 METHODS = {  # name: method, with draft logits, with their logsumexp, temperature if not the given one
     "probabilistic": ("probabilistic", True, False, None),
     "probabilistic with draft_logsumexp": ("probabilistic", True, True, None),
@@ -45,7 +57,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.exchanges = self.bytes = 0
-        self.all_gather, transports.all_gather = transports.all_gather, self.counted
+        self.all_gather, transports.all_gather = transports.all_gather, self.counted_all_gather
+        self.all_to_all, distributed.all_to_all_single = distributed.all_to_all_single, self.counted_all_to_all
         memory, exchange = transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange
 
         def counted_memory(transport: Any, words: int) -> Any:
@@ -58,11 +71,18 @@ class Traffic:
 
         transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange = counted_memory, counted_exchange
 
-    def counted(self, tensor: Tensor, group: Any) -> Tensor:
+    def counted_all_gather(self, tensor: Tensor, group: Any) -> Tensor:
         gathered = self.all_gather(tensor, group)
-        self.exchanges += 1
-        self.bytes += gathered.numel() * gathered.element_size()
+        self.count(gathered)
         return gathered
+
+    def counted_all_to_all(self, received: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        self.count(received)
+        return self.all_to_all(received, *arguments, **keywords)
+
+    def count(self, received: Tensor) -> None:
+        self.exchanges += 1
+        self.bytes += received.numel() * received.element_size()
 
     def of(self, step: Callable) -> tuple[int, int]:
         self.exchanges = self.bytes = 0
@@ -125,6 +145,14 @@ def check_bits(name: str, got: Any, expected: Any) -> None:
             raise SystemExit(f"{name}: {field} of rank {distributed.get_rank()} is not that of one GPU")
 
 
+def different_requests(got: Any, expected: Any) -> int:
+    """Return how many requests have other tokens or another number of accepted drafts, of all ranks' the most."""
+    others = (got.token_ids != expected.token_ids).any(dim=1) | (got.num_accepted != expected.num_accepted)
+    most = others.sum()
+    distributed.all_reduce(most, distributed.ReduceOp.MAX)
+    return int(most)
+
+
 @functools.cache
 def shard_of(start: int, transport: str) -> VocabShard:
     """Return this rank's shard, the same for all cases: each has memory of its own."""
@@ -149,31 +177,42 @@ class Case:
 
     def gathered(self, rows: Tensor) -> Tensor:
         """Return whole rows, as engines make them: gather, then put the shards of each row side by side."""
-        shards = transports.all_gather(rows, distributed.group.WORLD)
-        return shards.movedim(0, -2).reshape(*rows.shape[:-1], self.size * self.local)[..., :VOCAB]
+        return side_by_side(transports.all_gather(rows, distributed.group.WORLD))[..., :VOCAB]
 
     def ways(self, name: str, transports: list[str]) -> dict[str, Callable]:
         """Return the ways to verify by a method: the first is what the others are compared with."""
         method, draws, has_logsumexp, temperature = METHODS[name]
+        truncation = {"top_k": self.options.top_k, "top_p": self.options.top_p}
         temperature = self.options.temperature if temperature is None else temperature
-        keywords: dict[str, Any] = {"temperature": temperature, "top_p": self.options.top_p}
+        keywords: dict[str, Any] = {"temperature": temperature, **truncation}
         keywords["seeds"] = torch.arange(self.batch, device=self.device)
-        draft = self.inputs.drafts(method, top_p=self.options.top_p)
+        draft = self.inputs.drafts(method, **truncation)
         if has_logsumexp:
             keywords |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
-        whole = self.inputs.target_logits, draft.token_ids, self.inputs.draft_logits if draws else None
-        plain = RejectionSampler(method)
+        drafts, whole = draft.token_ids, self.inputs.draft_logits if draws else None
+        plain, sharded = RejectionSampler(method), BatchSharded(distributed.group.WORLD, self.batch)
+        own_drafts, own_whole = drafts[sharded.own], whole[sharded.own] if draws else None
+        own = {key: value[sharded.own] if isinstance(value, Tensor) else value for key, value in keywords.items()}
 
-        def gather_and_verify() -> Any:
-            return plain(
-                self.gathered(self.padded[0]),
-                draft.token_ids,
-                self.gathered(self.padded[1]) if draws else None,
-                **keywords,
-            )
+        def gather_and_verify(exchanges_drafts: bool) -> Any:
+            target_rows = self.gathered(self.padded[0])
+            return plain(target_rows, drafts, self.gathered(self.padded[1]) if exchanges_drafts else whole, **keywords)
 
-        mine = self.shards[0], draft.token_ids, self.shards[1] if draws else None
-        ways = {"verify whole rows": functools.partial(plain, *whole, **keywords), "gather, verify": gather_and_verify}
+        def verify_own(exchanges_drafts: bool) -> Any:
+            target_rows = sharded.own_rows(self.padded[0])[..., :VOCAB]
+            draft_rows = sharded.own_rows(self.padded[1])[..., :VOCAB] if exchanges_drafts else own_whole
+            output = plain(target_rows, own_drafts, draft_rows, **own) if sharded.count else None
+            return sharded.gather(output, drafts)
+
+        ways = {
+            "verify whole rows": functools.partial(plain, self.inputs.target_logits, drafts, whole, **keywords),
+            GATHER: functools.partial(gather_and_verify, draws),
+            ALL_TO_ALL: functools.partial(verify_own, draws),
+        }
+        if draws:
+            ways[GATHER + WHOLE] = functools.partial(gather_and_verify, False)
+            ways[ALL_TO_ALL + WHOLE] = functools.partial(verify_own, False)
+        mine = self.shards[0], drafts, self.shards[1] if draws else None
         for backend in self.options.backends:
             for transport in transports if backend == "triton" else transports[:1]:
                 sampler = RejectionSampler(method, backend=backend, shard=shard_of(self.start, transport))
@@ -187,14 +226,16 @@ def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> l
     ways = case.ways(name, transports)
     expected = next(iter(ways.values()))()
     for way, step in ways.items():
-        got = step()
-        different = int((expected.token_ids != got.token_ids).any(dim=1).sum())
-        if "triton" in way:
-            check_bits(name, got, expected)
+        outputs = [step()]
+        if case.device.type == "cuda":
             graph, replayed = captured(step, 1)
             graph.replay()
             torch.cuda.synchronize()
-            check_bits(name, replayed, expected)
+            outputs.append(replayed)
+        different = max(different_requests(got, expected) for got in outputs)
+        if "triton" in way:
+            for got in outputs:
+                check_bits(name, got, expected)
         exchanges, moved = traffic.of(step)
         milliseconds = median_time(step, case.device, case.options.rounds)
         result = {
@@ -206,9 +247,9 @@ def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> l
         }
         results.append({"batch": case.batch, "drafts": case.inputs.draft_logits.shape[1]} | result)
         if case.rank == 0:
-            print(f"{case.batch:>4}{name:>36}  {way:32}{result['us']:>10.1f}{moved:>14,}{exchanges:>4}", flush=True)
+            print(f"{case.batch:>4}{name:>36}  {way:57}{result['us']:>10.1f}{moved:>14,}{exchanges:>4}", flush=True)
             if different:
-                print(f"{name}: {different} requests have other tokens")
+                print(f"{name}, {way}: {different} requests have other tokens")
     return results
 
 
@@ -231,6 +272,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--backends", nargs="+", default=None, help="eager, triton")
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top-k", type=int, default=None, help="of target rows and draft rows")
     parser.add_argument("--top-p", type=float, default=None, help="of target rows and draft rows")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=20)
@@ -257,6 +299,7 @@ def main() -> None:
             if options.json and rank == 0:
                 options.json.write_text(json.dumps(record, indent=1))
         del case
+    shard_of.cache_clear()  # a group of gloo that outlives this aborts the process
     distributed.destroy_process_group()
 
 
