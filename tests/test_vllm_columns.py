@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from specdecode.integrations.vllm import columns, contract
+from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm import columns, contract, logger
+from specdecode.integrations.vllm.reporting import Report
 from tests.support.ranks import groups, on_ranks
 from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
 
@@ -185,6 +187,7 @@ def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, ca
 
     def steps(rank):
         runner, batch = of_rank(rank, "probabilistic"), batch_of(case)
+        report = runner.rejection_sampler.report = Report(Fallbacks(logger), 60) if rank == 0 else None
         runner.sample(case["logits"], batch, None)
         slot = int(case["idx_mapping_np"][3])
         changes = {
@@ -202,7 +205,7 @@ def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, ca
             assert runner.columns.gathered[reason] == 1
             runner.sampler.other_processing[slot] = False
             runner.sampler.sampling_states.num_logprobs[slot] = -1
-        return runner
+        assert report is None or report.gathered == dict.fromkeys(["kernels that are not compiled yet", *changes], 1)
 
     on_two_ranks(group_of_thread, steps)
     assert "step 1 with grammars: vLLM gathers the logits of such a step on every rank" in caplog.text
