@@ -49,6 +49,8 @@ class Model(nn.Module):
         self.logits_processor, self.lm_head = LogitsProcessor(), nn.Module()
         self.lm_head.shard_indices = Namespace(org_vocab_start_index=start, org_vocab_end_index=end)
         self.lm_head.num_embeddings_per_partition, self.lm_head.tp_size = 2048, 2
+        self.dense = nn.Linear(1, 1)
+        self.dense.logits_processor = nn.Identity()
         self.lm_head.org_vocab_size, self.lm_head.bias = VOCAB, torch.arange(VOCAB, dtype=torch.bfloat16)
 
     def compute_logits(self, hidden_states):
@@ -262,7 +264,8 @@ OTHERS = {
     ),
     "has another input": lambda self, rows: self.logits_processor(self.lm_head, self.lm_head.bias),
     "applies it twice": lambda self, rows: [self.logits_processor(self.lm_head, rows) for _ in range(2)][1],
-    "has another head": lambda self, rows: self.logits_processor(nn.Linear(1, 1), rows),
+    "has a head that is not vLLM's": lambda self, rows: self.logits_processor(self.dense, rows),
+    "has a processor that is not vLLM's": lambda self, rows: self.dense.logits_processor(self.lm_head, rows),
     "asks its parent": lambda self, rows: super(WithLocal, self).compute_logits(rows),
     "applies none": lambda self, rows: rows,
 }

@@ -205,20 +205,19 @@ def applied_in(model: nn.Module) -> tuple[Any, Any]:
     Else two None: if it asks the model for anything else, or does anything with hidden states or logits. In this call plain
     objects stand for both, with which nothing can be computed.
     """
-    hidden_states, logits, applied = object(), object(), []
+    rows, logits, applied = object(), object(), []
 
     def note(processor: Any, lm_head: Any, hidden_states: Any, embedding_bias: Tensor | None = None) -> object:
-        applied.append((processor, lm_head, hidden_states))
+        if hidden_states is not rows or not hasattr(lm_head, "shard_indices") or not hasattr(processor, "_get_logits"):
+            raise LookupError
+        applied.append((processor, lm_head))
         return logits
 
     try:
-        result = StandIn(model, note).compute_logits(hidden_states)
+        result = StandIn(model, note).compute_logits(rows)
     except Exception:  # of any kind: the method may do anything
-        return None, None
-    if result is not logits or len(applied) != 1 or applied[0][2] is not hidden_states:
-        return None, None
-    processor, head, _ = applied[0]
-    return (processor, head) if hasattr(head, "shard_indices") else (None, None)
+        result = None
+    return applied[0] if result is logits and len(applied) == 1 else (None, None)
 
 
 def why_not_columns(runner: Any, processor: Any, head: Any, size: int) -> str | None:
