@@ -2,21 +2,109 @@
 
 import sys
 import threading
+from operator import attrgetter
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
+from torch import nn
 
-from specdecode.integrations.vllm import columns, contract
+from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm import columns, contract, logger
+from specdecode.integrations.vllm.reporting import Report
 from tests.support.ranks import groups, on_ranks
 from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
 
 VOCAB, PADDED, BOUNDS, DRAFTS, SLOTS = 3000, 4096, [0, 2048, 3000], 4, 64
 
 
+class LogitsProcessor(nn.Module):
+    """VLLM's, of hidden states that are the logits; it counts how often it gathers."""
+
+    logits_as_input, org_vocab_size, gathered = False, VOCAB, 0
+
+    def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False):
+        return self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
+
+    def _get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
+        if not skip_gather:
+            self._gather_logits()
+        return self._apply_head(lm_head, hidden_states, embedding_bias, skip_gather)
+
+    def _apply_head(self, lm_head, hidden_states, embedding_bias, is_part):
+        start = lm_head.shard_indices.org_vocab_start_index
+        logits = hidden_states if embedding_bias is None else hidden_states + embedding_bias
+        return nn.functional.pad(logits, (0, PADDED - VOCAB))[:, start : start + 2048] if is_part else logits
+
+    def _gather_logits(self):
+        self.gathered += 1
+
+
+class Model(nn.Module):
+    """A model of vLLM's, as most are."""
+
+    def __init__(self, start, end):
+        super().__init__()
+        self.logits_processor, self.lm_head = LogitsProcessor(), nn.Module()
+        self.lm_head.shard_indices = Namespace(org_vocab_start_index=start, org_vocab_end_index=end)
+        self.lm_head.num_embeddings_per_partition, self.lm_head.tp_size = 2048, 2
+        self.dense = nn.Linear(1, 1)
+        self.dense.logits_processor = nn.Identity()
+        self.lm_head.org_vocab_size, self.lm_head.bias = VOCAB, torch.arange(VOCAB, dtype=torch.bfloat16)
+
+    def compute_logits(self, hidden_states):
+        logits = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+
+class WithLocal(Model):
+    def compute_logits_local(self, hidden_states):
+        self.asked = True
+        return self.logits_processor(self.lm_head, hidden_states, skip_gather=True)
+
+
+class WithBias(Model):
+    def compute_logits(self, hidden_states):
+        assert self.lm_head is not None
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
+
+
+class WithNames(Model):
+    def compute_logits(self, hidden_states):
+        return self.logits_processor(lm_head=self.lm_head, hidden_states=hidden_states)
+
+
+class Tied(Model):
+    def __init__(self, *bounds):
+        super().__init__(*bounds)
+        self.model = nn.Module()
+        self.model.embed_tokens = self.lm_head
+        del self.lm_head
+
+    def compute_logits(self, hidden_states):
+        return self.logits_processor(self.model.embed_tokens, hidden_states)
+
+
+class Multimodal(nn.Module):
+    """A model of vLLM's that has another one in it."""
+
+    language = Model
+
+    def __init__(self, *bounds):
+        super().__init__()
+        self.language_model = self.language(*bounds)
+
+    def compute_logits(self, hidden_states):
+        return self.language_model.compute_logits(hidden_states)
+
+
+class MultimodalWithBias(Multimodal):
+    language = WithBias
+
+
 class PlainRunner:
-    """What vLLM's model runner does, of hidden states that are the logits."""
+    """What vLLM's model runner does."""
 
     def sample(self, hidden_states, input_batch, grammar_output):
         logits = self.model.compute_logits(hidden_states)
@@ -24,28 +112,17 @@ class PlainRunner:
 
 
 class Runner(columns.ColumnSampling, PlainRunner):
-    pass
+    @property
+    def gathered(self):
+        return next(each for each in self.model.modules() if isinstance(each, LogitsProcessor)).gathered
 
 
-def of_rank(rank, method, draft_logits=None, **limits):
+def of_rank(rank, method, draft_logits=None, model=Model, **limits):
     """The model runner of a rank of two."""
-    start = BOUNDS[rank]
-    verification = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8, **limits), DRAFTS)
-    verification.sampler.compute_nans = False
-    indices = Namespace(org_vocab_start_index=start, org_vocab_end_index=BOUNDS[rank + 1])
-    result = Runner()
-    result.model, result.rejection_sampler, result.sampler = Namespace(gathered=0), verification, verification.sampler
-    model = result.model
-    model.lm_head = Namespace(shard_indices=indices, num_embeddings_per_partition=2048)
-
-    def compute_logits(hidden_states):
-        model.gathered += 1
-        return hidden_states
-
-    model.compute_logits = compute_logits
-    model.compute_logits_local = lambda hidden: torch.nn.functional.pad(hidden, (0, PADDED - VOCAB))[
-        :, start : start + 2048
-    ]
+    result, states = Runner(), sampling_states(SLOTS, VOCAB, temperature=0.8, **limits)
+    result.rejection_sampler = rejection_sampler(method, states, DRAFTS)
+    result.sampler, result.model = result.rejection_sampler.sampler, model(BOUNDS[rank], BOUNDS[rank + 1])
+    result.sampler.compute_nans = False
     result.speculator = Namespace(draft_logits=draft_logits)
     return result
 
@@ -93,10 +170,10 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
     def steps(rank):
         runner, batch = of_rank(rank, method, draft_logits, **limits), batch_of(case)
         runner.sample(case["logits"], batch, None)  # which compiles, from whole rows
-        assert runner.model.gathered == 1
+        assert runner.gathered == 1
         assert runner.columns.gathered == {"kernels that are not compiled yet": 1}
         results = [runner.sample(case["logits"], batch, None) for _ in range(2)]  # the second one checks nothing again
-        assert runner.model.gathered == 1
+        assert runner.gathered == 1
         assert results[0][0].shape[1] == BOUNDS[rank + 1] - BOUNDS[rank]
         return results
 
@@ -112,6 +189,7 @@ def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, ca
 
     def steps(rank):
         runner, batch = of_rank(rank, "probabilistic"), batch_of(case)
+        report = runner.rejection_sampler.report = Report(Fallbacks(logger), 60) if rank == 0 else None
         runner.sample(case["logits"], batch, None)
         slot = int(case["idx_mapping_np"][3])
         changes = {
@@ -123,13 +201,13 @@ def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, ca
         for reason, change in changes.items():
             if change is not None:
                 change()
-            before = runner.model.gathered
+            before = runner.gathered
             runner.sample(case["logits"], batch, None if change else object())
-            assert runner.model.gathered == before + 1
+            assert runner.gathered == before + 1
             assert runner.columns.gathered[reason] == 1
             runner.sampler.other_processing[slot] = False
             runner.sampler.sampling_states.num_logprobs[slot] = -1
-        return runner
+        assert report is None or report.gathered == dict.fromkeys(["kernels that are not compiled yet", *changes], 1)
 
     on_two_ranks(group_of_thread, steps)
     assert "step 1 with grammars: vLLM gathers the logits of such a step on every rank" in caplog.text
@@ -142,33 +220,102 @@ def test_a_step_without_drafts_is_vllms_own(group_of_thread):
         runner, batch = of_rank(rank, "probabilistic"), batch_of(case)
         batch.num_draft_tokens = 0
         runner.sample(case["logits"], batch, None)
-        return runner.model.gathered, dict(runner.columns.gathered)
+        return runner.gathered, dict(runner.columns.gathered)
 
     assert on_two_ranks(group_of_thread, step) == [(1, {}), (1, {})]
 
 
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_group(group_of_thread, caplog):
+    """Have a rank of a group that exchanges nothing."""
+    caplog.set_level("INFO")
+    group_of_thread.group = groups(2)[1]
+
+
+@pytest.mark.parametrize("model", [Model, WithLocal, WithBias, WithNames, Tied, Multimodal, MultimodalWithBias])
+def test_a_model_that_does_no_more_than_apply_its_head_computes_a_ranks_columns(of_group, model):
+    runner, rows = of_rank(1, "probabilistic", model=model), torch.randn(3, VOCAB).bfloat16()
+    whole = runner.model.compute_logits(rows)
+    assert runner.gathered == 1
+    with runner.columns.in_place_of_rows(runner.model):
+        assert runner.model.compute_logits(rows).equal(whole[:, 2048:])
+    assert runner.gathered == 1
+    assert runner.model.compute_logits(rows).equal(whole)  # as before
+    assert runner.gathered == 2
+    assert hasattr(runner.model, "asked") == (model is WithLocal)
+
+
+def test_a_bias_that_is_replaced_later_is_the_one_that_is_added(of_group):
+    runner, rows = of_rank(1, "probabilistic", model=WithBias), torch.zeros(1, VOCAB)
+    columns = runner.columns
+    runner.model.lm_head.bias = torch.full((VOCAB,), 3.0)
+    assert columns(rows).unique().tolist() == [3]
+
+
+OTHERS = {
+    "scales logits": lambda self, rows: self.logits_processor(self.lm_head, rows) * 0.5,
+    "masks logits": lambda self, rows: self.logits_processor(self.lm_head, rows).index_fill_(1, self.ids, -torch.inf),
+    "scales hidden states": lambda self, rows: self.logits_processor(self.lm_head, rows * 0.5),
+    "has an option": lambda self, rows: (
+        self.logits_processor(self.lm_head, rows) if getattr(self, "masks", None) is None else self.masks
+    ),
+    "has another input": lambda self, rows: self.logits_processor(self.lm_head, self.lm_head.bias),
+    "applies it twice": lambda self, rows: [self.logits_processor(self.lm_head, rows) for _ in range(2)][1],
+    "has a head that is not vLLM's": lambda self, rows: self.logits_processor(self.dense, rows),
+    "has a processor that is not vLLM's": lambda self, rows: self.dense.logits_processor(self.lm_head, rows),
+    "asks its parent": lambda self, rows: super(WithLocal, self).compute_logits(rows),
+    "applies none": lambda self, rows: rows,
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in another model"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_model_that_does_more_keeps_gathering(of_group, caplog, other, wrapped):
+    language = type("Capped", (WithLocal,), {"compute_logits": OTHERS[other]})
+    model = type("Capped", (Multimodal,), {"language": language}) if wrapped else language
+    assert of_rank(1, "probabilistic", model=model).columns is None
+    assert "on every rank, with Capped, whose compute_logits does more than apply a head" in caplog.text
+
+
+class LogitsProcessorWithLoRA(LogitsProcessor):
+    def _get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
+        return self.punica_wrapper.add_lora_logits(hidden_states)
+
+
+def set_in(path, **members):
+    """Return what sets members of a part of a runner."""
+    return lambda runner: vars(attrgetter(path)(runner)).update(members) if path else vars(runner).update(members)
+
+
+def with_lora(runner):
+    runner.model.logits_processor = LogitsProcessorWithLoRA()
+
+
 CHANGES = {
-    "batch-sharded sampling": lambda runner: setattr(runner, "batch_sharder", object()),
-    "SimpleNamespace, which has no compute_logits_local": lambda runner: delattr(runner.model, "compute_logits_local"),
-    "return_sampling_mask": lambda runner: setattr(runner.sampler, "return_sampling_mask", True),
-    "columns that do not start at a multiple of 1024": lambda runner: setattr(
-        runner.model.lm_head, "num_embeddings_per_partition", 1500
-    ),
-    "a draft model of fewer tokens": lambda runner: setattr(
-        runner.speculator, "draft_logits", torch.zeros(SLOTS, DRAFTS, VOCAB - 1)
-    ),
-    "rejection_sample_method 'fly'": lambda runner: setattr(runner.rejection_sampler, "fly_window_size", 3),
+    "batch-sharded sampling": set_in("", batch_sharder=object()),
+    "LogitsProcessorWithLoRA, which does more than is known here (add_lora_logits, punica_wrapper)": with_lora,
+    "return_sampling_mask": set_in("sampler", return_sampling_mask=True),
+    "a head that is not divided": set_in("model.lm_head", tp_size=1),
+    "a head of other tokens than the vocabulary's": set_in("model.lm_head", org_vocab_size=VOCAB + 1),
+    "columns that do not start at a multiple of 1024": set_in("model.lm_head", num_embeddings_per_partition=1500),
+    "a draft model of fewer tokens": set_in("speculator", draft_logits=torch.zeros(SLOTS, DRAFTS, VOCAB - 1)),
+    "rejection_sample_method 'fly'": set_in("rejection_sampler", fly_window_size=3),
 }
 
 
 @pytest.mark.parametrize("why", CHANGES)
-def test_what_keeps_vllm_gathering_is_logged(group_of_thread, caplog, why):
-    caplog.set_level("INFO")
-    runner = of_rank(1, "probabilistic")
+@pytest.mark.parametrize("model", [Model, WithLocal])
+def test_what_keeps_vllm_gathering_is_logged(of_group, caplog, why, model):
+    runner = of_rank(1, "probabilistic", model=model)
     CHANGES[why](runner)
-    group_of_thread.group = Namespace(rank=lambda: 1)
     assert runner.columns is None
     assert f"vLLM gathers the logits of all steps on every rank, with {why}" in caplog.text
+
+
+# ---- Vocabularies ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [128_256, 151_936, 201_088, 129_280, 262_208], ids=str)

@@ -16,9 +16,9 @@ from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
-from specdecode.integrations.vllm.columns import OWN_TOKENS
+from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
-from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
+from specdecode.integrations.vllm.sampling import ADJUSTS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
 from tests.support.vllm import (
     Clock,
@@ -78,6 +78,34 @@ def test_an_interval_without_verified_steps_says_which_were_left_and_why(report,
         "specdecode: in 60 s 0 steps verified, 3 left to vLLM (2 with watermarks; 1 with penalties), acceptance length -, "
         "0 invalid requests"
     )
+
+
+def test_where_columns_are_verified_an_interval_says_how_many_steps_were_gathered_and_why(report, caplog):
+    caplog.set_level(logging.INFO)
+    report.gathered = Fallbacks(logger)
+    for reasons in ([], ["grammars", "penalties", "penalties"], ["penalties"]):
+        report.gathered.update(reasons)
+        report.clock.now += 60
+        report.tick()
+        report.gathered["grammars"] += 1  # in the next interval
+        report.tick()
+    assert [re.search(r"0 left to vLLM, (.*), acceptance", line)[1] for line in caplog.messages] == [
+        "0 whose logits were gathered",
+        "4 whose logits were gathered (2 with grammars; 2 with penalties)",
+        "2 whose logits were gathered (1 with grammars; 1 with penalties)",
+    ]
+    assert report.counters.call_args.args[2] == {"grammars": 1, "penalties": 1}
+
+
+def test_steps_left_and_steps_gathered_have_a_counter_each_by_reason(monkeypatch):
+    made = {}
+    client = Namespace(Counter=lambda name, *_: made.setdefault(name, Mock()))
+    monkeypatch.setitem(sys.modules, "prometheus_client", client)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
+    reporting.prometheus.__wrapped__()({}, Counter(watermarks=2), Counter(grammars=3))
+    made["specdecode:steps_left"].labels.assert_called_once_with("watermarks")
+    made["specdecode:steps_gathered"].labels.assert_called_once_with("grammars")
+    made["specdecode:steps_gathered"].labels().inc.assert_called_once_with(3)
 
 
 def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
@@ -184,6 +212,7 @@ ALONE = (
     "specdecode 0.1.0: method 'probabilistic' verifies the drafts, up to 3 a request (vllm 0.33.0, torch 2.11.0, triton "
     "3.6.0); left to vLLM by configuration: "
 )
+LISTS = "steps with log-probabilities"
 
 
 @pytest.mark.parametrize(
@@ -192,11 +221,7 @@ ALONE = (
         ({}, {}, "nothing"),
         ({"watermark_key": 7}, {}, "all steps, with watermarks"),
         ({}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
-        (
-            {},
-            {"logprobs_mode": "processed_logits"},
-            "steps with log-probabilities, with logprobs_mode 'processed_logits'",
-        ),
+        ({}, {"logprobs_mode": "processed_logits"}, f"{LISTS}, with logprobs_mode 'processed_logits'"),
     ],
 )
 def test_the_start_says_method_versions_and_what_is_left_by_configuration(members, sampler, left, start):
@@ -217,13 +242,13 @@ def test_the_start_says_method_versions_and_what_is_left_by_configuration(member
 def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, members, how, start, caplog):
     result, _ = start(method, **members)
     result.fallbacks.add("penalties", "")
-    result.report.log(0, 1, Counter(result.fallbacks))
+    result.report.log(0, 1, Counter(result.fallbacks), Counter())
     assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
 
 
 def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):
     _, (message,) = start("strict", {"logprobs_mode": "processed_logits"})
-    of = "the logits of steps with log-probabilities"
+    of = f"the logits of {LISTS}"
     assert message.endswith(f"left to vLLM by configuration: {of}, with logprobs_mode 'processed_logits'")
 
 
@@ -247,14 +272,8 @@ def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
 
 
 def test_what_this_packages_sampler_keeps_is_known(start):
-    kept = {
-        "other_processing": [True],
-        "needs": [1],
-        "shards_batches": True,
-        "kinds": {1},
-        "copies": (1,),
-        "unknown": "before",
-    }
+    kept = {"other_processing": [True], "needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
+    kept |= {"unknown": "before"}
     assert start(sampler=kept)[0].other_rule() is None
 
 
@@ -313,12 +332,17 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     report.left_logged.clear()
     report.steps, report.host, report.device, report.begun = 3158, [0.00021], [0.000162], 0
     report.totals = [98_000, 294_000, 128_380, 2]
-    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}))
+    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}), Counter())
+    report.gathered, report.steps_logged, report.left_logged = Fallbacks(logger), 0, Counter()
+    for reason in [NEED_ROWS[ADJUSTS]] * 10 + ["grammars"] * 12:
+        report.gathered.add(reason, WHOLE_ROWS)
+    report.begun, report.totals = 0, [98_000, 294_000, 128_380, 0]
+    report.log(60, 3170, Counter(), Counter(report.gathered))
     logged += caplog.messages
     monkeypatch.setenv(engines.VLLM_SWITCH, "exact")
     with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:
         engines.register_vllm()
     logged += [f"ValueError: {error.value}", OWN_TOKENS % (0, 76_799, 151_936)]
     shown = lines_of_the_pages()
-    assert len(shown) >= 10
+    assert len(shown) >= 12
     assert set(shown) <= set(logged)

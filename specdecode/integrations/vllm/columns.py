@@ -14,11 +14,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdecode import RejectionSampler, SamplerOutput, VocabShard
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm.contract import PARALLEL
+from specdecode.integrations.vllm.contract import PARALLEL, unknown_names
 from specdecode.integrations.vllm.reporting import logger
 from specdecode.integrations.vllm.sampling import (
     ADJUSTS,
@@ -36,6 +36,7 @@ from specdecode.noise import BLOCK_SIZE
 LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
 OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
 ROWS = "target_logits", "draft_logits"
+WHOLE_ROWS = "vLLM gathers the logits of such a step on every rank"
 NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities", ADJUSTS: "penalties or biases"}
 
 
@@ -125,7 +126,7 @@ class ColumnSampling:
             return super().sample(*given)  # type: ignore[misc]
         why_whole = self.why_whole(input_batch, grammar_output)
         if why_whole is not None:
-            columns.gathered.add(why_whole, "vLLM gathers the logits of such a step on every rank")
+            columns.gathered.add(why_whole, WHOLE_ROWS)
             return super().sample(*given)  # type: ignore[misc]
         with columns.in_place_of_rows(self.model):
             return super().sample(*given)  # type: ignore[misc]
@@ -136,16 +137,19 @@ class ColumnSampling:
         group, verification = importlib.import_module(PARALLEL).get_tp_group(), self.rejection_sampler
         if group.world_size == 1:
             return None
-        why_not = why_not_columns(self)
+        processor, head = applied_in(self.model)
+        why_not = why_not_columns(self, processor, head, group.world_size)
         if why_not is not None:
             logger.info("specdecode: vLLM gathers the logits of all steps on every rank, with %s", why_not)
             return None
-        indices, vocab_size = self.model.lm_head.shard_indices, verification.sampler.sampling_states.vocab_size
-        start, end = (min(each, vocab_size) for each in (indices.org_vocab_start_index, indices.org_vocab_end_index))
-        shard = VocabShard(group.device_group, start, vocab_size)
+        start, end = head.shard_indices.org_vocab_start_index, head.shard_indices.org_vocab_end_index
+        shard = VocabShard(group.device_group, start, head.org_vocab_size)
         verifier = RejectionSampler(verification.verifier.method, shard=shard)
-        logger.info(OWN_TOKENS, start, end - 1, vocab_size)
-        columns = verification.columns = Columns(self.model.compute_logits_local, start, end, verifier)
+        logger.info(OWN_TOKENS, start, end - 1, head.org_vocab_size)
+        local = getattr(self.model, "compute_logits_local", None) or StandIn(self.model, ungathered).compute_logits
+        columns = verification.columns = Columns(local, start, end, verifier)
+        if verification.report is not None:
+            verification.report.gathered = columns.gathered
         return columns
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
@@ -162,18 +166,86 @@ class ColumnSampling:
         return self.columns.why_not[bool(needs & TRUNCATES)]
 
 
-def why_not_columns(runner: Any) -> str | None:
-    """Return why a model runner cannot verify columns in any step, or None."""
+class StandIn:
+    """Stands for a model in a call of the model's own `compute_logits`, with another use of the logits processor.
+
+    It has what a method needs that does nothing but apply a logits processor to a head: processors, heads, other models in
+    it. Whatever else the method asks it for raises an error.
+
+    Args:
+        model: vLLM's.
+        use: called with the processor, and what the method calls that with, in place of the processor.
+    """
+
+    def __init__(self, model: nn.Module, use: Callable[..., Any]) -> None:
+        self._model, self._use = model, use
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name, None)
+        if name == "compute_logits" and inspect.ismethod(value):
+            return functools.partial(value.__func__, self)
+        if name == "logits_processor":
+            return functools.partial(self._use, value)
+        if hasattr(value, "shard_indices"):
+            return value
+        if isinstance(value, nn.Module):
+            return StandIn(value, self._use)
+        raise LookupError(name)  # no AttributeError: for that, a method may have a default
+
+
+def ungathered(processor: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply a logits processor, and leave out that it gathers."""
+    logits: Tensor = processor(*args, **kwargs, skip_gather=True)
+    return logits
+
+
+def applied_in(model: nn.Module) -> tuple[Any, Any]:
+    """Return the logits processor and the head of a model whose `compute_logits` applies one to the other, and no more.
+
+    Else two None: if it asks the model for anything else, or does anything with hidden states or logits. In this call plain
+    objects stand for both, with which nothing can be computed.
+    """
+    rows, logits, applied = object(), object(), []
+
+    def note(processor: Any, lm_head: Any, hidden_states: Any, embedding_bias: Tensor | None = None) -> object:
+        if hidden_states is not rows or not hasattr(lm_head, "shard_indices") or not hasattr(processor, "_get_logits"):
+            raise LookupError
+        applied.append((processor, lm_head))
+        return logits
+
+    try:
+        result = StandIn(model, note).compute_logits(rows)
+    except Exception:  # of any kind: the method may do anything
+        result = None
+    return applied[0] if result is logits and len(applied) == 1 else (None, None)
+
+
+def why_not_columns(runner: Any, processor: Any, head: Any, size: int) -> str | None:
+    """Return why a model runner cannot verify columns in any step, or None.
+
+    Args:
+        runner: vLLM's.
+        processor: the logits processor of its model; None: the model is not known to do no more than apply it.
+        head: likewise.
+        size: ranks.
+    """
     if getattr(runner, "batch_sharder", None) is not None:
         return "batch-sharded sampling"
-    if not hasattr(runner.model, "compute_logits_local"):
-        return f"{type(runner.model).__name__}, which has no compute_logits_local"
+    if processor is None:
+        return f"{type(runner.model).__name__}, whose compute_logits does more than apply a head"
+    if new := unknown_names(processor.forward) or unknown_names(processor._get_logits):
+        return f"{type(processor).__name__}, which does more than is known here ({', '.join(new)})"
     if runner.sampler.return_sampling_mask:
         return "return_sampling_mask"
-    if runner.model.lm_head.num_embeddings_per_partition % BLOCK_SIZE != 0:
+    vocab_size = runner.sampler.sampling_states.vocab_size
+    if head.tp_size != size or processor.logits_as_input:
+        return "a head that is not divided"
+    if not head.org_vocab_size == processor.org_vocab_size == vocab_size:
+        return "a head of other tokens than the vocabulary's"
+    if head.num_embeddings_per_partition % BLOCK_SIZE != 0:
         return f"columns that do not start at a multiple of {BLOCK_SIZE}"
     draft_logits = getattr(runner.speculator, "draft_logits", None)
-    if draft_logits is not None and draft_logits.shape[-1] < runner.sampler.sampling_states.vocab_size:
+    if draft_logits is not None and draft_logits.shape[-1] < vocab_size:
         return "a draft model of fewer tokens"
     rule: str | None = runner.rejection_sampler.other_rule()
     return rule

@@ -39,9 +39,11 @@ CONSULTED = {
         *("NO_LOGPROBS", "_NP_INT64_MAX", "_NP_INT64_MIN", "logprobs", "min_p", "np", "num_logprobs", "randint"),
         *("random", "seed", "seeds", "seeds_set", "temperature", "top_k", "top_p", "vocab_size"),
     },
+    "forward": {"_get_logits", "logits_as_input", "scale", "soft_cap", "tanh", "torch"},
+    "_get_logits": {"_apply_head", "_gather_logits", "org_vocab_size", "tp_size"},
     "_validate_spec_decode": {"VLLMValidationError", "_SAMPLING_EPS", "logit_bias", "min_p"},
 }
-"""The names that vLLM's methods consult, by method; `add_request` is that of the sampling states."""
+"""The names that vLLM's methods consult; `add_request` is that of sampling states, `forward` that of logits processors."""
 
 ARGUMENTS = {
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
