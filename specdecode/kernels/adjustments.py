@@ -279,10 +279,20 @@ def may_change(adjustments, span):
 
 
 @triton.jit
-def with_drafts(row, drafts):
-    """Return a row with adjustments, and with other drafts before it than it has."""
+def without_drafts(row):
+    """Return a row with adjustments, without what was loaded of the drafts before it."""
     biases, penalties, allowed, before, _ = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, drafts)
+    adjustments = RowAdjustments(biases, penalties, allowed, before, ())
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
+
+
+@triton.jit
+def with_drafts(row, sizes):
+    """Return such a row with it."""
+    # Not one function of a row and drafts: Triton takes a call for another whose arguments have the same elements in a row,
+    # whichever of its tuples they are in.
+    biases, penalties, allowed, before, _ = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
 
 
@@ -294,7 +304,7 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
     to compile a function grows with the cube of its length.
     """
     if exists(row.adjustments):
-        return apart(FUNCTION, with_drafts(row, ()), arguments, sizes)
+        return apart(FUNCTION, without_drafts(row), arguments, sizes)
     else:
         return FUNCTION(row, *arguments, sizes)
 
@@ -302,4 +312,4 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
 @triton.jit(noinline=True)
 def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
     """Return what a function returns, given a row with adjustments but without the drafts before it, which are a tensor."""
-    return FUNCTION(with_drafts(row, load_drafts(row.adjustments.before, sizes)), *arguments, sizes)
+    return FUNCTION(with_drafts(row, sizes), *arguments, sizes)
