@@ -6,6 +6,10 @@ random models that agree in part; `--target DIR --draft DIR` names others. `--re
 Rounds of one engine differ by more than the two verifications do. So they alternate within a round: a few steps with one, as
 many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A pair is one
 stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
+
+Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits on every GPU, or, with `--peers
+batch-sharded`, each GPU those of its own requests. Figures are the first GPU's; `sample` is the head, all exchanges and
+`_verify`.
 """
 
 import argparse
@@ -34,18 +38,20 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "as Qwen2.5": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},  # its own defaults
 }
 DRAFTERS = "model", "n-gram"
+PEERS = "default", "batch-sharded"
+"""How vLLM's own verification divides the work of a step among GPUs."""
 PROMPT = 32
 
 
 class Measuring:
     """Mixed into vLLM's worker, whose process it measures in."""
 
-    def begin_measuring(self, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+    def begin_measuring(self, peer: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
         """Measure steps in which so many tokens are fed: all requests decode, none is at its prompt."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if not hasattr(self, "meter"):
             self.meter = Meter(runner)
-        self.meter.begin(tokens, modes, stretch, profiled)
+        self.meter.begin(peer, tokens, modes, stretch, profiled)
 
     def end_measuring(self) -> dict[str, Any]:
         """Return the figures of each step that counts, times in microseconds; and what kernels took, if profiled."""
@@ -56,27 +62,32 @@ class Meter:
     """Changes verifications as steps go by, and times them."""
 
     def __init__(self, runner: Any) -> None:
-        self.runner, self.unmeasured = runner, (runner.execute_model, runner.sample_tokens)
+        self.configured = runner.batch_sharder
+        self.runner, self.unmeasured = runner, (runner.execute_model, runner.sample_tokens, runner.sample)
         ours = type(runner.rejection_sampler)
         theirs = next(kind for kind in ours.__mro__ if kind.__module__.startswith("vllm."))
         self.verifications = {"ours": self.timed(ours), "vllm": self.timed(theirs)}
 
-    def begin(self, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+    def begin(self, peer: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
         import torch
 
+        self.sharders = {"ours": self.configured, "vllm": self.configured}
+        if peer == "batch-sharded":
+            self.sharders["vllm"] = sharder_of(self.runner)
         self.tokens, self.modes, self.stretch = tokens, modes, stretch
         self.steps: list[dict[str, Any]] = []
         self.left_before = Counter(self.left())
         self.count = self.profiled = 0
         self.runner.execute_model, self.runner.sample_tokens = self.execute_model, self.sample_tokens
+        self.runner.sample = self.sample
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if profiled else None
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        execute, _ = self.unmeasured
+        execute, *_ = self.unmeasured
         if scheduled.total_num_scheduled_tokens == 0:
             return execute(scheduled, *args, **options)
         stretch = self.count // self.stretch
-        step = {"mode": self.modes[stretch % len(self.modes)], "stretch": stretch, "verified": [], "sampling": 0.0}
+        step = {"mode": self.modes[stretch % len(self.modes)], "stretch": stretch, "verified": [], "sampled": []}
         step["counts"] = scheduled.total_num_scheduled_tokens == self.tokens
         step["preempted"] = len(scheduled.preempted_req_ids or ())
         self.count += step["counts"]
@@ -86,6 +97,7 @@ class Meter:
             self.profiled += 1
         self.steps.append(step)
         self.runner.rejection_sampler.__class__ = self.verifications[step["mode"]]
+        self.runner.batch_sharder = self.sharders[step["mode"]]
         step["start"] = time.perf_counter()
         result = execute(scheduled, *args, **options)
         step["executed"] = time.perf_counter()
@@ -96,6 +108,17 @@ class Meter:
         result = self.unmeasured[1](*args, **options)
         if self.steps:
             self.steps[-1]["sampling"] = time.perf_counter() - start
+        return result
+
+    def sample(self, *args: Any, **options: Any) -> Any:
+        import torch
+
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        result = self.unmeasured[2](*args, **options)
+        events[1].record()
+        if self.steps:
+            self.steps[-1]["sampled"].append(events)
         return result
 
     def timed(self, kind: Any) -> type:
@@ -117,22 +140,24 @@ class Meter:
         import torch
 
         torch.cuda.synchronize()
-        self.runner.execute_model, self.runner.sample_tokens = self.unmeasured
+        self.runner.execute_model, self.runner.sample_tokens, self.runner.sample = self.unmeasured
+        self.runner.batch_sharder = self.configured
         figures, of_stretch = [], 0
-        for before, step, after in zip([{"stretch": -1}, *self.steps], self.steps, self.steps[1:]):
-            of_stretch = of_stretch + 1 if step["stretch"] == before["stretch"] else 0
-            if not (step["counts"] and after["counts"]) or of_stretch < SKIPPED or len(step["verified"]) != 1:
+        for last, step, following in zip([{"stretch": -1}, *self.steps], self.steps, self.steps[1:]):
+            of_stretch = of_stretch + 1 if step["stretch"] == last["stretch"] else 0
+            if not (step["counts"] and following["counts"]) or of_stretch < SKIPPED or len(step["verified"]) != 1:
                 continue
-            [(host, (start, end), emitted, _)] = step["verified"]
+            [(host, (start, end), emitted, _)], [(head, done)] = step["verified"], step["sampled"]
             figures.append(
                 {
                     "mode": step["mode"],
                     "stretch": step["stretch"],
-                    "step_us": 1e6 * (after["start"] - step["start"]),
+                    "step_us": 1e6 * (following["start"] - step["start"]),
                     "model_host_us": 1e6 * (step["executed"] - step["start"]),
                     "sampling_host_us": 1e6 * step["sampling"],
                     "verify_host_us": 1e6 * host,
                     "verify_device_us": 1e3 * start.elapsed_time(end),
+                    "sample_device_us": 1e3 * head.elapsed_time(done),
                     "emitted": int(emitted.sum()),
                     "requests": len(emitted),
                 }
@@ -166,6 +191,13 @@ class Meter:
         count = self.profiled
         most = sorted(by_name.items(), key=lambda item: -item[1])[:16]
         return {"busy_us": busy / count, "steps": count, "most": [(name[:80], us / count) for name, us in most]}
+
+
+def sharder_of(runner: Any) -> Any:
+    """Return what has vLLM bring each GPU the logits of its own requests."""
+    from vllm.v1.worker.gpu.sample.batch_shard import BatchSharder
+
+    return BatchSharder(runner.max_num_reqs, runner.decode_query_len, runner.device, False)
 
 
 def random_models(folder: Path, vocab: int, hidden: int, layers: int) -> tuple[Path, Path]:
@@ -247,16 +279,16 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
     """Measure all cells of one drafter, in one engine."""
     engine = engine_of(options, drafter)
     cells = []
-    for requests, name in itertools.product(options.requests, options.sampling):
+    for requests, name, peer in itertools.product(options.requests, options.sampling, options.peers):
         draw = random.Random(requests)
         prompts = [[draw.randrange(2, 1000) for _ in range(PROMPT)] for _ in range(requests)]
         given, tokens = (engine, prompts, SAMPLING[name]), requests * (options.k + 1)
-        measured(*given, 24, tokens, ("ours", "vllm"), 4, False)  # what is compiled at its first call is, of both
-        result = measured(*given, options.steps, tokens, ORDER, STRETCH, False)
-        cell = {"drafter": drafter, "requests": requests, "sampling": name}
+        measured(*given, 24, peer, tokens, ("ours", "vllm"), 4, False)  # what is compiled at its first call is, of both
+        result = measured(*given, options.steps, peer, tokens, ORDER, STRETCH, False)
+        cell = {"drafter": drafter, "requests": requests, "sampling": name, "peer": peer}
         cell |= compared(result["steps"]) | {"left": result["left"]}
         if options.profile:
-            of_each = {mode: measured(*given, 24, tokens, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
+            of_each = {mode: measured(*given, 24, peer, tokens, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
             cell["kernels"] = {mode: result["kernels"] for mode, result in of_each.items()}
             print({mode: round(kernels["busy_us"]) for mode, kernels in cell["kernels"].items()}, "us of a step busy")
         print(line(cell), flush=True)
@@ -290,6 +322,7 @@ def compared(steps: list[dict[str, Any]]) -> dict[str, Any]:
             logs.append(math.log(by_mode["vllm"] / by_mode["ours"]))
     result: dict[str, Any] = {"pairs": len(logs)}
     length = sum(step["emitted"] for step in steps) / sum(step["requests"] for step in steps)
+    requests = max(step["requests"] for step in steps)  # batch-sharded, a GPU verifies some of them
     for mode in ("vllm", "ours"):
         own = [step for step in steps if step["mode"] == mode]
         numbers = {key: statistics.median(step[key] for step in own) for key in own[0] if key.endswith("_us")}
@@ -298,7 +331,7 @@ def compared(steps: list[dict[str, Any]]) -> dict[str, Any]:
             numbers["verify_host_p90_us"] = statistics.quantiles([step["verify_host_us"] for step in own], n=10)[-1]
         numbers = {key: round(value, 1) for key, value in numbers.items()}
         numbers["length"] = round(sum(step["emitted"] for step in own) / sum(step["requests"] for step in own), 3)
-        numbers["tokens_a_second"] = int(own[0]["requests"] * length / numbers["step_us"] * 1e6)
+        numbers["tokens_a_second"] = int(requests * length / numbers["step_us"] * 1e6)
         result[mode] = numbers
     centre, half = statistics.fmean(logs), 0.0
     if len(set(logs)) > 1:
@@ -319,8 +352,9 @@ def line(cell: dict[str, Any]) -> str:
     parts = [
         cell["drafter"],
         f"{cell['requests']}",
-        cell["sampling"],
+        cell["sampling"] + ("" if cell["peer"] == "default" else f", {cell['peer']}"),
         f"{theirs['step_us'] / 1e3:.2f} / {ours['step_us'] / 1e3:.2f}",
+        both("sample_device_us"),
         both("verify_device_us"),
         f"{both('verify_host_us')} ({both('verify_host_p90_us')})",
         both("tokens_a_second"),
@@ -329,9 +363,9 @@ def line(cell: dict[str, Any]) -> str:
     return "| " + " | ".join(parts) + " |"
 
 
-HEADING = """vLLM / ours, step in ms, `_verify` in us (host: median, 90th percentile)
-| drafts | requests | sampling | step | device | host | tokens a second | ratio (95 %) |
-|---|---|---|---|---|---|---|---|"""
+HEADING = """vLLM / ours, step in ms, `sample` and `_verify` in us (host: median, 90th percentile)
+| drafts | requests | sampling | step | sample | _verify | its host time | tokens a second | ratio (95 %) |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -382,6 +416,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256))
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLING), choices=list(SAMPLING))
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS, choices=DRAFTERS)
+    parser.add_argument("--peers", nargs="+", default=PEERS[:1], choices=PEERS)
     parser.add_argument("--steps", type=int, default=240, help="of each cell")
     parser.add_argument("--kv-cache", type=int, default=24, help="GiB")
     parser.add_argument("--engine", default="{}", help="further arguments of vLLM's engine, as JSON")

@@ -72,7 +72,7 @@ class Pricing(Measuring):
 
 def served(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return what the engine returns of requests under one verification, and what was counted."""
-    engine.collective_rpc("begin_measuring", args=(-1, (mode,), 1, False))
+    engine.collective_rpc("begin_measuring", args=("default", -1, (mode,), 1, False))
     results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     ranks = engine.collective_rpc("end_measuring")
     counted = {key: ranks[0][key] for key in ("verified", "drafts", "left", "preempted")}
