@@ -143,7 +143,7 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
         scale = base_2_scale(temperature)
         for block in range(sizes.num_blocks):
             if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:
-                maximum, total = rarely(recompute_block, row, (block, scale), sizes)
+                maximum, total = recompute_block(row, block, scale, sizes)
                 block_max = tl.where(blocks == block, maximum, block_max)
                 sumexp = tl.where(blocks == block, total, sumexp)
     return block_max, sumexp
