@@ -289,8 +289,8 @@ def without_drafts(row):
 @triton.jit
 def with_drafts(row, sizes):
     """Return such a row with it."""
-    # Not one function of a row and drafts: Triton takes a call for another whose arguments have the same elements in a row,
-    # whichever of its tuples they are in.
+    # Not one function of a row and drafts: Triton 3.6 takes a call for another whose arguments have the same elements one
+    # after the other, whichever of their tuples these are in.
     biases, penalties, allowed, before, _ = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)

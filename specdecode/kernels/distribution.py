@@ -142,14 +142,14 @@ def recompute_nonfinite(statistics, row, temperature, sizes):
         scale = base_2_scale(temperature)
         for block in range(sizes.num_blocks):
             if tl.max(tl.where(blocks == block, nonfinite, 0), 0) == 1:
-                maximum, total = recompute_block(row, block, scale, sizes)
+                maximum, total = recompute_block(row, block, scale)
                 block_max = tl.where(blocks == block, maximum, block_max)
                 sumexp = tl.where(blocks == block, total, sumexp)
     return block_max, sumexp
 
 
 @triton.jit
-def recompute_block(row, block, scale, sizes):
+def recompute_block(row, block, scale):
     """Return the statistics of a block, NaN logits counting as -inf."""
     # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
     # that does not run should at least be short.
