@@ -10,7 +10,17 @@ from reference import sampling
 from reference.adjustments import adjust
 from specdecode import Adjustments, RejectionSampler, VocabShard, sample
 from tests.conftest import ON_GPU
-from tests.support.adjusted import SOME, adjusted_rows, adjustments_for, all_of, columns, of_request, to, words_of
+from tests.support.adjusted import (
+    SOME,
+    adjusted_rows,
+    adjustments_for,
+    all_of,
+    columns,
+    of_request,
+    packed,
+    to,
+    words_of,
+)
 from tests.support.differential import assert_same_tokens, case, like_a_device
 from tests.support.packing import METHODS, assert_same, in_slots, packed_rows, with_counts
 from tests.support.ranks import groups, on_ranks
@@ -225,10 +235,7 @@ def test_ranks_have_the_columns_of_their_shards(bounds):
     batch = with_counts(batch, counts)
     adjustments, slots = adjustments_for(batch), torch.tensor([4, 0, 3, 1])
     rows = packed_rows(batch, counts)
-    mask = torch.zeros(len(rows["target_logits"]), 65, dtype=torch.int32)
-    for request, (start, count) in enumerate(zip(rows["row_starts"].tolist(), counts)):
-        mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
-    by_slot = Adjustments(*[in_slots(each, slots, 5) for each in adjustments[:-1]], mask)
+    by_slot = packed(adjustments, rows, counts, slots, 5)
     numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
     numbers = {name: in_slots(each, slots, 5) for name, each in numbers.items()} | {"positions": batch.positions}
     drafts = in_slots(batch.draft_logits, slots, 5)

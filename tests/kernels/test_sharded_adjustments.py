@@ -20,7 +20,7 @@ from specdecode.kernels.rows import BLOCK_SIZE, load_blocks, logits_of, part_of_
 from specdecode.kernels.values import Penalties, Row, RowAdjustments, RowShard
 from tests.conftest import ON_GPU
 from tests.support.addresses import apart, inside
-from tests.support.adjusted import adjustments_for, to, words_of
+from tests.support.adjusted import adjustments_for, packed, to, words_of
 from tests.support.differential import case, like_a_device
 from tests.support.kernels import DEVICE
 from tests.support.packing import in_slots, packed_rows, with_counts
@@ -103,12 +103,9 @@ def test_packed_calls_have_their_columns_by_slot_and_by_row(options, ranks_of):
     adjustments.bias_ids[:, 2:6] = torch.tensor([3100, -(2**31), 2**31 - 1, -7])
     adjustments.bias[:, 2:6] = INF
     rows = packed_rows(with_counts(batch, counts), counts)
-    mask = torch.zeros(len(rows["target_logits"]), 97, dtype=torch.int32)
-    for request, (start, count) in enumerate(zip(rows["row_starts"].tolist(), counts)):
-        mask[start : start + count + 1] = adjustments.allowed_mask[request, : count + 1]
     by_slot = {name: in_slots(getattr(batch, name), slots, 5) for name in ("draft_logits", "temperature", "seeds")}
-    adjustments = Adjustments(*[in_slots(each, slots, 5) for each in adjustments[:-1]], mask)
-    call = rows | by_slot | {"slots": slots, "adjustments": to(DEVICE, adjustments), "logprobs": "processed"}
+    adjustments = to(DEVICE, packed(adjustments, rows, counts, slots, 5))
+    call = rows | by_slot | {"slots": slots, "adjustments": adjustments, "logprobs": "processed"}
     call |= options
     call["row_starts"][-1] += 99
     with like_a_device():
