@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.adjustments import adjusted, adjustments_at, load_adjustments, of_whole_row, span_of
+from specdecode.kernels.adjustments import adjusted, load_adjustments, span_of
+from specdecode.kernels.row_adjustments import adjustments_at, of_whole_row
 from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode import Adjustments, backends, kernels, sample
-from specdecode.kernels.adjustments import of_whole_row
+from specdecode.kernels.row_adjustments import of_whole_row
 from specdecode.kernels.rows import BLOCK_SIZE, load_blocks, logits_of, part_of_blocks
 from specdecode.kernels.values import Penalties, Row, RowAdjustments, RowShard
 from tests.conftest import ON_GPU

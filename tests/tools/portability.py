@@ -1,10 +1,11 @@
 """Compile the kernels for a GPU that the machine does not have.
 
 `python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
-interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
-a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
-may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks, over shards too; and `once`: each
-kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled again.
+interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here a
+replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
+may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks, over shards too; and `once`:
+each kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled
+again.
 """
 
 import sys

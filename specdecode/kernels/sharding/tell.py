@@ -4,6 +4,8 @@ It tells the statistics of its blocks, 8 bytes for 1,024 logits, and of each row
 follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.RowShard`. In block
 verification it also tells the residual sums of blocks, 4 bytes each. How words travel is in `channel`, what is made of them
 in `arrange`.
+
+All of it is of adjusted rows, where there are adjustments. Raw log-probabilities then take one more note of a target row.
 """
 
 import triton
