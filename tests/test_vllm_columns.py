@@ -358,6 +358,12 @@ def test_what_keeps_vllm_gathering_is_logged(of_group, caplog, why, model):
 # ---- Vocabularies ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_truncated_rows_are_not_gathered_a_second_time(is_symmetric):
+    shard = Namespace(transport_on=lambda device: Namespace(is_symmetric=is_symmetric))
+    assert (columns.why_not_cut(shard, Namespace(is_cuda=True, device="cuda")) is None) == is_symmetric
+
+
 @pytest.mark.parametrize("vocab", [128_256, 151_936, 201_088, 129_280, 262_208], ids=str)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_vocabularies_are_padded_so_that_columns_start_at_a_block(group_of_thread, monkeypatch, vocab, size):

@@ -12,7 +12,6 @@ finite then, and `recompute_nonfinite` computes them again from the logits. (Whe
 import triton
 import triton.language as tl
 
-from specdecode.kernels.adjustments import rarely
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,

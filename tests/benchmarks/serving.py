@@ -240,6 +240,7 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
         "max_model_len": options.steps * (options.k + 1) + 256,
         "max_num_seqs": max(options.requests),
         "skip_tokenizer_init": True,
+        "seed": 0,
         "worker_extension_cls": "tests.benchmarks.serving.Measuring",
     }
     return LLM(
@@ -247,7 +248,6 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
         speculative_config=speculative | given.pop("speculative_config", {}),
         dtype="bfloat16",
         kv_cache_memory_bytes=options.kv_cache << 30,
-        seed=0,
         **others | given,
     )
 

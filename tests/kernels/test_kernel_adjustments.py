@@ -154,7 +154,7 @@ def test_raw_log_probabilities_are_of_the_models_own_logits(kind, options):
 def test_a_request_without_them_keeps_its_bits(options):
     """Beside requests that have some. Rows are then read by other instructions, summed in the same order."""
     batch = case(4, 1, 1104, torch.bfloat16, seed=5).to(DEVICE)
-    adjustments = adjustments_for(batch)  # requests 0 and 3 have none
+    adjustments = to(DEVICE, adjustments_for(batch))  # requests 0 and 3 have none
     for method in ("strict", "probabilistic", "block") if ON_GPU or not options else ("probabilistic",):
         adjusted = verify(method, batch, adjustments, logprobs="processed", **options)
         usual = verify(method, batch, None, logprobs="processed", **options)

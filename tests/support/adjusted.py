@@ -31,7 +31,7 @@ def bits_of(words: Tensor, vocab: int) -> np.ndarray:
 
 def likely(batch: Case, count: int) -> Tensor:
     """The likeliest tokens of each request's rows, [batch, count]: those of which adjustments matter."""
-    return batch.target_logits.float().mean(1).topk(count, dim=1).indices
+    return batch.target_logits.cpu().float().mean(1).topk(count, dim=1).indices
 
 
 def all_of(batch: Case, seed: int = 0) -> dict[str, Any]:

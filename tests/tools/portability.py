@@ -6,8 +6,13 @@ replacement of Triton's driver names a GPU and launches nothing, so kernels are 
 may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks, over shards too; and `once`:
 each kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled
 again.
+
+It fails where Triton takes a function for another. Triton 3.6 names a compiled function after the elements of its
+arguments, whichever of their tuples these are in: of two calls that differ in that alone, the second gets what was compiled
+for the first.
 """
 
+import inspect
 import sys
 import threading
 from typing import Any
@@ -16,6 +21,7 @@ import torch
 import triton
 from torch import distributed
 from triton.backends.compiler import GPUTarget
+from triton.compiler import code_generator
 
 from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, VocabShard, backends, transports
 from specdecode.kernels import launch, plan
@@ -59,6 +65,32 @@ class Driver:
         """Note a kernel; return a module, a function, its registers, its spills and the threads that it may have."""
         self.compiled.append(name)
         return 0, 0, 0, 0, 1024
+
+
+def tell_calls_apart() -> None:
+    """Raise where one name is given to functions of arguments in other tuples."""
+    call, name_of, local = code_generator.CodeGenerator.call_JitFunction, code_generator.mangle_fn, threading.local()
+
+    def structure(argument: Any) -> str:
+        if type(argument).__name__ == "tuple":
+            return f"({' '.join(map(structure, argument))})"
+        return "constant" if code_generator._is_constexpr(argument) else str(getattr(argument, "type", argument))
+
+    def noted(generator: Any, function: Any, args: Any, kwargs: Any, *context: Any) -> Any:
+        bound = inspect.getcallargs(function.fn, *args, **kwargs)
+        # A dictionary that all functions of a kernel share.
+        local.call = generator.function_ret_types, [structure(bound[name]) for name in function.arg_names]
+        return call(generator, function, args, kwargs, *context)
+
+    def name_apart(*args: Any) -> str:
+        name: str = name_of(*args)
+        known, given = local.__dict__.pop("call", ({}, None))
+        expected = known.setdefault(("arguments", name), given)
+        if expected != given:
+            raise TypeError(f"{name}: compiled for {expected}, called with {given}")
+        return name
+
+    code_generator.CodeGenerator.call_JitFunction, code_generator.mangle_fn = noted, name_apart
 
 
 def compile_once() -> None:
@@ -155,6 +187,7 @@ if __name__ == "__main__":
     capability, *methods = sys.argv[1:]
     driver = Driver(int(capability))
     triton.runtime.driver.set_active(driver)
+    tell_calls_apart()
     backends.obstacle = lambda device: None
     launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
     if "once" in methods:

@@ -105,7 +105,8 @@ class VerifiedColumns:
         if self.columns is not None:
             rows = {name: self.columns.of(call[name]) for name in ROWS if call[name] is not None}
             given = call | rows, self.sampler, self.columns.of_adjustments
-            self.columns.why_not = compile_all(self.columns.verifier, *given)
+            plain, truncated = compile_all(self.columns.verifier, *given)
+            self.columns.why_not = plain, truncated or why_not_cut(self.columns.verifier.shard, call["target_logits"])
 
     def verify_columns(self, logits: Tensor, drafts: Tensor, where: tuple[Any, ...], needs: int) -> SamplerOutput:
         """Verify a step.
@@ -265,6 +266,13 @@ def why_not_columns(runner: Any, processor: Any, head: Any, size: int) -> str | 
         return "a draft model of fewer tokens"
     rule: str | None = runner.rejection_sampler.other_rule()
     return rule
+
+
+def why_not_cut(shard: VocabShard | None, logits: Tensor) -> str | None:
+    """Return why columns of truncated steps are not verified, or None: without symmetric memory rows would be gathered."""
+    if shard is None or not logits.is_cuda or shard.transport_on(logits.device).is_symmetric:
+        return None
+    return "truncation, where GPUs cannot write to each other's memory"
 
 
 def pad_to_blocks() -> None:
