@@ -6,10 +6,12 @@ from operator import attrgetter
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from specdecode import Adjustments
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import columns, contract, logger
 from specdecode.integrations.vllm.reporting import Report
@@ -182,6 +184,44 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
             assert num_tokens.equal(want[2])
             emitted = torch.arange(DRAFTS + 1) < num_tokens[:, None]
             assert token_ids[emitted].equal(want[1][emitted])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_penalties_and_biases_are_applied_to_a_ranks_columns(group_of_thread, method):
+    """From vLLM's masks and counts of the whole vocabulary; beside truncation rows are gathered."""
+    torch.manual_seed(5)
+    case, *_ = ragged_case(vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
+    prompt_mask = torch.randint(-(2**31), 2**31, (SLOTS, 94)).to(torch.int32)
+    counts, ids = torch.randint(0, 2, (SLOTS, VOCAB), dtype=torch.int32), torch.randint(0, VOCAB, (SLOTS, 9))
+    penalties = [torch.full((SLOTS,), value) for value in (1.5, 0.5, 0.5)]
+    added = Adjustments(*penalties, prompt_mask, counts, ids, 5 + torch.rand(SLOTS, 9))
+    slot = int(case["idx_mapping_np"][3])
+
+    def verified(runner):
+        sampler = runner.rejection_sampler.sampler
+        sampler.known, sampler.adjustments, sampler.adjusting = object(), lambda: added, np.arange(SLOTS) == slot
+        return runner.sample(case["logits"], batch_of(case), None)[1:]
+
+    whole = PlainRunner()
+    whole.rejection_sampler = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8), DRAFTS)
+    whole.model, whole.speculator = Model(0, VOCAB), Namespace(draft_logits=None)
+    unadjusted, want = whole.sample(case["logits"], batch_of(case), None)[1:], verified(whole)
+    assert not want[0].equal(unadjusted[0])
+
+    def steps(rank):
+        runner = of_rank(rank, method)
+        verified(runner)  # which compiles, from whole rows
+        results = [verified(runner) for _ in range(2)]
+        assert runner.gathered == 1
+        runner.sampler.sampling_states.top_p.np[slot] = 0.9
+        verified(runner)
+        assert runner.gathered == 2
+        assert runner.columns.gathered["penalties or biases beside truncation"] == 1
+        return results
+
+    for results in on_two_ranks(group_of_thread, steps):
+        for got in results:
+            assert all(one.equal(other) for one, other in zip(got, want))
 
 
 def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, caplog):

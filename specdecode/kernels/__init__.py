@@ -18,6 +18,7 @@ each request from the statistics and a few blocks, and writes the output.
 | `vocabulary` | draft rows over a vocabulary of their own |
 | `rows` | where rows lie, and how they are read |
 | `adjustments` | biases, penalties and masks, applied to target logits as they are loaded |
+| `row_adjustments` | where those of a row are |
 | `statistics`, `distribution` | what is kept of each block; from that to softmax, NaN and infinities included |
 | `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `truncation.early` | what is decided before that is known |

@@ -15,103 +15,44 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, Loaded, Penalties, Row, RowAdjustments, exists
+from specdecode.kernels.row_adjustments import load_drafts
+from specdecode.kernels.values import Loaded, Row, RowAdjustments, exists
 
 INFINITY = tl.constexpr(float("inf"))
-SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
 BIASES = tl.constexpr(32)
 """Ids of biases that are looked at at once."""
 MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
 
 
 @triton.jit
-def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
-    """Return a request's penalty; in a tensor, whose values could not be checked, what makes no sense is neutral."""
-    penalty = number
-    if ptr is not None:
-        given = tl.load(ptr + slot).to(tl.float32)
-        if IS_FACTOR:
-            penalty = tl.where((given >= SMALLEST_PENALTY) & (given < INFINITY), given, 1.0)
-        else:
-            penalty = tl.where(tl.abs(given) < INFINITY, given, 0.0)
-    return penalty
-
-
-@triton.jit
-def biases_of(request, given):
-    """Return a request's biases."""
-    if given.bias_ids_ptr is None:
-        return ()
+def ids_in_row(ids, adjustments):
+    """Return a row's own ids of tokens of the whole vocabulary: negative, or too large, of those that it does not have."""
+    if exists(adjustments.first):
+        return ids - adjustments.first[0]
     else:
-        start = request.slot * given.num_biases
-        return Biases(given.bias_ids_ptr + start, given.bias_ptr + start, given.num_biases)
-
-
-@triton.jit
-def penalties_of(request, given):
-    """Return a request's penalties."""
-    if given.repetition is None:
-        return ()
-    else:
-        repetition = load_penalty(given.repetition_ptr, given.repetition, request.slot, True)
-        frequency = load_penalty(given.frequency_ptr, given.frequency, request.slot, False)
-        presence = load_penalty(given.presence_ptr, given.presence, request.slot, False)
-        is_any = (repetition != 1) | (frequency != 0) | (presence != 0)
-        prompt, counts = (), ()
-        if given.prompt_ptr is not None:
-            prompt = (given.prompt_ptr + request.slot * given.prompt_stride,)
-        if given.counts_ptr is not None:
-            counts = (given.counts_ptr + request.slot * given.counts_stride,)
-        inverse = tl.div_rn(tl.full([], 1.0, tl.float32), repetition)
-        return Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts)
-
-
-@triton.jit
-def load_drafts(before, sizes):
-    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the row's size."""
-    if exists(before):
-        ids_ptr, stride, num_drafts, vocab_size = before
-        offsets = tl.arange(0, sizes.MAX_DRAFTS)
-        ids = tl.load(ids_ptr + offsets * stride, mask=offsets < num_drafts, other=-1)
-        return (tl.where((ids >= 0) & (ids < vocab_size), ids, -1).to(tl.int32),)
-    else:
-        return ()
-
-
-@triton.jit
-def allowed_at(request, offset, given):
-    """Return a pointer to the row of a mask."""
-    if given.allowed_ptr is None:
-        return ()
-    else:
-        start = request.row * given.allowed_stride_request + offset * given.allowed_stride_offset
-        return (given.allowed_ptr + start,)
-
-
-@triton.jit
-def adjustments_at(request, offset, inputs, sizes):
-    """Return what is added to the target row at an offset of a request."""
-    if inputs.adjustments.EXIST:
-        given, drafts, before = inputs.adjustments, inputs.drafts, ()
-        if given.repetition is not None and drafts.ids_ptr is not None:
-            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
-            num_drafts = tl.minimum(offset, request.num_drafts)
-            before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
-        biases, penalties = biases_of(request, given), penalties_of(request, given)
-        allowed = allowed_at(request, offset, given)
-        return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
-    else:
-        return ()
+        return ids
 
 
 @triton.jit
 def span_of(token_ids, adjustments):
     """Return the first and the last of some tokens, if adjustments need them."""
     if exists(adjustments.biases) or exists(adjustments.penalties):
-        flat = tl.ravel(token_ids)
-        return tl.min(flat, 0), tl.max(flat, 0)
+        if exists(token_ids.shape):
+            flat = tl.ravel(token_ids)
+            return tl.min(flat, 0), tl.max(flat, 0)
+        else:
+            return token_ids, token_ids
     else:
         return ()
+
+
+@triton.jit
+def are_inside(token_ids, tokens):
+    """Return which of some tokens of whole blocks the row has."""
+    inside = token_ids < tokens.end
+    if exists(tokens.start):
+        inside &= token_ids >= tokens.start[0]
+    return inside
 
 
 @triton.jit
@@ -120,7 +61,7 @@ def load_masks(words_ptr, tokens, part: tl.constexpr, wanted):
     if exists(tokens.octets):  # a thread loads one byte for the eight tokens whose logits it has
         octets = tokens.octets[part]
         bytes_ptr = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        return tl.load(bytes_ptr + octets, mask=tl.where(wanted, octets * 8 < tokens.end, False), other=0)
+        return tl.load(bytes_ptr + octets, mask=tl.where(wanted, are_inside(octets * 8, tokens), False), other=0)
     else:
         return tl.load(words_ptr + (tokens.ids[part] >> 5), mask=tl.where(wanted, tokens.inside[part], False), other=0)
 
@@ -141,8 +82,8 @@ def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
     IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
     if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
         quads = tokens.quads[part]
-        low = tl.load(counts_ptr + quads, mask=tl.where(wanted, quads < tokens.end, False), other=0)
-        high = tl.load(counts_ptr + quads + 4, mask=tl.where(wanted, quads + 4 < tokens.end, False), other=0)
+        low = tl.load(counts_ptr + quads, mask=tl.where(wanted, are_inside(quads, tokens), False), other=0)
+        high = tl.load(counts_ptr + quads + 4, mask=tl.where(wanted, are_inside(quads + 4, tokens), False), other=0)
         both = tl.reshape(tl.join(low, high), [quads.shape[0], quads.shape[1] // 4, 4, 2])
         return tl.reshape(tl.trans(both, 0, 1, 3, 2), tokens.ids[part].shape)
     else:
@@ -172,21 +113,23 @@ def in_span(token_ids, span):
 
 
 @triton.jit
-def biases_in(span, biases, start):
+def biases_in(span, adjustments, start):
     """Return which of `BIASES` biases from a place on are of tokens in a span, as integers."""
-    places = start + tl.arange(0, BIASES)
-    return in_span(tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1), span)
+    biases, places = adjustments.biases, start + tl.arange(0, BIASES)
+    ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
+    return in_span(ids_in_row(ids, adjustments), span)
 
 
 @triton.jit
-def add_biases(parts, tokens, span, biases):
+def add_biases(parts, tokens, span, adjustments):
     """Return l + b; the biases of equal ids are added in their order."""
-    lanes = tl.arange(0, BIASES)
+    biases, lanes = adjustments.biases, tl.arange(0, BIASES)
     for start in range(0, biases.num_biases, BIASES):
-        is_here = biases_in(span, biases, start)
+        is_here = biases_in(span, adjustments, start)
         while tl.max(is_here, 0) > 0:
             index = tl.min(tl.where(is_here > 0, lanes, BIASES), 0)
             token, bias = tl.load(biases.ids_ptr + start + index), tl.load(biases.ptr + start + index).to(tl.float32)
+            token = ids_in_row(token, adjustments)
             bias = tl.where(bias == bias, bias, 0.0)
             changed = ()
             for part in tl.static_range(len(parts)):
@@ -235,7 +178,7 @@ def penalized(parts, loaded, tokens, span, adjustments):
         else:
             counts = counts + ((tokens.ids[part] * 0).to(tl.int32),)
     if exists(adjustments.drafts):
-        counts = count_drafts(counts, tokens, span, adjustments.drafts[0])
+        counts = count_drafts(counts, tokens, span, ids_in_row(adjustments.drafts[0], adjustments))
     changed = ()
     for part in tl.static_range(len(parts)):
         if exists(penalties.prompt):
@@ -250,7 +193,7 @@ def penalized(parts, loaded, tokens, span, adjustments):
 def adjusted(parts, loaded, tokens, span, adjustments):
     """Return float32 logits, adjusted, in parts, given what `load_adjustments` returns and the span of all tokens."""
     if exists(adjustments.biases):
-        parts = add_biases(parts, tokens, span, adjustments.biases)
+        parts = add_biases(parts, tokens, span, adjustments)
     if exists(adjustments.penalties):
         parts = penalized(parts, loaded, tokens, span, adjustments)
     if exists(adjustments.allowed):
@@ -274,15 +217,15 @@ def may_change(adjustments, span):
             changes = adjustments.penalties.is_any
         if exists(adjustments.biases):
             for start in range(0, adjustments.biases.num_biases, BIASES):
-                changes |= tl.max(biases_in(span, adjustments.biases, start), 0) > 0
+                changes |= tl.max(biases_in(span, adjustments, start), 0) > 0
         return changes
 
 
 @triton.jit
 def without_drafts(row):
     """Return a row with adjustments, without what was loaded of the drafts before it."""
-    biases, penalties, allowed, before, _ = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, ())
+    biases, penalties, allowed, before, _, first = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, (), first)
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
 
 
@@ -291,8 +234,8 @@ def with_drafts(row, sizes):
     """Return such a row with it."""
     # Not one function of a row and drafts: Triton 3.6 takes a call for another whose arguments have the same elements one
     # after the other, whichever of their tuples these are in.
-    biases, penalties, allowed, before, _ = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
+    biases, penalties, allowed, before, _, first = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes), first)
     return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
 
 

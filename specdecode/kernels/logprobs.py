@@ -16,16 +16,30 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import load_logit, row_index, stored_target_row_at, target_row_at, with_shard
+from specdecode.kernels.rows import (
+    RAW_KNOWN,
+    load_logit,
+    row_index,
+    stored_target_row_at,
+    target_row_at,
+    with_shard,
+)
 from specdecode.kernels.statistics import load_statistics, raw_statistics
-from specdecode.kernels.values import Normalizer
+from specdecode.kernels.values import Normalizer, Row, RowShard
 
 
 @triton.jit
 def raw_target_row_at(place, inputs, workspace, sizes):
     """Return the target row at a place, not truncated and not adjusted."""
-    row = stored_target_row_at(place.request, place.offset, inputs)
-    return with_shard(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
+    index = row_index(place.request, place.offset, False, sizes)
+    row = with_shard(stored_target_row_at(place.request, place.offset, inputs), workspace, index, sizes)
+    if workspace.raw_known_ptr is not None:
+        known_ptr = workspace.raw_known_ptr + index * RAW_KNOWN
+        first, draft_logit = tl.load(known_ptr).to(tl.int32, bitcast=True), tl.load(known_ptr + 1)
+        start, row_max, _, draft, _, _, _ = row.shard
+        shard = RowShard(start, row_max, first, draft, draft_logit, draft, draft_logit)  # no other token is known
+        row = Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, shard, row.draft_ids, row.adjustments)
+    return row
 
 
 @triton.jit

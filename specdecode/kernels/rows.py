@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from specdecode import noise
-from specdecode.kernels.adjustments import adjusted, adjustments_at, load_adjustments, span_of
+from specdecode.kernels.adjustments import adjusted, load_adjustments, span_of
+from specdecode.kernels.row_adjustments import adjustments_at, of_whole_row
 from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
@@ -20,6 +21,8 @@ PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 KNOWN = tl.constexpr(len(RowShard._fields) - 1)
 """Numbers that are kept of what ranks have told of a row: the fields of a `RowShard` but its start."""
+RAW_KNOWN = tl.constexpr(2)
+"""And of a target row as it is in memory, if it is another one: its `first` and its `draft_logit`."""
 WARP_BITS = tl.constexpr(4096)
 """What a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
@@ -115,7 +118,8 @@ def with_shard(row, workspace, index, sizes):
         draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
         other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
         shard = RowShard(start, row_max, first, draft, draft_logit, other, other_logit)
-        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, row.adjustments)
+        adjustments = of_whole_row(row.adjustments, start.to(tl.int64))
+        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, adjustments)
 
 
 @triton.jit
@@ -160,7 +164,7 @@ def load_raw(row, token_ids, wanted):
     inside = tl.where(wanted, inside, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
     if exists(row.adjustments):
-        tokens, span = Tokens((token_ids,), (inside,), (), (), 0), span_of(token_ids, row.adjustments)
+        tokens, span = Tokens((token_ids,), (inside,), (), (), (), 0), span_of(token_ids, row.adjustments)
         loaded = load_adjustments(tokens, row.adjustments)
         logits = adjusted((logits.to(tl.float32),), loaded, tokens, span, row.adjustments)[0]
     if exists(row.cutoff):
@@ -198,10 +202,10 @@ def load_logit(row, token, wanted):
     else:
         pointer = row.ptr + token.to(tl.int64) * row.stride_token
         logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
-    if exists(row.adjustments):
-        tokens = Tokens((token,), (wanted,), (), (), 0)
-        loaded = load_adjustments(tokens, row.adjustments)
-        logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
+        if exists(row.adjustments):
+            tokens = Tokens((token,), (wanted,), (), (), (), 0)
+            loaded = load_adjustments(tokens, row.adjustments)
+            logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
@@ -245,16 +249,21 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
 
 
 @triton.jit
-def tokens_of_blocks(blocks, vocab_size, LANES: tl.constexpr):
-    """Return the tokens of some [BLOCKS] blocks, in parts."""
-    token_ids, inside, octets, quads = (), (), (), ()
+def tokens_of_blocks(blocks, row, LANES: tl.constexpr):
+    """Return the tokens of some [BLOCKS] blocks of a row, in parts."""
+    token_ids, inside, octets, quads, start = (), (), (), (), ()
+    if exists(row.shard):
+        start = (row.shard.start,)
     lanes = tl.arange(0, LANES // 2)[None, :]
     for part in tl.static_range(BLOCK_SIZE // LANES):
         token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
-        inside = inside + (token_ids[part] < vocab_size,)
+        is_inside = token_ids[part] < row.vocab_size
+        if exists(row.shard):
+            is_inside &= token_ids[part] >= row.shard.start
+        inside = inside + (is_inside,)
         octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
         quads = quads + (blocks[:, None] * BLOCK_SIZE + part * LANES + lanes // 4 * 8 + lanes % 4,)
-    return Tokens(token_ids, inside, octets, quads, vocab_size)
+    return Tokens(token_ids, inside, octets, quads, start, row.vocab_size)
 
 
 @triton.jit
@@ -267,7 +276,7 @@ def load_blocks(row, blocks, PAIRS: tl.constexpr, LANES: tl.constexpr):
 def with_adjustments(parts, row, blocks, LANES: tl.constexpr):
     """Return the stored parts of some blocks of a row with what is loaded to adjust them, if anything is."""
     if exists(row.adjustments):
-        return parts, load_adjustments(tokens_of_blocks(blocks, row.vocab_size, LANES), row.adjustments)
+        return parts, load_adjustments(tokens_of_blocks(blocks, row, LANES), row.adjustments)
     else:
         return parts
 
@@ -290,7 +299,7 @@ def logits_of_stored(parts, row, blocks, LANES: tl.constexpr):
 @triton.jit
 def adjusted_blocks(parts, loaded, row, blocks, LANES: tl.constexpr):
     """Return blocks of a row as adjusted float32 logits, -inf beyond its cutoff, given their stored parts."""
-    tokens = tokens_of_blocks(blocks, row.vocab_size, LANES)
+    tokens = tokens_of_blocks(blocks, row, LANES)
     span = tl.min(blocks, 0) * BLOCK_SIZE, tl.max(blocks, 0) * BLOCK_SIZE + BLOCK_SIZE - 1
     logits = ()
     for part in tl.static_range(len(parts)):

@@ -53,7 +53,8 @@ class Tokens(NamedTuple):
     inside: Any  # whether the row has them
     octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
     quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, LANES // 2]
-    end: Any  # of the row's tokens, if there are octets
+    start: Any  # of the row's tokens, if there are octets and a `RowShard`; else ()
+    end: Any  # likewise where they end, if there are octets
 
 
 class Loaded(NamedTuple):
@@ -72,6 +73,7 @@ class RowAdjustments(NamedTuple):
     allowed: Any  # a pointer to the row of a mask
     before: Any  # where the step's drafts before the row are, see `load_drafts`; () without penalties
     drafts: Any  # their ids, [MAX_DRAFTS], -1 for none
+    first: Any  # the token 0 of the row, by the ids of the whole vocabulary that biases and drafts have; () if it is 0
 
 
 class Biases(NamedTuple):

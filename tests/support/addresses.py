@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from specdecode import transports
-from specdecode.kernels.launch import Plan
 
 MARGIN = 1 << 14
 """Elements on either side of a tensor that is `apart`."""
@@ -67,6 +66,8 @@ def inside(values: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def reads_and_writes_inside() -> Iterator[list[dict[str, Any]]]:
     """Require that of all launches meanwhile; yield what each plan was given."""
+    from specdecode.kernels.launch import Plan
+
     given: list[dict[str, Any]] = []
     interpret = Plan.interpret
 

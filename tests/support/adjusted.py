@@ -1,6 +1,6 @@
 """Adjustments to try, and the same of one request as the reference takes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from reference.adjustments import Adjustments as OfRequest
 from reference.adjustments import adjust
 from specdecode import Adjustments
 from tests.support.differential import Case
+from tests.support.packing import in_slots
 
 INF = float("inf")
 
@@ -79,6 +80,27 @@ def adjustments_for(batch: Case, kind: str = "all", seed: int = 0) -> Adjustment
 
 def to(device: str, adjustments: Adjustments) -> Adjustments:
     return Adjustments(*[each.to(device) if isinstance(each, Tensor) else each for each in adjustments])
+
+
+def columns(adjustments: Adjustments, start: int, end: int) -> Adjustments:
+    """What a rank has of masks and counts: views of its tokens' columns."""
+    words = slice(start // 32, -(-end // 32))
+    parts = {"prompt_mask": words, "allowed_mask": words, "output_counts": slice(start, end)}
+    whole = {name: (getattr(adjustments, name), part) for name, part in parts.items()}
+    return adjustments._replace(**{name: rows[..., part] for name, (rows, part) in whole.items() if rows is not None})
+
+
+def packed(
+    adjustments: Adjustments, rows: dict[str, Any], counts: Sequence[int], slots: Tensor, num: int
+) -> Adjustments:
+    """Those of a padded call as those of a packed one: by slot, of which there are so many; masks by row."""
+    mask = adjustments.allowed_mask
+    if mask is not None:
+        flat = mask.new_zeros(len(rows["target_logits"]), mask.shape[2])
+        for request, (start, count) in enumerate(zip(rows["row_starts"].tolist(), counts)):
+            flat[start : start + count + 1] = mask[request, : count + 1]
+        mask = flat
+    return Adjustments(*[in_slots(each, slots, num) for each in adjustments[:-1]], mask)
 
 
 def of_request(adjustments: Adjustments, index: int, vocab: int) -> OfRequest:

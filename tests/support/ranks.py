@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
-from specdecode import VocabShard
+from specdecode import Adjustments, VocabShard
+from tests.support.addresses import apart
+from tests.support.adjusted import columns
 
 LOGITS = ("target_logits", "draft_logits", "logits")
 
@@ -56,11 +58,19 @@ class Ranks:
         self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
 
     def run(self, make: Callable[[VocabShard], Callable], call: dict) -> list[Any]:
-        """Call on each rank what `make` returns for its shard, with its part of logits and all other arguments."""
+        """Call on each rank what `make` returns for its shard, with its part of logits and all other arguments.
+
+        Its part of what requests add to logits is a copy, which has nothing beside it.
+        """
 
         def run_rank(rank: int) -> Any:
             start, end = self.parts[rank]
-            mine = {name: value[..., start:end] for name, value in call.items() if name in LOGITS and value is not None}
+            mine: dict = {
+                name: value[..., start:end] for name, value in call.items() if name in LOGITS and value is not None
+            }
+            if call.get("adjustments") is not None:
+                part = columns(call["adjustments"], start, end)
+                mine["adjustments"] = Adjustments(*[apart(each) if isinstance(each, Tensor) else each for each in part])
             with torch.no_grad():
                 return make(self.shards[rank])(**call | mine)
 

@@ -1,10 +1,11 @@
 """Compile the kernels for a GPU that the machine does not have.
 
 `python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
-interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here
-a replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
-may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks; and `once`: each kernel is
-compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled again.
+interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here a
+replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
+may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks, over shards too; and `once`:
+each kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled
+again.
 
 It fails where Triton takes a function for another. Triton 3.6 names a compiled function after the elements of its
 arguments, whichever of their tuples these are in: of two calls that differ in that alone, the second gets what was compiled
@@ -105,15 +106,20 @@ def compile_once() -> None:
     triton.compile = compile_first
 
 
+def all_adjustments() -> Adjustments:
+    """Return all that one request may add to logits."""
+    words, number = -(-VOCAB // 32), torch.ones(1)
+    masks = torch.zeros(1, words, dtype=torch.int32), torch.zeros(1, DRAFTS + 1, words, dtype=torch.int32)
+    counts, ids = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, DRAFTS, dtype=torch.int32)
+    return Adjustments(number, number, number, masks[0], counts, ids, ids.float(), masks[1])
+
+
 def compile_adjusted(methods: list[str]) -> None:
     """Compile what small calls of some methods with all adjustments take."""
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
-    words, number = -(-VOCAB // 32), torch.ones(1)
-    masks = torch.zeros(1, words, dtype=torch.int32), torch.zeros(1, DRAFTS + 1, words, dtype=torch.int32)
-    counts, ids = torch.zeros(1, VOCAB, dtype=torch.int32), torch.zeros(1, DRAFTS, dtype=torch.int64)
-    adjustments = Adjustments(number, number, number, masks[0], counts, ids.int(), ids.float(), masks[1])
+    ids = torch.zeros(1, DRAFTS, dtype=torch.int64)
     for method in methods:
-        RejectionSampler(method, backend="triton")(target, ids, draft, seeds=0, adjustments=adjustments)
+        RejectionSampler(method, backend="triton")(target, ids, draft, seeds=0, adjustments=all_adjustments())
 
 
 def compile_all(methods: list[str], once: bool = False) -> None:
@@ -144,8 +150,8 @@ class OneRank(transports.SymmetricMemory):
         return torch.zeros(words, dtype=torch.int64), [0]
 
 
-def compile_shards(once: bool = False) -> None:
-    """Compile what calls with shards take: one rank's kernels are those of more."""
+def compile_shards(once: bool = False, adjusted: bool = False) -> None:
+    """Compile what calls with shards take, or small ones with all adjustments: one rank's kernels are those of more."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
     ids, device = torch.zeros(1, DRAFTS, dtype=torch.int64), torch.device("cpu")
@@ -160,12 +166,19 @@ def compile_shards(once: bool = False) -> None:
             shard = VocabShard(None, 0, VOCAB)
             shard._transports[device] = transport
             sampler = RejectionSampler(method, backend="triton", shard=shard)
+            if adjusted:
+                options = {"draft_logsumexp": drafts[1], "logprobs": "raw", "adjustments": all_adjustments()}
+                sampler(target, ids, drafts[0], seeds=0, **options)
+                continue
             sampler.warmup(target, ids, drafts[0], seeds=0, draft_logsumexp=drafts[1])
             if transport.is_symmetric:
                 cutoff = None if drafts[1] is None else ids
                 options = {"draft_logsumexp": drafts[1], "draft_cutoff": cutoff, "top_p": 0.9}
                 sampler.warmup(target, ids, drafts[0], seeds=0, **options)
         strict = RejectionSampler("strict", backend="triton", shard=shard)
+        if adjusted:
+            strict(target, ids, seeds=0, adjustments=all_adjustments())
+            continue
         strict(target, ids, seeds=0, logprobs="raw")
         strict(target.expand(64, -1, -1), ids.expand(64, -1), seeds=0)
 
@@ -185,5 +198,5 @@ if __name__ == "__main__":
     else:
         compile_all(named or ([] if "shards" in methods else list(METHODS)), once="once" in methods)
     if "shards" in methods:
-        compile_shards(once="once" in methods)
+        compile_shards(once="once" in methods, adjusted="adjusted" in methods)
     print(*sorted(set(driver.compiled)))

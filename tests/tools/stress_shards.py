@@ -3,25 +3,28 @@
     torchrun --nproc-per-node=2 -m tests.tools.stress_shards --seconds 120
 
 All ranks make the same calls: of all methods, dtypes and sizes, padded and packed, with NaN and infinities, with shards of
-any whole blocks, in any order of the ranks, half of them truncated. Words travel by all-gather and through symmetric memory.
-Calls are launched, or captured in a CUDA graph that is replayed several times with
-new inputs. Two groups of the same ranks work at once, on two streams. A rank sleeps now and then, on the host or on the
-device, before a step. A bit that differs ends the program.
+any whole blocks, in any order of the ranks; half of them are truncated, half adjusted. Words travel by all-gather and
+through symmetric memory. Calls are launched, or captured in a CUDA graph that is replayed several times with new inputs.
+Two groups of the same ranks work at once, on two streams. A rank sleeps now and then, on the host or on the device, before
+a step. A bit that differs ends the program.
 """
 
 import argparse
+import copy
 import itertools
 import os
 import random
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from specdecode import RejectionSampler, VocabShard
+from specdecode import Adjustments, RejectionSampler, VocabShard
 from tests.benchmarks.shards import check_bits
+from tests.support.adjusted import SOME, adjustments_for, columns, packed, to
 from tests.support.differential import case
 from tests.support.kernels import SCHEDULE, given
 from tests.support.packing import in_slots, packed_rows, with_counts
@@ -76,6 +79,9 @@ def call_of(kind: str, seed: int, shape: tuple[int, int, int], device: torch.dev
         call |= LIMITS[(requests + drafts + len(kind) + seed % 4) % len(LIMITS)]  # as in a graph, whose numbers stay
         if logsumexp is not None:
             call["draft_cutoff"] = call["draft_token_ids"].to(torch.int64)
+    if seed % 4 in (1, 2):
+        which = list(SOME)[(requests + drafts + len(kind)) % len(SOME)]
+        call["adjustments"] = to(str(device), adjustments_for(batch, which, seed))
     return method, call
 
 
@@ -91,7 +97,16 @@ def packed_call(call: dict[str, Any], batch: Any, seed: int) -> dict[str, Any]:
     rows = packed_rows(with_counts(batch, counts), counts)
     others = {name: call[name] for name in ("positions", "logprobs", "top_p", "top_k", "min_p") if name in call}
     others["slots"] = slots.to(call["seeds"].device)
+    if "adjustments" in call:
+        others["adjustments"] = packed(call["adjustments"], rows, counts, others["slots"], requests + 2)
     return rows | by_slot | others
+
+
+def tensors_in(call: dict[str, Any]) -> Iterator[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    for value in call.values():
+        parts = value if isinstance(value, Adjustments) else (value,)
+        yield from [part for part in parts if isinstance(part, Tensor)]
 
 
 class Group:
@@ -133,8 +148,11 @@ class Step:
 
     def mine(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of this rank."""
-        shards = {name: call[name] for name in LOGITS if call.get(name) is not None}
-        return call | {name: logits[..., self.start : self.end].contiguous() for name, logits in shards.items()}
+        whole = {name: call[name] for name in LOGITS if call.get(name) is not None}
+        shards: dict[str, Any] = {name: rows[..., self.start : self.end].contiguous() for name, rows in whole.items()}
+        if "adjustments" in call:
+            shards["adjustments"] = columns(call["adjustments"], self.start, self.end)
+        return call | shards
 
     def launched(self, chance: random.Random) -> None:
         output = self.sampler(**self.mine(self.call))
@@ -149,8 +167,7 @@ class Step:
         check_bits(f"packed {self.what}", self.sampler.packed(**self.mine(call)), self.whole.packed(**call))
 
     def replayed(self, chance: random.Random, replays: int) -> None:
-        mine = self.mine(self.call)
-        static = {name: value.clone() if isinstance(value, Tensor) else value for name, value in mine.items()}
+        static = copy.deepcopy(self.mine(self.call))
         self.sampler(**static)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -158,9 +175,8 @@ class Step:
             output = self.sampler(**static)
         for replay in range(replays):
             _, call = call_of(self.kind, self.seed + 1000 + 4 * replay, self.shape, self.group.device)
-            for name, value in self.mine(call).items():
-                if isinstance(value, Tensor):
-                    static[name].copy_(value)
+            for tensor, value in zip(tensors_in(static), tensors_in(self.mine(call)), strict=True):
+                tensor.copy_(value)
             be_late(chance)
             graph.replay()
             check_bits(f"replay {self.what}", output, self.whole(**call))

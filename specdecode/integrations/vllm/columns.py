@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specdecode import RejectionSampler, SamplerOutput, VocabShard
+from specdecode import Adjustments, RejectionSampler, SamplerOutput, VocabShard
+from specdecode.adjustments import WORD
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm.contract import PARALLEL, unknown_names
 from specdecode.integrations.vllm.reporting import logger
@@ -25,6 +26,7 @@ from specdecode.integrations.vllm.sampling import (
     LOGPROBS,
     PROCESSORS,
     TRUNCATES,
+    adjusted,
     compile_all,
     for_drafts,
     needs_in,
@@ -37,7 +39,7 @@ LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
 OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
 ROWS = "target_logits", "draft_logits"
 WHOLE_ROWS = "vLLM gathers the logits of such a step on every rank"
-NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities", ADJUSTS: "penalties or biases"}
+NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities"}
 
 
 class Columns:
@@ -77,6 +79,16 @@ class Columns:
         """Return this rank's columns of whole rows."""
         return rows[..., self.start : self.end]
 
+    def of_adjustments(self, added: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's columns of what requests add to logits, as `adjusted` returns it: views."""
+        if not added:
+            return added
+        whole: Adjustments = added["adjustments"]
+        assert whole.prompt_mask is not None
+        assert whole.output_counts is not None
+        words = whole.prompt_mask[:, self.start // WORD : -(-self.end // WORD)]
+        return {"adjustments": whole._replace(prompt_mask=words, output_counts=self.of(whole.output_counts))}
+
 
 class VerifiedColumns:
     """Mixed into vLLM's `RejectionSampler`: it verifies a step of which this rank's columns alone have been computed."""
@@ -92,7 +104,8 @@ class VerifiedColumns:
         """Compile what verifies columns in steps like a call of whole rows: on every rank in the same step."""
         if self.columns is not None:
             rows = {name: self.columns.of(call[name]) for name in ROWS if call[name] is not None}
-            plain, truncated = compile_all(self.columns.verifier, call | rows, self.sampler)
+            given = call | rows, self.sampler, self.columns.of_adjustments
+            plain, truncated = compile_all(self.columns.verifier, *given)
             self.columns.why_not = plain, truncated or why_not_cut(self.columns.verifier.shard, call["target_logits"])
 
     def verify_columns(self, logits: Tensor, drafts: Tensor, where: tuple[Any, ...], needs: int) -> SamplerOutput:
@@ -108,6 +121,7 @@ class VerifiedColumns:
         assert columns is not None
         draft_rows = None if where[0] is None else columns.of(where[0])
         sampling = for_drafts(requested(values_of(self.sampler), needs), draft_rows)
+        sampling |= columns.of_adjustments(adjusted(self.sampler, needs))
         return self.output_of(self.call_of(logits, drafts, draft_rows, *where[1:]), sampling, None, columns.verifier)
 
 
@@ -163,6 +177,8 @@ class ColumnSampling:
         for need, reason in NEED_ROWS.items():
             if needs & need:
                 return reason
+        if needs & ADJUSTS and needs & TRUNCATES:
+            return "penalties or biases beside truncation"
         assert self.columns is not None
         return self.columns.why_not[bool(needs & TRUNCATES)]
 

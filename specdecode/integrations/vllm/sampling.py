@@ -294,13 +294,19 @@ def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatc
     )
 
 
-def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) -> tuple[str | None, str | None]:
+def compile_all(
+    verifier: RejectionSampler,
+    call: dict[str, Any],
+    sampler: Any,
+    of_rank: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> tuple[str | None, str | None]:
     """Compile the kernels of steps like a call: truncated or not, with penalties and biases or not, with what they may list.
 
     Args:
         verifier: compiles.
         call: the arguments of its `packed`, but how requests sample.
         sampler: has that.
+        of_rank: what of the penalties and biases of requests, as `adjusted` returns them, the verifier takes.
 
     Returns:
         Why the kernels do not take steps that are not truncated, and those that are; None where they do.
@@ -312,11 +318,12 @@ def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) 
     others: list[dict[str, Any]] = [{}]
     if verifier.shard is None and call["num_draft_tokens"] > 0:
         others += listings(sampler)
-    if verifier.shard is None and getattr(sampler, "known", None) is not None:
-        others.append(adjusted(sampler, ADJUSTS))
+    if getattr(sampler, "known", None) is not None:
+        others.append(of_rank(adjusted(sampler, ADJUSTS)))
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
-
+    if verifier.shard is not None:  # whose kernels do not take both
+        kinds = [kind for kind in kinds if not {"top_p", "adjustments"} <= kind.keys()]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda and verifier.shard is None:
         backends.kernels().at_once(warmups)

@@ -17,7 +17,7 @@ class Channel(NamedTuple):
 class Exchange(NamedTuple):
     """What ranks tell each other of a step, in up to three exchanges."""
 
-    first: Channel  # statistics, raw statistics, notes: int64 words
+    first: Channel  # statistics, raw statistics, notes, raw notes: int64 words
     sums: Channel  # [batch * num_draft_tokens, blocks_told] int32 words, the bits of residual sums; see `block`
     offers: Channel  # [rows or requests, OFFERS] int64 words
     verdicts_ptr: Pointer  # [rows or requests] int32; it is not exchanged: all ranks compute the same
@@ -30,6 +30,7 @@ class Exchange(NamedTuple):
     rank: Int32
     raw_start: Int64  # of `first`, in words, as the next one
     notes_start: Int64
+    raw_notes_start: Int64  # None: there are none, see `tell.tell_raw_note`
     blocks_told: Int32  # by a rank of a row, in `first` and `sums`
     RANKS: Constant
     LANES: Constant  # ranks or more, and threads or more, so that each word is loaded by one thread alone

@@ -7,7 +7,7 @@ from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.read import decide
 from specdecode.kernels.request import load_draft_ids, load_temperature, locate_program
 from specdecode.kernels.residual import NUM_LISTED, draft_index, listed_residual, residual_sums_at
-from specdecode.kernels.rows import INFINITY, KNOWN, row_index
+from specdecode.kernels.rows import INFINITY, KNOWN, RAW_KNOWN, row_index
 from specdecode.kernels.sharding.channel import awaited, hear, high_of, listen, load_step, low_of
 from specdecode.kernels.sharding.cut import GIVEN, PROGRESS
 from specdecode.kernels.sharding.tell import is_summarised
@@ -36,9 +36,14 @@ def listen_to_statistics(start, index, is_row, sources, step, exchange, sizes):
 @triton.jit
 def listen_to_notes(which, index, is_row, step, exchange):
     """Return likewise what has come of the first or the second note of each rank on a row, [LANES]."""
+    return listen_to_each(exchange.notes_start + index * exchange.NOTES + which, is_row, step, exchange)
+
+
+@triton.jit
+def listen_to_each(word_index, is_row, step, exchange):
+    """Return likewise what has come of a word of each rank, [LANES]."""
     ranks = tl.arange(0, exchange.LANES)
     wanted = tl.where(ranks < exchange.RANKS, is_row, False)
-    word_index = exchange.notes_start + index * exchange.NOTES + which
     words, pointers = listen(exchange.first, ranks, word_index, wanted, step, exchange, tl.int64)
     return words, pointers, wanted
 
@@ -97,6 +102,16 @@ def keep_known(index, largest, notes, token, other, other_rank, workspace, excha
 
 
 @triton.jit
+def keep_raw(index, rank, listened, workspace, exchange):
+    """Keep what is known of a row as it is in memory: its first largest token, given which rank has it, and its draft."""
+    words, pointers, wanted = listened
+    words = hear(words, pointers, exchange.first, wanted, exchange)
+    known_ptr = workspace.raw_known_ptr + index * RAW_KNOWN
+    tl.store(known_ptr, at(high_of(words), rank).to(tl.float32, bitcast=True))
+    tl.store(known_ptr + 1, tl.max(tl.where(wanted, low_of(words), -INFINITY), 0))
+
+
+@triton.jit
 def arrange(request, offset, temperature, sources, step, inputs, workspace, exchange, sizes):
     """Put what ranks told of the rows at one offset of a request where later launches look for it; return the draft.
 
@@ -110,6 +125,8 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
     others = notes
     if workspace.raw_statistics_ptr is not None:
         raw = listen_to_statistics(exchange.raw_start, index, is_row, sources, step, exchange, sizes)
+        if exchange.raw_notes_start is not None:
+            raw_notes = listen_to_each(exchange.raw_notes_start + index, is_row, step, exchange)
     if inputs.draft.ptr is not None:
         others = listen_to_notes(1, index, is_row, step, exchange)
         draft_row_index, is_draft_row = row_index(request, offset, True, sizes), offset < sizes.num_draft_tokens
@@ -120,7 +137,10 @@ def arrange(request, offset, temperature, sources, step, inputs, workspace, exch
     row_max, rank = hear_statistics(statistics, index, workspace.statistics_ptr, temperature, sources, exchange, sizes)
     noted = hear_notes(notes, others, exchange)
     if workspace.raw_statistics_ptr is not None:
-        hear_statistics(raw, index, workspace.raw_statistics_ptr, temperature, sources, exchange, sizes)
+        raw_ptr = workspace.raw_statistics_ptr
+        _, raw_rank = hear_statistics(raw, index, raw_ptr, temperature, sources, exchange, sizes)
+        if exchange.raw_notes_start is not None:
+            keep_raw(index, raw_rank, raw_notes, workspace, exchange)
     other, other_rank = tl.full([], -1, tl.int32), rank
     if inputs.draft.ptr is not None:
         draft_max, draft_rank = tl.full([], -INFINITY, tl.float32), tl.full([], 0, tl.int64)

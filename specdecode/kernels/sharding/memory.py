@@ -10,7 +10,7 @@ from specdecode.kernels.bundles import MIN_BLOCKS, NO_ROWS, Structure, at_least,
 from specdecode.kernels.formulas import Argument, Number, ceil_div, rounded_up
 from specdecode.kernels.plan import LIST_SIZE
 from specdecode.kernels.residual import LIST_FIELDS
-from specdecode.kernels.rows import KNOWN
+from specdecode.kernels.rows import KNOWN, RAW_KNOWN
 from specdecode.kernels.sharding.cut import PROGRESS
 from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.narrow import CANDIDATES
@@ -41,6 +41,7 @@ class Step(NamedTuple):
     sizes: Sizes  # of the statistics that are decided by
     maxima: bool  # a rank tells the maximum of its shard alone, as if that were one block
     all_know: bool  # what is emitted follows from that: no offers are exchanged
+    tells_raw: bool  # of target rows as they are in memory, too: rows are adjusted, and raw log-probabilities asked for
     truncates: bool  # rows are truncated, which takes symmetric memory
     settles: bool  # block verification
     sums: bool  # ... in which residuals are summed
@@ -104,6 +105,7 @@ def step_of(structure: Structure, way: Way) -> Step:
         sizes=arranged if all_know else sizes,
         maxima=maxima,
         all_know=all_know,
+        tells_raw=structure.logprobs == "raw" and inputs.adjustments.EXIST,
         truncates=truncates,
         settles=settles,
         sums=settles and inputs.draft.ptr is not None,
@@ -118,6 +120,7 @@ class Told(NamedTuple):
     statistics: Any
     raw_statistics: Any
     notes: Any
+    raw_notes: Any
     sums: Any
     offers: Any
     lists: Any
@@ -133,6 +136,7 @@ def words_told(step: Step) -> Told:
         rows * (1 if step.maxima else blocks),
         num_rows * blocks if logprobs == "raw" else 0,
         rows * (1 + has_draft_rows),
+        num_rows if step.tells_raw else 0,
         ceil_div(num_drafts * blocks, 2) if step.sums else 0,
         (num_rows if step.per_row else step.here.batch) * (1 if logprobs is None else 2),
         rows * (1 + CANDIDATES.value) if step.truncates else 0,
@@ -149,7 +153,7 @@ def parts_of(step: Step, told: Told) -> Parts:
     num_rows, rows = step.rows, step.all_rows
     state = batch * FIELDS.value + (num_rows if step.truncates else 0)  # which drafts are surely accepted
     return {
-        "sent_first": None if way.is_symmetric else (torch.int64, sum(told[:3])),
+        "sent_first": None if way.is_symmetric else (torch.int64, sum(told[:4])),
         "sent_sums": (torch.int64, told.sums) if step.sums and not way.is_symmetric else None,
         "sent_offers": (torch.int64, told.offers) if step.all_know or not way.is_symmetric else None,
         "statistics_here": (torch.float32, rows * 2 * step.here.num_blocks),
@@ -158,6 +162,7 @@ def parts_of(step: Step, told: Told) -> Parts:
         "statistics": (torch.float32, rows * 2 * blocks),
         "raw_statistics": (torch.float32, num_rows * 2 * blocks) if is_raw else None,
         "known": (torch.float32, rows * KNOWN.value),
+        "raw_known": (torch.float32, num_rows * RAW_KNOWN.value) if step.tells_raw else None,
         "cutoffs": (torch.float32, rows * 2) if step.truncates else None,
         "kept": (torch.int32, rows * LIST_SIZE) if step.truncates else None,
         "progress": (torch.float32, rows * PROGRESS.value) if step.truncates else None,

@@ -202,23 +202,20 @@ def workspace_of(plan: ShardedPlan, logprobs: Argument | None) -> Workspace:
         logprobs_ptr=logprobs,
         known_ptr=part("known"),
         progress_ptr=part("progress"),
+        raw_known_ptr=part("raw_known"),
     )
 
 
 def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
     """Return the bundle of what ranks tell each other, before anything is received."""
-    method, drafts, ranks, own = (
-        step.structure.method,
-        step.inputs.drafts,
-        step.way.ranks,
-        plan.last.part("sent_offers"),
-    )
+    method, drafts, ranks = step.structure.method, step.inputs.drafts, step.way.ranks
+    own = plan.last.part("sent_offers")
 
     def of_memory(name: str, dtype: torch.dtype) -> Argument | None:
         return Argument(name, dtype) if plan.is_symmetric else None
 
     return Exchange(
-        first=plan.channel("sent_first", sum(told[:3]), ranks),
+        first=plan.channel("sent_first", sum(told[:4]), ranks),
         sums=plan.channel("sent_sums", told.sums, ranks),
         offers=Channel(own, own, 0, 0) if step.all_know else plan.channel("sent_offers", told.offers, ranks),
         verdicts_ptr=plan.last.part("verdicts"),
@@ -231,6 +228,7 @@ def exchange_of(plan: ShardedPlan, step: Step, told: Told) -> Exchange:
         rank=Number("rank"),
         raw_start=told.statistics,
         notes_start=told.statistics + told.raw_statistics,
+        raw_notes_start=sum(told[:3]) if step.tells_raw else None,
         blocks_told=1 if step.maxima else step.here.num_blocks,
         RANKS=ranks,
         LANES=max(32, triton.next_power_of_2(ranks)),

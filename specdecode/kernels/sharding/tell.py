@@ -4,6 +4,8 @@ It tells the statistics of its blocks, 8 bytes for 1,024 logits, and of each row
 follow all statistics of one GPU, and the few logits that decide and that one rank has: see `values.RowShard`. In block
 verification it also tells the residual sums of blocks, 4 bytes each. How words travel is in `channel`, what is made of them
 in `arrange`.
+
+All of it is of adjusted rows, where there are adjustments. Raw log-probabilities then take one more note of a target row.
 """
 
 import triton
@@ -29,6 +31,7 @@ from specdecode.kernels.rows import (
     LAST_TOKEN,
     load_logit,
     row_index,
+    stored_target_row_at,
     whole_draft_row_at,
     whole_target_row_at,
 )
@@ -97,6 +100,13 @@ def tell_note(index, draft_logit, first, line, exchange):
 
 
 @triton.jit
+def tell_raw_note(row, index, draft_logit, statistics, is_read, line, exchange, sizes):
+    """Tell likewise what this rank has of a row as it is in memory, where that is another one than the adjusted row."""
+    first = first_here(row, statistics[0], tl.full([], 1.0, tl.float32), is_read, sizes)
+    tell(exchange.first, exchange.raw_notes_start + index, words_of(draft_logit, first), True, line, exchange)
+
+
+@triton.jit
 def tell_other(row, index, other, of_cutoff, line, exchange, sizes):
     """Tell the logit of the first largest token of the other row at a place, and of the cutoff that came with a draft."""
     word_index = exchange.notes_start + index * exchange.NOTES + 1
@@ -124,6 +134,9 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     index, is_read = row_index(request, offset, False, sizes), offset <= num_drafts
     row = whole_target_row_at(request, offset, inputs, sizes)
     draft_logit = logit_here(row, token, sizes)
+    if exchange.raw_notes_start is not None:
+        raw_row = stored_target_row_at(request, offset, inputs)
+        raw_logit = logit_here(raw_row, token, sizes)
     if inputs.draft.ptr is not None:
         summarised = is_summarised(request, offset, inputs, sizes)
         has_draft = (offset < num_drafts) & (temperature > 0)
@@ -154,7 +167,11 @@ def tell_kernel(inputs, workspace, exchange, sizes):
     first = tell_summary(row, index, statistics, temperature, is_read, line, workspace, exchange, sizes)
     tell_note(index, draft_logit, first, line, exchange)
     if workspace.raw_statistics_ptr is not None:
-        raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
+        if exchange.raw_notes_start is not None:
+            raw = repaired(raw_row, raw, tl.full([], 1.0, tl.float32), sizes)
+            tell_raw_note(raw_row, index, raw_logit, raw, is_read, line, exchange, sizes)
+        else:
+            raw = repaired(row, raw, tl.full([], 1.0, tl.float32), sizes)
         tell_statistics(exchange.raw_start, index, raw, line, exchange, sizes)
     if inputs.draft.ptr is not None:
         other = tl.full([], LAST_TOKEN, tl.int32)

@@ -1,0 +1,122 @@
+"""What is added to a target row in Triton: where its request's biases, penalties, counts and masks are.
+
+With shards a rank has the columns of its own tokens of counts and masks, while biases and drafts have ids of the whole
+vocabulary. Where its part of a row is read by itself, these ids are shifted (`adjustments.ids_in_row`). Where that is read
+as a part of the whole row, by the ids of the whole vocabulary, the pointers to columns are (`of_whole_row`).
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode import adjustments
+from specdecode.kernels.values import Biases, Penalties, RowAdjustments, exists
+
+INFINITY = tl.constexpr(float("inf"))
+SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
+WORD = tl.constexpr(adjustments.WORD)
+
+
+@triton.jit
+def load_penalty(ptr, number, slot, IS_FACTOR: tl.constexpr):
+    """Return a request's penalty; in a tensor, whose values could not be checked, what makes no sense is neutral."""
+    penalty = number
+    if ptr is not None:
+        given = tl.load(ptr + slot).to(tl.float32)
+        if IS_FACTOR:
+            penalty = tl.where((given >= SMALLEST_PENALTY) & (given < INFINITY), given, 1.0)
+        else:
+            penalty = tl.where(tl.abs(given) < INFINITY, given, 0.0)
+    return penalty
+
+
+@triton.jit
+def biases_of(request, given):
+    """Return a request's biases."""
+    if given.bias_ids_ptr is None:
+        return ()
+    else:
+        start = request.slot * given.num_biases
+        return Biases(given.bias_ids_ptr + start, given.bias_ptr + start, given.num_biases)
+
+
+@triton.jit
+def penalties_of(request, given):
+    """Return a request's penalties."""
+    if given.repetition is None:
+        return ()
+    else:
+        repetition = load_penalty(given.repetition_ptr, given.repetition, request.slot, True)
+        frequency = load_penalty(given.frequency_ptr, given.frequency, request.slot, False)
+        presence = load_penalty(given.presence_ptr, given.presence, request.slot, False)
+        is_any = (repetition != 1) | (frequency != 0) | (presence != 0)
+        prompt, counts = (), ()
+        if given.prompt_ptr is not None:
+            prompt = (given.prompt_ptr + request.slot * given.prompt_stride,)
+        if given.counts_ptr is not None:
+            counts = (given.counts_ptr + request.slot * given.counts_stride,)
+        inverse = tl.div_rn(tl.full([], 1.0, tl.float32), repetition)
+        return Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts)
+
+
+@triton.jit
+def load_drafts(before, sizes):
+    """Return the ids of the drafts before a row, [MAX_DRAFTS], -1 for none, given where they are and the row's size."""
+    if exists(before):
+        ids_ptr, stride, num_drafts, vocab_size = before
+        offsets = tl.arange(0, sizes.MAX_DRAFTS)
+        ids = tl.load(ids_ptr + offsets * stride, mask=offsets < num_drafts, other=-1)
+        return (tl.where((ids >= 0) & (ids < vocab_size), ids, -1).to(tl.int32),)
+    else:
+        return ()
+
+
+@triton.jit
+def allowed_at(request, offset, given):
+    """Return a pointer to the row of a mask."""
+    if given.allowed_ptr is None:
+        return ()
+    else:
+        start = request.row * given.allowed_stride_request + offset * given.allowed_stride_offset
+        return (given.allowed_ptr + start,)
+
+
+@triton.jit
+def adjustments_at(request, offset, inputs, sizes):
+    """Return what is added to the target row at an offset of a request."""
+    if inputs.adjustments.EXIST:
+        given, drafts, before = inputs.adjustments, inputs.drafts, ()
+        if given.repetition is not None and drafts.ids_ptr is not None:
+            ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
+            num_drafts = tl.minimum(offset, request.num_drafts)
+            vocab_size = request.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
+            before = ids_ptr, drafts.stride_offset, num_drafts, vocab_size
+        biases, penalties = biases_of(request, given), penalties_of(request, given)
+        allowed, first = allowed_at(request, offset, given), ()
+        if sizes.shard.start is not None:
+            first = (sizes.shard.start,)
+        return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes), first)
+    else:
+        return ()
+
+
+@triton.jit
+def shifted(pointer, count):
+    """Return a pointer that there may be, so many elements before it."""
+    if exists(pointer):
+        return (pointer[0] - count,)
+    else:
+        return ()
+
+
+@triton.jit
+def of_whole_row(adjustments, start):
+    """Return the adjustments of a shard's row that is read by the ids of the whole vocabulary, given where it starts."""
+    if exists(adjustments):
+        biases, penalties, allowed, before, drafts, _ = adjustments
+        if exists(penalties):
+            prompt, counts = shifted(penalties.prompt, start // WORD), shifted(penalties.counts, start)
+            is_any, repetition, inverse, frequency, presence, _, _ = penalties
+            penalties = Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts)
+        return RowAdjustments(biases, penalties, shifted(allowed, start // WORD), before, drafts, ())
+    else:
+        return ()
