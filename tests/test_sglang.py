@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
-from specdecode import RejectionSampler, Sampling, sample
+from specdecode import RejectionSampler, Sampling, backends, sample
+from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines, sglang
 from specdecode.integrations.sglang import EagleSample
 from tests.conftest import ON_GPU
@@ -321,6 +322,41 @@ def test_ranks_that_must_agree_are_sent_the_results_of_the_first():
     sent = answers.ranks().broadcast.call_args_list
     assert [call.args[0] is result for call, result in zip(sent, results)] == [True] * 3
     assert all(call.kwargs == {"src": 0} for call in sent)
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
+@pytest.mark.parametrize("rejection_sampling", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
+    method, rejection_sampling, truncation, seeded, monkeypatch
+):
+    logits, drafts = drafted()
+    draft_probs = torch.rand(40, 3, 50).softmax(dim=-1) if rejection_sampling else None
+    seeds = torch.arange(40) if seeded else None
+    request = batch_of(
+        torch.full((40,), 0.7), **{name: torch.tensor(value) for name, value in truncation.items()}, seeds=seeds
+    )
+    passed, choose = [], backends.to_verify
+
+    def note(backend, method, batch):
+        passed.append(batch)
+        return choose(backend, method, batch)
+
+    hook = EagleSample(method, engine(rejection_sampling))
+    hook(never, chain(drafts, draft_probs), request, logits_output(logits))  # compiles, is checked
+    monkeypatch.setattr(backends, "to_verify", note)
+    checks = Mock(side_effect=VerificationBatch.check)
+    monkeypatch.setattr(VerificationBatch, "check", checks)
+    hook.checked.clear()
+    for _ in range(2):
+        hook(never, chain(drafts, draft_probs), request, logits_output(logits))
+    assert checks.call_count == 1
+    for name, first, second in zip(VerificationBatch._fields, *passed):
+        if name == "seeds" and not seeded:
+            assert (first.shape, first.dtype) == (second.shape, second.dtype)
+        else:
+            torch.testing.assert_close(first, second, rtol=0, atol=0, msg=name)
 
 
 # ---- What is left to SGLang ------------------------------------------------------------------------------------------

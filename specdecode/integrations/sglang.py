@@ -24,8 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler, SamplerOutput, Sampling
+from specdecode import RejectionSampler, SamplerOutput, Sampling, backends
+from specdecode.batch import VerificationBatch
+from specdecode.checks import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
+from specdecode.sampling import Truncation
 
 __all__ = ["EagleSample", "Engine", "install"]
 
@@ -93,6 +96,8 @@ class EagleSample:
         self.engine = engine
         self.fallbacks = Fallbacks(logger)
         self.warm: set[Any] = set()
+        self.checked: set[Any] = set()
+        """Kinds of steps whose arguments have been checked: SGLang's are of the same types in each, and fit together."""
 
     def __call__(
         self,
@@ -188,8 +193,19 @@ class EagleSample:
         self.warm_up_once(call, info)
         if self.needs_draft_probs(info):
             call |= drawn_from(verify_input.draft_probs, temperature)
-        truncates = is_truncated(batch, logits.shape[-1])
-        return self.verifier(**call, **truncation(call, info) if truncates else {})
+        if is_truncated(batch, logits.shape[-1]):
+            call |= truncation(call, info)
+        return self.output_of(call)
+
+    def output_of(self, call: dict[str, Any]) -> SamplerOutput:
+        """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
+        kind = *call, call["target_logits"].dtype, call["seeds"] is None
+        if kind not in self.checked:
+            self.checked.add(kind)
+            return self.verifier(**call)
+        batch, method = unchecked(call), self.verifier.method
+        output: SamplerOutput = backends.to_verify(self.verifier.backend, method, batch).verify(method, batch, None)
+        return output
 
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
         """Compile all kernels at the first call: SGLang's own warm-up makes that, with a greedy request.
@@ -268,6 +284,22 @@ def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
     if "draft_logits" in call:  # the drafts were drawn from whole rows
         result["draft_sampling"] = Sampling(temperature=call["temperature"])
     return result
+
+
+def unchecked(call: dict[str, Any]) -> VerificationBatch:
+    """Return what the sampler passes to a backend once it has checked these arguments."""
+    temperature, seeds = call["temperature"], call["seeds"]
+    return VerificationBatch(
+        target_logits=call["target_logits"],
+        draft_token_ids=call["draft_token_ids"],
+        draft_logits=call.get("draft_logits"),
+        draft_logsumexp=call.get("draft_logsumexp"),
+        temperature=temperature,
+        seeds=draw_seeds(temperature.shape, temperature.device) if seeds is None else seeds,
+        positions=call["positions"],
+        truncation=Truncation(call["top_k"], call["top_p"], call["min_p"]) if "top_p" in call else None,
+        draft_temperature=temperature if "draft_sampling" in call else None,
+    )
 
 
 def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
