@@ -11,7 +11,7 @@ from tests.benchmarks.providers import Verifier
 from tests.benchmarks.test_gpu import TRUNCATIONS, Shape, check, measure
 
 WHY_NOT, pytestmark = test_gpu.WHY_NOT, test_gpu.pytestmark
-inputs, environment = test_gpu.inputs, test_gpu.environment  # fixtures
+inputs, environment, bytes_per_second = test_gpu.inputs, test_gpu.environment, test_gpu.bytes_per_second  # fixtures
 
 LISTS = {
     "none": {},
