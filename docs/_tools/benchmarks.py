@@ -325,6 +325,21 @@ def in_vllm_table(record: str, show: str = "device_us") -> str:
     )
 
 
+def truncation_in_vllm_table(record: str) -> str:
+    """Compare truncated steps in vLLM's classes: a row for each number of requests and temperature, `ours / vLLM's`."""
+    rows: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for cell in cells(record, kind="truncation in vLLM"):
+        provider, _, truncation = cell.provider.partition(", ")
+        row = rows.setdefault((f"{cell.count:,}", f"{cell.temperature:g}"), {})
+        row.setdefault(truncation, {})[provider] = shown(cell.values["device_us"]["median"]) + cell.of_commit
+    titles = list(dict.fromkeys(title for row in rows.values() for title in row))
+    pairs = [
+        [*key, *[f"{row[title]['probabilistic']} / {row[title]['vllm']}" for title in titles]]
+        for key, row in rows.items()
+    ]
+    return html_table(["Requests", "T", *titles], pairs)
+
+
 def logprobs_table(record: str, method: str) -> str:
     """Compare calls that return log-probabilities with the same call without them."""
     results = [cell for cell in cells(record, kind="log-probabilities") if cell.provider.rpartition(", ")[0] == method]
@@ -722,6 +737,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "truncated": truncated_table,
     "packed": packed_table,
     "in vLLM": in_vllm_table,
+    "truncation in vLLM": truncation_in_vllm_table,
     "log-probabilities": logprobs_table,
     "sampling": sampling_table,
     "calls": calls_table,

@@ -17,6 +17,7 @@ KINDS = {
     "numbers in tensors": "served",
     "packed": "packed",
     "in vLLM": "in vLLM",
+    "truncation in vLLM": "truncation in vLLM",
     "truncated": "truncated",
     "log-probabilities": "log-probabilities",
     "small kernels": "small kernels",

@@ -580,7 +580,10 @@ IN_VLLM = [
 ]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@needs_vllm
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("inputs", "with_draft_logits", "truncation"), IN_VLLM, indirect=["inputs"])
 @pytest.mark.parametrize("provider", ["vllm", "probabilistic", "block", "strict"])
@@ -589,7 +592,22 @@ def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncatio
     drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
     benchmark.group = f"in vLLM, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, {drafts}, {truncation}", "environment": environment}
-    call = engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation])
+    time_in_vllm(benchmark, engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation]))
+
+
+@needs_vllm
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("inputs", SERVED, indirect=True, ids=str)
+@pytest.mark.parametrize("truncation", ["plain", "top-p .95", "top-k 50, top-p .95", "top-k 20, top-p .95"])
+@pytest.mark.parametrize("provider", ["vllm", "probabilistic"])
+def test_truncation_in_vllm(benchmark, request, inputs, truncation, provider, environment):
+    """Time the same with drawn drafts, at two temperatures, by what truncates."""
+    benchmark.group = f"truncation in vLLM, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{provider}, {truncation}", "environment": environment}
+    time_in_vllm(benchmark, engines.vllm_call(inputs, provider, True, TRUNCATIONS[truncation]))
+
+
+def time_in_vllm(benchmark, call: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> None:
     _, token_ids, num_tokens = call()
     emitted = torch.arange(token_ids.shape[1], device="cuda") < num_tokens[:, None]
     assert ((token_ids >= 0) & (token_ids < VOCAB))[emitted].all()
