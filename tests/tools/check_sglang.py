@@ -267,8 +267,8 @@ def checked(engine: SwitchedEngine, options: argparse.Namespace) -> dict[str, An
     engine.report()  # or raise an error now, if the plug-ins do not work
     results: dict[str, Any] = {"greedy": greedy(engine, options.drawn), "samples": {}, "cells": []}
     for run, each in results["greedy"]["with SGLang's first"].items():
-        same = f"{each['equal']} of {GREEDY} texts equal"
-        print(f"greedy, {run} with SGLang's first: {same}, the others up to token {each['first_differences']}")
+        others = f", others until token {each['first_differences']}" if each["first_differences"] else ""
+        print(f"greedy, {run} with SGLang's first: {each['equal']} of {GREEDY} texts equal{others}")
     print(f"greedy, acceptance lengths: {results['greedy']['lengths']}", flush=True)
     for name in list(CASES)[1:]:
         sample = results["samples"][name] = sampled(engine, name, options.samples)
