@@ -1,0 +1,315 @@
+"""An engine of SGLang whose verification can be changed while it runs, and what times it: for `check_sglang`.
+
+SGLang's scheduler is a process of its own. It loads this file as a plug-in, by an entry point that `write_plugin` makes. It
+looks in a small file, `Control`, for what it has to do. The variable `SPECDECODE_CHECK_SGLANG` names that file; without it
+nothing is changed.
+"""
+
+import argparse
+import faulthandler
+import json
+import mmap
+import os
+import shutil
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.serving import ORDER, SKIPPED, STRETCH
+
+VARIABLE = "SPECDECODE_CHECK_SGLANG"
+OURS, SGLANG, IN_TURN = MODES = "ours", "sglang", "in turn"
+FIELDS = "mode", "held", "asked"
+HOLD, PATIENCE = 15, 120
+"""Seconds for which a prefill waits at most, and that the engine may take for one call."""
+DRAFTS = {"standalone": "STANDALONE", "eagle": "EAGLE"}
+RUNNING, MOST_TOKENS, PORT = 256, 640, 31_000
+"""Requests that run at once, tokens that each may have on average, and where the engine listens."""
+GRAPHS = 1, 2, 4, 8, 16, 32, 64, 128, 192, 256
+"""Requests of the batches that have a CUDA graph."""
+Texts = list[list[int]]
+
+
+def write_plugin(folder: Path) -> None:
+    """Write the entry point by which SGLang finds this file, if the folder is on the path: nothing has to be installed."""
+    info = folder / "check_sglang-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: check-sglang\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\ncheck_sglang = {__name__}:register\n")
+
+
+class Control:
+    """A file in memory through which processes share a few integers.
+
+    | field | what it says |
+    |---|---|
+    | `mode` | which of `MODES` verifies |
+    | `held` | no prefill starts before so many requests wait: the same batches in every run; 0 when it has started |
+    | `asked` | how many reports the scheduler was asked for: it writes the latest beside the file |
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = 4 * len(FIELDS)
+        if not path.exists():
+            path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), size)
+
+    def __getitem__(self, field: str) -> int:
+        value: int = struct.unpack_from("i", self.memory, 4 * FIELDS.index(field))[0]
+        return value
+
+    def __setitem__(self, field: str, value: int) -> None:
+        struct.pack_into("i", self.memory, 4 * FIELDS.index(field), value)
+
+    def report(self, number: int) -> Path:
+        """Return where a report is, once it is written."""
+        return self.path.with_suffix(f".{number}")
+
+
+class Switch:
+    """Verifies by one of the two, as the control file says, and times steps that are verified in turn."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self.steps: list[dict[str, Any]] = []
+        self.verified: Counter[str] = Counter()
+        self.answered = 0
+
+    def __call__(self, hook: Any, ours: Any, original: Any, *args: Any, **options: Any) -> Any:
+        """Verify a step.
+
+        Args:
+            hook: this package's, which counts what it leaves to SGLang.
+            ours: its call.
+            original: SGLang's function.
+            *args: the drafts, the batch, the logits and the rest, of SGLang's function.
+            **options: likewise.
+        """
+        if args[1].forward_mode.is_idle():
+            return original(*args, **options)
+        if self.control["asked"] != self.answered:
+            self.answer(hook)
+        mode = MODES[self.control["mode"]]
+        if mode == IN_TURN:
+            return self.timed(hook, ours, original, *args, **options)
+        self.verified[mode] += 1
+        return ours(hook, original, *args, **options) if mode == OURS else original(*args, **options)
+
+    def timed(self, hook: Any, ours: Any, original: Any, *args: Any, **options: Any) -> Any:
+        """Verify a step by whose turn it is, and note how long that takes the host and the device."""
+        import torch
+
+        stretch, mode = turn(len(self.steps))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
+        start.record()
+        result = ours(hook, original, *args, **options) if mode == OURS else original(*args, **options)
+        end.record()
+        host = 1e6 * (time.perf_counter() - began)
+        step = {"mode": mode, "stretch": stretch, "start": began, "verify_host_us": host}
+        self.verified[mode] += 1
+        self.steps.append(step | {"events": (start, end), "lengths": result[1].clone(), "requests": len(args[1].reqs)})
+        return result
+
+    def answer(self, hook: Any) -> None:
+        """Write a report: all steps that were timed since the last, and counts since the engine was started."""
+        import torch
+
+        torch.cuda.synchronize()
+        self.answered = self.control["asked"]
+        for step in self.steps:
+            start, end = step.pop("events")
+            step["verify_device_us"] = 1e3 * start.elapsed_time(end)
+            step["emitted"] = int(step.pop("lengths").sum())
+        report = {"steps": self.steps, "verified": self.verified, "fallbacks": hook.fallbacks}
+        path = self.control.report(self.answered)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(report))
+        unfinished.rename(path)
+        self.steps = []
+
+
+def turn(step: int) -> tuple[int, str]:
+    """Return the stretch of a step, and who verifies it.
+
+    >>> [turn(step)[1] for step in (0, 5, 6, 17, 18, 24, 30)]
+    ['ours', 'ours', 'sglang', 'sglang', 'ours', 'ours', 'sglang']
+    """
+    stretch = step // STRETCH
+    return stretch, OURS if ORDER[stretch % len(ORDER)] == OURS else SGLANG
+
+
+def counted(steps: list[dict[str, Any]], requests: int) -> list[dict[str, Any]]:
+    """Return the steps of a report that count: of all requests and before another such, but the first of each stretch.
+
+    `step_us` is the time from the beginning of one verification to that of the next.
+    """
+    result, of_stretch = [], 0
+    for last, step, following in zip([{"stretch": -1}, *steps], steps, steps[1:]):
+        of_stretch = of_stretch + 1 if step["stretch"] == last["stretch"] else 0
+        if of_stretch >= SKIPPED and step["requests"] == following["requests"] == requests:
+            result.append(step | {"step_us": 1e6 * (following["start"] - step["start"])})
+    return result
+
+
+class Hold:
+    """Lets no prefill start before as many requests wait as the control file says."""
+
+    def __init__(self, control: Control) -> None:
+        self.control, self.began = control, 0.0
+
+    def __call__(
+        self, original: Callable[..., Any], scheduler: Any, running_batch: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Stand in for `Scheduler.get_new_batch_prefill`."""
+        waiting, wanted = len(scheduler.waiting_queue), self.control["held"]
+        if wanted:
+            self.began = self.began or time.monotonic()
+            late = time.monotonic() - self.began >= HOLD
+            if waiting < wanted and not late:
+                from sglang.srt.managers.scheduler import NextBatchPlan
+
+                return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+            if late:
+                print(
+                    f"after {HOLD} s only {waiting} of {wanted} requests wait: batches may differ between runs",
+                    flush=True,
+                )
+            self.control["held"], self.began = 0, 0.0
+        return original(scheduler, running_batch, *args, **options)
+
+
+def register() -> None:
+    """Put the switch around this package's hook, and the hold around SGLang's scheduler: the entry point."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from specdecode.integrations.sglang import EagleSample
+
+    control = Control(Path(path))
+    switch, ours = Switch(control), EagleSample.__call__
+
+    def verify(hook: Any, original: Any, *args: Any, **options: Any) -> Any:
+        return switch(hook, ours, original, *args, **options)
+
+    EagleSample.__call__ = verify  # type: ignore[assignment, method-assign]  # plug-ins are loaded in any order
+    target = "sglang.srt.managers.scheduler.Scheduler.get_new_batch_prefill"
+    HookRegistry.register(target, Hold(control), HookType.AROUND)
+
+
+# ---- Outside of SGLang -----------------------------------------------------------------------------------------------
+
+
+def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `sgl.Engine`, but the models."""
+    running = max(RUNNING, *options.requests)
+    return {
+        "speculative_algorithm": DRAFTS[options.draft],
+        "speculative_num_steps": options.num_draft_tokens,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": options.num_draft_tokens + 1,
+        "speculative_use_rejection_sampling": options.drawn,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "json_model_override_args": '{"enable_lm_head_output_fp32": true}',  # bfloat16 logits have ties
+        "context_length": 2048,
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_radix_cache": True,
+        "disable_prefill_cuda_graph": True,
+        "disable_flashinfer_autotune": True,
+        "cuda_graph_bs_decode": sorted({*GRAPHS, *options.requests}),
+        "cuda_graph_max_bs_decode": running,
+        "max_running_requests": running,
+        "max_total_tokens": running * MOST_TOKENS,
+        "chunked_prefill_size": 16_384,
+        "max_prefill_tokens": 16_384,
+        "mem_fraction_static": 0.6,
+        "random_seed": 1,
+        "watchdog_timeout": PATIENCE + 30,
+        "log_level": "warning",
+        "port": PORT,
+        "nccl_port": PORT + 57,
+    }
+
+
+class SwitchedEngine:
+    """An engine of SGLang, and what tells its scheduler which verification to use."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        import sglang
+
+        self.folder, self.control = folder, Control(folder / "control")
+        self.engine = sglang.Engine(
+            model_path=str(options.target),
+            speculative_draft_model_path=str(options.draft_model),
+            **engine_arguments(options),
+        )
+
+    def serve(self, mode: str, prompts: Texts, sampling: dict[str, Any], tokens: int, held: bool = False) -> list[Any]:
+        """Return what the engine returns of requests under one verification, each of so many tokens.
+
+        Args:
+            mode: one of `MODES`.
+            prompts: one a request.
+            sampling: how all of them sample.
+            tokens: how many each emits.
+            held: start no prefill before all of them wait.
+        """
+        self.control["mode"], self.control["held"] = MODES.index(mode), len(prompts) * held
+        params = [sampling | {"max_new_tokens": tokens, "ignore_eos": True} for _ in prompts]
+        timer = threading.Timer(PATIENCE, self.give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            ids = [list(prompt) for prompt in prompts]
+            results: list[Any] = self.engine.generate(input_ids=ids, sampling_params=params)
+            return results
+        finally:
+            timer.cancel()
+            self.control["held"] = 0
+
+    def report(self) -> dict[str, Any]:
+        """Return what was measured since the last report; the scheduler looks for the question when it verifies."""
+        self.control["asked"] += 1
+        path = self.control.report(self.control["asked"])
+        self.serve(OURS, [[5] * 8], {"temperature": 0.0}, 6)
+        until = time.monotonic() + 5
+        while not path.exists():
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    "SGLang has not called the plug-ins: is specdecode installed? does SGLANG_PLUGINS say so?"
+                )
+            time.sleep(0.05)
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
+
+    def give_up(self) -> None:
+        """End all processes."""
+        print(f"the engine has not answered for {PATIENCE} s", flush=True)
+        faulthandler.dump_traceback()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.close(1)
+        os._exit(1)
+
+    def close(self, status: int) -> None:
+        """End SGLang's processes; this one too, with the status, if they do not end."""
+        timer = threading.Timer(20, os._exit, [status])
+        timer.daemon = True
+        timer.start()
+        self.engine.shutdown()
+        timer.cancel()
+
+
+def acceptance_length(results: list[Any]) -> float:
+    """Return the mean number of tokens that a verification emits."""
+    tokens, steps = (sum(each["meta_info"][key] for each in results) for key in ("completion_tokens", "spec_verify_ct"))
+    return float(round(tokens / steps, 3))
