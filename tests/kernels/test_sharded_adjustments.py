@@ -119,7 +119,7 @@ def blocks_kernel(logits_ptr, counts_ptr, words_ptr, blocks_ptr, start, end, LAN
     penalties = Penalties(is_any, one, one, one, one, (words_ptr,), (counts_ptr,))
     adjustments = of_whole_row(RowAdjustments((), penalties, (words_ptr,), (), (), (start,)), start)
     shard = RowShard(start, one, start, start, one, start, one)
-    row, blocks = Row(logits_ptr - start, 1, end, (), shard, (), adjustments), tl.arange(0, 4)
+    row, blocks = Row(logits_ptr - start, 1, end, (), shard, (), adjustments, ()), tl.arange(0, 4)
     parts = logits_of(load_blocks(row, blocks, False, LANES), row, blocks, LANES)
     for part in tl.static_range(len(parts)):
         tl.store(blocks_ptr + part_of_blocks(blocks, part, BLOCK_SIZE, LANES), parts[part])

@@ -52,9 +52,11 @@ class Cutting(NamedTuple):
     rows_ptr: Pointer  # [num_owned, row_bytes] as int64 words: this rank's memory for the rows that it owns
     peers_ptr: Pointer  # [ranks] int64 addresses of each rank's
     row_bytes: Int64
+    more_bytes: Int64  # of a target row, if such rows are adjusted: they are gathered in float32; else None
     num_rows: Int32  # target and draft rows
     rows_per_request: Int32
     num_owned: Int32  # rows that this rank may own
+    OF_DRAFTS: Constant  # draft rows alone, or, if False, target rows: where these are adjusted; None: all rows
     ALIKE: Constant  # tokens of target rows lie as far apart as those of draft rows
     POSTED: Constant  # as for `Truncating`
     WARPS: Constant

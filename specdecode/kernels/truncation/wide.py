@@ -107,10 +107,21 @@ def by_block(tables):
 
 
 @triton.jit
+def stored_ptr(row):
+    """Return a pointer of the dtype in which logits are stored, also of a copy: the order of sums depends on it."""
+    if exists(row.copy_of):
+        return row.copy_of[0]
+    else:
+        return row.ptr
+
+
+@triton.jit
 def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
     first, second, third = thresholds
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, which a warp has
+    LANES: tl.constexpr = (
+        WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth
+    )  # of a block, which a warp has
     from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
@@ -313,7 +324,7 @@ def find_tie(logit, nth, block, row):
 @triton.jit
 def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth
     num_ties = empty_tables(sizes, BLOCKS)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
