@@ -239,12 +239,12 @@ def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
     WIDTH: tl.constexpr = VECTORS * 128 // dtype.primitive_bitwidth * 32 * cutting.WARPS
     for first in range(sizes.shard.start, sizes.shard.end, WIDTH):
         token_ids = first + tl.arange(0, WIDTH)
-        inside = token_ids < sizes.shard.end
+        inside, pointers = token_ids < sizes.shard.end, logits_ptr + token_ids
         if exists(row.adjustments):
             logits = load_raw(row, token_ids, True)
         else:
             logits = tl.load(row.ptr + token_ids * row.stride_token, mask=inside)
-        tl.store(logits_ptr + token_ids, logits, mask=inside)
+        tl.store(pointers, logits, mask=inside)
     tl.debug_barrier()  # all threads have written, before one of them says so
     word_ptr = tl.load(exchange.peers_ptr + owner).to(tl.pointer_type(tl.int64))
     word_ptr += start_of(cutting.parts, line.step, exchange) + exchange.rank * cutting.parts.length + owned
