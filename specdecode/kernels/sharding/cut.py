@@ -10,12 +10,13 @@ From the statistics of all ranks' blocks, which all know, follows the level from
 One GPU makes more attempts where the first does not decide, and searches the whole row if they do not. So few rows are
 gathered for that, each on one rank, its *owner*:
 
-4. `cut_kernel`: writes this rank's part of such a row to the owner's memory. -> *exchange*
+4. `cut_kernel`: writes this rank's part of such a row to the owner's memory: if it is adjusted, in float32. -> *exchange*
 5. `cut_gathered_kernel`, after `await_parts_kernel`: the owner cuts the row as one GPU does, and tells its cutoff and the
    statistics of what is kept. -> *exchange*
 6. `hear_cuts_kernel`: every rank keeps these.
 
-This takes symmetric memory: how many rows are gathered is known on the device alone.
+This takes symmetric memory: how many rows are gathered is known on the device alone. Where target rows are adjusted, they
+have launches of their own, because draft rows are read in another way.
 """
 
 import triton
@@ -264,10 +265,7 @@ def owned_row_at(address, owned, DTYPE: tl.constexpr, cutting, sizes):
 
 @triton.jit
 def owned_rows(owned, exchange, cutting, sizes):
-    """Return the requests and offsets of rows that this rank owns, whether they are draft rows, and there at all.
-
-    Of those of a launch that has rows of one kind.
-    """
+    """Return the requests and offsets of rows that this rank owns, whether draft rows, and whether there are any."""
     row_of_request = owned % cutting.rows_per_request
     of_draft = row_of_request > sizes.num_draft_tokens
     offset = tl.where(of_draft, row_of_request - sizes.num_draft_tokens - 1, row_of_request).to(tl.int32)
@@ -320,12 +318,10 @@ def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
     if is_row:
         if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
             address = cutting.rows_ptr.to(tl.int64)
-            if inputs.adjustments.EXIST:
-                copy_ptr = owned_row_at(address, owned, tl.float32, cutting, sizes)
-                row = Row(copy_ptr, 1, request.vocab_size, (), (), (), (), (inputs.target.ptr,))
-            else:
-                row_ptr = owned_row_at(address, owned, inputs.target.ptr.dtype.element_ty, cutting, sizes)
-                row = whole_row(row_ptr, 1, request.vocab_size)
+            dtype: tl.constexpr = tl.float32 if inputs.adjustments.EXIST else inputs.target.ptr.dtype.element_ty
+            copy_of = (inputs.target.ptr,) if inputs.adjustments.EXIST else ()
+            row_ptr = owned_row_at(address, owned, dtype, cutting, sizes)
+            row = Row(row_ptr, 1, request.vocab_size, (), (), (), (), copy_of)
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, cutting.WARPS)
             tl.debug_barrier()  # the statistics are read by other threads than wrote them
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)

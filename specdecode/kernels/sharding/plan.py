@@ -184,9 +184,9 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
 
     def add(kernel: Any, is_owner: bool = False) -> None:
         for inputs, cutting, rows in kinds:
-            bundles, programs = (
-                (inputs, workspace, exchanged, cutting, step.sizes),
+            programs, bundles = (
                 step.num_owned if is_owner else rows,
+                (inputs, workspace, exchanged, cutting, step.sizes),
             )
             plan.last.add(kernel, programs, bundles, num_warps=cutting.WARPS, max_registers=TRUNCATION_REGISTERS)
 

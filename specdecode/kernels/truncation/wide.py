@@ -27,7 +27,7 @@ from specdecode.kernels.rows import (
     scaled,
     tokens_of,
 )
-from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.statistics import WARP, store_statistics, stored_ptr, sum_blocks, sum_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
 from specdecode.kernels.values import WeighedRow, exists
 
@@ -104,15 +104,6 @@ def by_block(tables):
                 joined = joined + (tl.reshape(both, [2 * both.shape[1]]),)
             vectors = joined
     return vectors[0]
-
-
-@triton.jit
-def stored_ptr(row):
-    """Return a pointer of the dtype in which logits are stored, also of a copy: the order of sums depends on it."""
-    if exists(row.copy_of):
-        return row.copy_of[0]
-    else:
-        return row.ptr
 
 
 @triton.jit
