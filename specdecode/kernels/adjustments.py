@@ -226,7 +226,7 @@ def without_drafts(row):
     """Return a row with adjustments, without what was loaded of the drafts before it."""
     biases, penalties, allowed, before, _, first = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, (), first)
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments, ())
 
 
 @triton.jit
@@ -236,7 +236,7 @@ def with_drafts(row, sizes):
     # after the other, whichever of their tuples these are in.
     biases, penalties, allowed, before, _, first = row.adjustments
     adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes), first)
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments)
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments, ())
 
 
 @triton.jit

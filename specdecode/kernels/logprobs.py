@@ -38,7 +38,7 @@ def raw_target_row_at(place, inputs, workspace, sizes):
         first, draft_logit = tl.load(known_ptr).to(tl.int32, bitcast=True), tl.load(known_ptr + 1)
         start, row_max, _, draft, _, _, _ = row.shard
         shard = RowShard(start, row_max, first, draft, draft_logit, draft, draft_logit)  # no other token is known
-        row = Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, shard, row.draft_ids, row.adjustments)
+        row = Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, shard, row.draft_ids, row.adjustments, ())
     return row
 
 

@@ -199,9 +199,16 @@ def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Size
     if kinds[0] == kinds[1] and not inputs.adjustments.EXIST:
         add(target_rows + draft_rows, inputs, tuning)
     else:
-        without_cutoffs = inputs.drafts._replace(cutoff_ptr=None, cutoff_stride_request=0, cutoff_stride_offset=0)
-        add(target_rows, inputs._replace(draft=NO_ROWS, drafts=without_cutoffs), tuning)
-        add(draft_rows, inputs._replace(adjustments=NO_ADJUSTMENTS), tuning._replace(OF_DRAFTS=True))
+        of_target, of_drafts = inputs_apart(inputs)
+        add(target_rows, of_target, tuning)
+        add(draft_rows, of_drafts, tuning._replace(OF_DRAFTS=True))
+
+
+def inputs_apart(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Return what a launch that truncates target rows is given, and one that truncates draft rows."""
+    without_cutoffs = inputs.drafts._replace(cutoff_ptr=None, cutoff_stride_request=0, cutoff_stride_offset=0)
+    of_target = inputs._replace(draft=NO_ROWS, drafts=without_cutoffs)
+    return of_target, inputs._replace(adjustments=NO_ADJUSTMENTS)
 
 
 def add_emission(

@@ -47,7 +47,7 @@ def scaled(logits, row_max, temperature):
 @triton.jit
 def whole_row(ptr, stride_token, vocab_size):
     """Return a row of which all is read."""
-    return Row(ptr, stride_token, vocab_size, (), (), (), ())
+    return Row(ptr, stride_token, vocab_size, (), (), (), (), ())
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def whole_target_row_at(request, offset, inputs, sizes):
     """Return the target row at an offset of a request, adjusted."""
     row = stored_target_row_at(request, offset, inputs)
     adjustments = adjustments_at(request, offset, inputs, sizes)
-    return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments)
+    return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments, ())
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def with_cutoff(row, workspace, index, sizes):
     else:
         pointer = workspace.cutoffs_ptr + index * 2
         cutoff = Cutoff(tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True))
-        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids, row.adjustments)
+        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids, row.adjustments, ())
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def with_shard(row, workspace, index, sizes):
         other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
         shard = RowShard(start, row_max, first, draft, draft_logit, other, other_logit)
         adjustments = of_whole_row(row.adjustments, start.to(tl.int64))
-        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, adjustments)
+        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, adjustments, ())
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
     In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
     """
     if exists(row.adjustments):
-        row = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), ())
+        row = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), (), ())
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
         if PAIRS:

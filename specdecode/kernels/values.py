@@ -18,6 +18,7 @@ class Row(NamedTuple):
     shard: Any  # `RowShard`: this rank has a part of the tokens, others are read as -inf
     draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
     adjustments: Any  # `RowAdjustments`: of a target row, what its request adds to logits
+    copy_of: Any  # of an adjusted copy in float32: a pointer of the dtype of its original, see `statistics.stored_ptr`
 
 
 class Cutoff(NamedTuple):

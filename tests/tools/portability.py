@@ -166,18 +166,19 @@ def compile_shards(once: bool = False, adjusted: bool = False) -> None:
             shard = VocabShard(None, 0, VOCAB)
             shard._transports[device] = transport
             sampler = RejectionSampler(method, backend="triton", shard=shard)
+            options: dict[str, Any] = {"draft_logsumexp": drafts[1]}
+            compiled = sampler.warmup
             if adjusted:
-                options = {"draft_logsumexp": drafts[1], "logprobs": "raw", "adjustments": all_adjustments()}
-                sampler(target, ids, drafts[0], seeds=0, **options)
-                continue
-            sampler.warmup(target, ids, drafts[0], seeds=0, draft_logsumexp=drafts[1])
+                compiled, options = sampler, options | {"logprobs": "raw", "adjustments": all_adjustments()}
+            compiled(target, ids, drafts[0], seeds=0, **options)
             if transport.is_symmetric:
-                cutoff = None if drafts[1] is None else ids
-                options = {"draft_logsumexp": drafts[1], "draft_cutoff": cutoff, "top_p": 0.9}
-                sampler.warmup(target, ids, drafts[0], seeds=0, **options)
+                options |= {"draft_cutoff": None if drafts[1] is None else ids, "top_p": 0.9}
+                compiled(target, ids, drafts[0], seeds=0, **options)
         strict = RejectionSampler("strict", backend="triton", shard=shard)
         if adjusted:
             strict(target, ids, seeds=0, adjustments=all_adjustments())
+            if transport.is_symmetric:
+                strict(target, ids, seeds=0, adjustments=all_adjustments(), top_p=0.9)
             continue
         strict(target, ids, seeds=0, logprobs="raw")
         strict(target.expand(64, -1, -1), ids.expand(64, -1), seeds=0)

@@ -9,5 +9,6 @@
 | `rivals` | what a rank knows of the others' scores while it searches |
 | `arguments` | what kernels receive, besides what they do on one GPU |
 | `memory`, `plan` | what such a step has to do, and its memory; its launches and exchanges |
+| `launches` | how these are run |
 | `rows` | the steps whose rows are gathered first |
 """

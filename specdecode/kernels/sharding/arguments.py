@@ -49,12 +49,14 @@ class Cutting(NamedTuple):
     parts: Channel  # [num_owned] int64 words for the owner alone: that a rank's part of a row is in its memory
     cuts: Channel  # [rows, 1 + num_blocks] int64 words, told by the owner alone: a row's cutoff and its statistics
     order_ptr: Pointer  # [ranks] int32 the ranks in the order of the vocabulary
-    rows_ptr: Pointer  # [num_owned, row_bytes] as int64 words: this rank's memory for the rows that it owns
+    rows_ptr: Pointer  # int64 words: this rank's memory for the rows that it owns, see `cut.owned_row_at`
     peers_ptr: Pointer  # [ranks] int64 addresses of each rank's
     row_bytes: Int64
+    more_bytes: Int64  # of a target row, if such rows are adjusted: they are gathered in float32; else None
     num_rows: Int32  # target and draft rows
     rows_per_request: Int32
     num_owned: Int32  # rows that this rank may own
+    OF_DRAFTS: Constant  # a launch has draft rows alone, or target rows, where these are adjusted; None: both
     ALIKE: Constant  # tokens of target rows lie as far apart as those of draft rows
     POSTED: Constant  # as for `Truncating`
     WARPS: Constant

@@ -10,12 +10,13 @@ From the statistics of all ranks' blocks, which all know, follows the level from
 One GPU makes more attempts where the first does not decide, and searches the whole row if they do not. So few rows are
 gathered for that, each on one rank, its *owner*:
 
-4. `cut_kernel`: writes this rank's part of such a row to the owner's memory. -> *exchange*
+4. `cut_kernel`: writes this rank's part of such a row to the owner's memory: if it is adjusted, in float32. -> *exchange*
 5. `cut_gathered_kernel`, after `await_parts_kernel`: the owner cuts the row as one GPU does, and tells its cutoff and the
    statistics of what is kept. -> *exchange*
 6. `hear_cuts_kernel`: every rank keeps these.
 
-This takes symmetric memory: how many rows are gathered is known on the device alone.
+This takes symmetric memory: how many rows are gathered is known on the device alone. Where target rows are adjusted, they
+have launches of their own, because draft rows are read in another way.
 """
 
 import triton
@@ -27,6 +28,7 @@ from specdecode.kernels.request import given_token, load_temperature, locate
 from specdecode.kernels.rows import (
     INFINITY,
     LAST_TOKEN,
+    load_raw,
     row_index,
     whole_draft_row_at,
     whole_row,
@@ -58,6 +60,7 @@ from specdecode.kernels.truncation.kernel import (
     level_of,
     limits_at,
     may_decide,
+    row_of_program,
     row_to_cut,
     summary_of,
     truncate_row,
@@ -70,7 +73,7 @@ from specdecode.kernels.truncation.narrow import (
     store_kept_candidates,
     token_in_order,
 )
-from specdecode.kernels.values import Request
+from specdecode.kernels.values import Request, Row, exists
 
 STATE, IS_GATHERED, GIVEN, FLOOR, LEVEL, FOUND, PROGRESS = (tl.constexpr(field) for field in range(7))
 """The progress of a row: its state; whether its owner cuts it; the logit of the cutoff that came with a draft; its floor and
@@ -133,7 +136,7 @@ def num_told(found):
 @triton.jit
 def list_kernel(inputs, workspace, exchange, cutting, sizes):
     """List this rank's candidates of one row, if it is to be truncated, and tell them."""
-    index = tl.program_id(0).to(tl.int64)
+    index = row_of_program(cutting.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
@@ -198,7 +201,7 @@ def merge_kernel(workspace, exchange, cutting, sizes):
 @triton.jit
 def cut_kernel(inputs, workspace, exchange, cutting, sizes):
     """Find the cutoff of one row among the candidates of all ranks; or else bring this rank's part to its owner."""
-    index = tl.program_id(0).to(tl.int64)
+    index = row_of_program(cutting.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, _is_read = row_to_cut(index, inputs, sizes)
     line = open_line(exchange)
     await_launch(exchange.OVERLAPS)
@@ -232,12 +235,17 @@ def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
     owner = (request.index + offset) % exchange.RANKS
     row_of_request = tl.where(of_draft, sizes.num_draft_tokens + 1 + offset, offset)
     owned = request.index // exchange.RANKS * cutting.rows_per_request + row_of_request
-    logits_ptr = owned_row_at(tl.load(cutting.peers_ptr + owner), owned, row.ptr.dtype, cutting)
-    WIDTH: tl.constexpr = VECTORS * 128 // row.ptr.dtype.element_ty.primitive_bitwidth * 32 * cutting.WARPS
+    dtype: tl.constexpr = tl.float32 if exists(row.adjustments) else row.ptr.dtype.element_ty
+    logits_ptr = owned_row_at(tl.load(cutting.peers_ptr + owner), owned, dtype, cutting, sizes)
+    WIDTH: tl.constexpr = VECTORS * 128 // dtype.primitive_bitwidth * 32 * cutting.WARPS
     for first in range(sizes.shard.start, sizes.shard.end, WIDTH):
         token_ids = first + tl.arange(0, WIDTH)
-        inside = token_ids < sizes.shard.end
-        tl.store(logits_ptr + token_ids, tl.load(row.ptr + token_ids * row.stride_token, mask=inside), mask=inside)
+        inside, pointers = token_ids < sizes.shard.end, logits_ptr + token_ids
+        if exists(row.adjustments):
+            logits = load_raw(row, token_ids, True)
+        else:
+            logits = tl.load(row.ptr + token_ids * row.stride_token, mask=inside)
+        tl.store(pointers, logits, mask=inside)
     tl.debug_barrier()  # all threads have written, before one of them says so
     word_ptr = tl.load(exchange.peers_ptr + owner).to(tl.pointer_type(tl.int64))
     word_ptr += start_of(cutting.parts, line.step, exchange) + exchange.rank * cutting.parts.length + owned
@@ -245,20 +253,28 @@ def send_part(row, request, offset, of_draft, line, exchange, cutting, sizes):
 
 
 @triton.jit
-def owned_row_at(address, owned, POINTER: tl.constexpr, cutting):
+def owned_row_at(address, owned, DTYPE: tl.constexpr, cutting, sizes):
     """Return where a gathered row is, given where its owner's memory for such rows is, and its index there."""
-    return tl.multiple_of((address + owned * cutting.row_bytes).to(POINTER), 128)
+    start = owned * cutting.row_bytes
+    if cutting.OF_DRAFTS is not None:  # adjusted target rows take more
+        before, num_rows = owned // cutting.rows_per_request, sizes.num_draft_tokens + 1
+        before = before * num_rows + tl.minimum(owned % cutting.rows_per_request, num_rows)
+        start += before * cutting.more_bytes
+    return tl.multiple_of((address + start).to(tl.pointer_type(DTYPE)), 128)
 
 
 @triton.jit
 def owned_rows(owned, exchange, cutting, sizes):
-    """Return the requests and offsets of rows that this rank owns, whether they are draft rows, and there at all."""
+    """Return the requests and offsets of rows that this rank owns, whether draft rows, and whether there are any."""
     row_of_request = owned % cutting.rows_per_request
     of_draft = row_of_request > sizes.num_draft_tokens
     offset = tl.where(of_draft, row_of_request - sizes.num_draft_tokens - 1, row_of_request).to(tl.int32)
     shift = (exchange.rank + exchange.RANKS - offset % exchange.RANKS) % exchange.RANKS
     request = owned.to(tl.int64) // cutting.rows_per_request * exchange.RANKS + shift
-    return request, offset, of_draft, request < sizes.batch
+    is_row = request < sizes.batch
+    if cutting.OF_DRAFTS is not None:
+        is_row &= of_draft == cutting.OF_DRAFTS
+    return request, offset, of_draft, is_row
 
 
 @triton.jit
@@ -302,7 +318,10 @@ def cut_gathered_kernel(inputs, workspace, exchange, cutting, sizes):
     if is_row:
         if tl.load(progress_at(workspace, index) + IS_GATHERED) == 1:
             address = cutting.rows_ptr.to(tl.int64)
-            row = whole_row(owned_row_at(address, owned, inputs.target.ptr.dtype, cutting), 1, request.vocab_size)
+            dtype: tl.constexpr = tl.float32 if inputs.adjustments.EXIST else inputs.target.ptr.dtype.element_ty
+            copy_of = (inputs.target.ptr,) if inputs.adjustments.EXIST else ()
+            row_ptr = owned_row_at(address, owned, dtype, cutting, sizes)
+            row = Row(row_ptr, 1, request.vocab_size, (), (), (), (), copy_of)
             logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, cutting.WARPS)
             tl.debug_barrier()  # the statistics are read by other threads than wrote them
             statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)

@@ -75,6 +75,22 @@ class Step(NamedTuple):
         assert isinstance(self.inputs.target.ptr, Argument)
         return rounded_up(Number("whole_vocab_size") * self.inputs.target.ptr.dtype.itemsize, 128)
 
+    @property
+    def more_bytes(self) -> Any:
+        """How many more an adjusted target row takes, which is gathered in float32; None if rows are not adjusted."""
+        if not self.inputs.adjustments.EXIST:
+            return None
+        return rounded_up(Number("whole_vocab_size") * 4, 128) - self.row_bytes
+
+    @property
+    def row_words(self) -> Any:
+        """How many int64 words the rows take that a rank may own."""
+        num_bytes = self.num_owned * self.row_bytes
+        if self.inputs.adjustments.EXIST:
+            num_target_rows = ceil_div(self.here.batch, self.way.ranks) * (self.here.num_draft_tokens + 1)
+            num_bytes += num_target_rows * self.more_bytes
+        return num_bytes // 8
+
 
 def step_of(structure: Structure, way: Way) -> Step:
     """Return what a step has to do."""

@@ -1,12 +1,6 @@
-"""From what is asked of a step over shards to its launches and exchanges, for calls of all sizes.
-
-The launches between two exchanges are one `Plan`; all work on one workspace. Words travel by a transport of
-`specdecode.transports`: an all-gather of torch.distributed, for which all that a rank tells is a part of the workspace; or
-symmetric memory, to which kernels write themselves.
-"""
+"""From what is asked of a step over shards to its launches and exchanges, for calls of all sizes; `launches` runs them."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +10,8 @@ from torch import Tensor
 from specdecode import sharding
 from specdecode.kernels.arguments import Outputs, Searching, Workspace
 from specdecode.kernels.bundles import Structure, at_least, class_of, outputs_in
-from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div
-from specdecode.kernels.launch import Plan, can_overlap, compile_all, is_interpreted, on_device
+from specdecode.kernels.formulas import Argument, Number, ceil_div
+from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.methods import Method
 from specdecode.kernels.plan import (
     RESIDUAL_LANES,
@@ -26,10 +20,12 @@ from specdecode.kernels.plan import (
     add_deciding,
     add_drawing,
     add_reading,
+    inputs_apart,
 )
 from specdecode.kernels.sharding import arrange, cut, offer, rivals, tell
 from specdecode.kernels.sharding.arguments import Arranging, Channel, Cutting, Exchange
-from specdecode.kernels.sharding.memory import Parts, Step, Told, Way, parts_of, step_of, words_told
+from specdecode.kernels.sharding.launches import ShardedPlan
+from specdecode.kernels.sharding.memory import Step, Told, Way, parts_of, step_of, words_told
 
 # Programs of a launch that wait for other ranks, at most, and registers of a thread; each program is one warp, so they take
 # half of a multiprocessor, and leave the other half to another group's launches. With half the registers arranging 256
@@ -41,97 +37,6 @@ MIN_SHARD_BLOCKS = 32  # MAX_BLOCKS of a shard is at least this
 # TOP and BLOCKS of `arguments.Searching`: less than on one GPU, as a rank has only a part of the blocks; more where draft
 # rows' sums are not known and ranks cannot hint to each other: one without likely tokens may look at most of its blocks.
 SEARCH, UNBOUNDED_SEARCH = (4, 1), (8, 8)
-
-
-class ShardedPlan:
-    """The launches and exchanges of all calls that differ in addresses and numbers alone, sizes among them.
-
-    Args:
-        device: where all of it happens.
-        parts: of the workspace, see `Plan`.
-        is_symmetric: whether words travel through symmetric memory.
-    """
-
-    def __init__(self, device: torch.device, parts: Parts, is_symmetric: bool) -> None:
-        self.device, self.parts, self.is_symmetric = device, parts, is_symmetric
-        self.plans = [Plan(device, parts, zeros=0)]
-        self.spare = Plan(device, parts, zeros=0)
-        """Launches that steps of other sizes make: compiled too, so that no rank waits for that in a later step."""
-        self.sent: list[str] = []
-        """The part of the workspace that is exchanged after each plan but the last."""
-        self.words: Any = 0
-        """How many int64 words of symmetric memory a step takes."""
-        self.row_words: Any = None
-        """Likewise, of that for rows that a rank owns, if it may own any."""
-        self.sizes_of: Callable[..., Any] | None = None
-        self.fill: Callable[..., Any] | None = None
-        """From the first call on, what fills in a call: see `prepare`."""
-
-    @property
-    def last(self) -> Plan:
-        """The launches after the last exchange."""
-        return self.plans[-1]
-
-    def channel(self, name: str, words: Any, ranks: int) -> Channel:
-        """Return a new channel of so many int64 words from each rank, before its exchange."""
-        if not self.is_symmetric:
-            return Channel(self.last.part(name), None, 0, words)
-        start, self.words = self.words, self.words + ranks * words
-        return Channel(None, None, start, words)
-
-    def exchange(self, channel: Channel) -> Channel:
-        """Add the exchange of a channel; return what the launches after it hear."""
-        name = received_after(len(self.sent))
-        self.sent.append("" if channel.sent_ptr is None else channel.sent_ptr.name)
-        self.plans.append(Plan(self.device, self.parts, zeros=0))
-        return channel._replace(received_ptr=None if self.is_symmetric else Argument(name, torch.int64))
-
-    def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any], transport: sharding.Transport) -> None:
-        """Make the launches and exchanges: see `Plan.run`."""
-        if self.sizes_of is None:
-            extents = tuple([self.last.extent(name) if name else (0, 0) for name in self.sent])
-            self.sizes_of = Writer().function(numbers, (self.last.length, self.words, self.row_words, extents))
-        length, words, row_words, extents = self.sizes_of(*numbers.values())
-        workspace = self.last.allocate(length, 0)
-        memory, more_numbers = transport.memory(words)
-        if row_words is not None:
-            memory |= transport.row_memory(row_words)
-        tensors, numbers = tensors | memory, numbers | more_numbers
-        filled, received = None, None
-        with on_device(self.device):
-            if not is_interpreted():
-                fill = self.fill or self.prepare([*tensors, *numbers])
-                filled = fill(workspace, *tensors.values(), *numbers.values())
-            for i, plan in enumerate(self.plans):
-                if filled is None:
-                    plan.interpret({**tensors, **plan.views(workspace, numbers), **numbers})
-                else:
-                    plan.launch(filled.send(received))
-                if i < len(self.sent):
-                    start, length = extents[i]
-                    sent = workspace[start : start + length].view(torch.int64) if length else None
-                    received = transport.exchange(sent)
-                    if received is not None:
-                        tensors[received_after(i)] = received
-
-    def prepare(self, names: list[str]) -> Callable[..., Any]:
-        """Compile all launches at once, not when it is their turn, and write the generator that fills in a call.
-
-        Of the workspace, and the tensors and numbers of these names, it yields the grids and arguments of the launches
-        between two exchanges, and is sent what was received.
-        """
-        compile_all([launch for plan in (*self.plans, self.spare) for launch in plan.launches], self.device)
-        for plan in self.plans:
-            plan.ready = [launch.compile(self.device) for launch in plan.launches]
-        launches, received = [plan.filled_in for plan in self.plans], map(received_after, range(len(self.sent)))
-        writer = Writer(self.last.addresses(Number("workspace")))
-        self.fill = writer.function(["workspace", *names], *launches, between=received)
-        return self.fill
-
-
-def received_after(plan: int) -> str:
-    """Return the name of what is received in the exchange after a plan."""
-    return f"received_{plan}"
 
 
 def run(
@@ -267,11 +172,41 @@ def add_arranging(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged
 
 def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchanged: Exchange, told: Told) -> None:
     """Add the launches that truncate rows, and their exchanges."""
-    rows, ranks = step.all_rows, step.way.ranks
-    num_warps = 4 if step.structure.large else 8
-    inputs, plan.row_words = step.inputs, step.num_owned * step.row_bytes // 8
+    plan.row_words = step.row_words
+    cutting = cutting_of(plan, step, told)
+    told_of_rows = exchanged, cutting, step.sizes
+    kinds = [(step.inputs, cutting, step.all_rows)]
+    if step.inputs.adjustments.EXIST:  # target rows are read in another way than draft rows
+        of_target, of_drafts = inputs_apart(step.inputs)
+        kinds = [(of_target, cutting._replace(OF_DRAFTS=False), step.rows)]
+        if step.inputs.draft.ptr is not None:
+            kinds.append((of_drafts, cutting._replace(OF_DRAFTS=True), step.here.batch * step.here.num_draft_tokens))
+
+    def add(kernel: Any, is_owner: bool = False) -> None:
+        for inputs, cutting, rows in kinds:
+            programs, bundles = (
+                step.num_owned if is_owner else rows,
+                (inputs, workspace, exchanged, cutting, step.sizes),
+            )
+            plan.last.add(kernel, programs, bundles, num_warps=cutting.WARPS, max_registers=TRUNCATION_REGISTERS)
+
+    add(cut.list_kernel)
+    plan.exchange(cutting.lists)
+    add_waiting(plan.last, cut.merge_kernel, step.all_rows, (workspace, *told_of_rows), follows=True)
+    add(cut.cut_kernel)
+    plan.exchange(cutting.parts)
+    programs = ceil_div(step.num_owned, exchanged.LANES)
+    add_waiting(plan.last, cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
+    add(cut.cut_gathered_kernel, is_owner=True)
+    plan.exchange(cutting.cuts)
+    add_waiting(plan.last, cut.hear_cuts_kernel, step.all_rows, (workspace, *told_of_rows), follows=True)
+
+
+def cutting_of(plan: ShardedPlan, step: Step, told: Told) -> Cutting:
+    """Return the bundle of what ranks tell each other to truncate rows."""
+    inputs, ranks = step.inputs, step.way.ranks
     cuts = plan.channel("cuts", told.cuts, 1)._replace(length=0)  # a word has one writer, which may be any rank
-    cutting = Cutting(
+    return Cutting(
         lists=plan.channel("lists", told.lists, ranks),
         parts=plan.channel("parts", told.parts, ranks),
         cuts=cuts,
@@ -279,25 +214,15 @@ def add_truncation(plan: ShardedPlan, step: Step, workspace: Workspace, exchange
         rows_ptr=Argument("row_memory", torch.int64),
         peers_ptr=Argument("row_peers", torch.int64),
         row_bytes=step.row_bytes,
-        num_rows=rows,
+        more_bytes=step.more_bytes,
+        num_rows=step.all_rows,
         rows_per_request=step.rows_per_request,
         num_owned=step.num_owned,
+        OF_DRAFTS=None,
         ALIKE=inputs.draft.ptr is None or inputs.target.stride_token == inputs.draft.stride_token,
         POSTED=step.decides,
-        WARPS=num_warps,
+        WARPS=4 if step.structure.large else 8,
     )
-    options: dict[str, Any] = {"num_warps": num_warps, "max_registers": TRUNCATION_REGISTERS}
-    told_of_rows = exchanged, cutting, step.sizes
-    plan.last.add(cut.list_kernel, rows, (inputs, workspace, *told_of_rows), **options)
-    plan.exchange(cutting.lists)
-    add_waiting(plan.last, cut.merge_kernel, rows, (workspace, *told_of_rows), follows=True)
-    plan.last.add(cut.cut_kernel, rows, (inputs, workspace, *told_of_rows), **options)
-    plan.exchange(cutting.parts)
-    programs = ceil_div(step.num_owned, exchanged.LANES)
-    add_waiting(plan.last, cut.await_parts_kernel, programs, (workspace, *told_of_rows), follows=True)
-    plan.last.add(cut.cut_gathered_kernel, step.num_owned, (inputs, workspace, *told_of_rows), **options)
-    plan.exchange(cutting.cuts)
-    add_waiting(plan.last, cut.hear_cuts_kernel, rows, (workspace, *told_of_rows), follows=True)
 
 
 def add_waiting(plan: Plan, kernel: Any, programs: Any, bundles: tuple[Any, ...], follows: bool) -> None:

@@ -11,15 +11,15 @@ def are_gathered(
 ) -> bool:
     """Return whether the rows of a step, given the draft rows that it reads, have to be gathered.
 
-    Those that are reported on are. Truncation takes symmetric memory, draft rows of the target rows' dtype, and no
-    adjustments. The first call on a device asks the other ranks.
+    Those that are reported on are. Truncation takes symmetric memory, and draft rows of the target rows' dtype. The first
+    call on a device asks the other ranks.
     """
     reports = isinstance(batch, VerificationBatch) and batch.reports
     if shard.agree(logits).divided or reports:
         return True
     is_alike = draft_logits is None or draft_logits.dtype == logits.dtype
-    is_cut, is_adjusted = batch.is_truncated and not is_greedy(batch.temperature), batch.adjustments is not None
-    return is_cut and (is_adjusted or not (is_alike and shard.transport_on(logits.device).is_symmetric))
+    is_cut = batch.is_truncated and not is_greedy(batch.temperature)
+    return is_cut and not (is_alike and shard.transport_on(logits.device).is_symmetric)
 
 
 def is_greedy(temperature: Tensor | float) -> bool:

@@ -249,11 +249,18 @@ def keep_cutoff(workspace, index, logit, token):
 
 
 @triton.jit
+def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
+    """Return the index of a program's row: of all rows; or of draft rows, if they have a launch."""
+    index = tl.program_id(0).to(tl.int64)
+    if OF_DRAFTS:
+        index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
+    return index
+
+
+@triton.jit
 def truncate_kernel(inputs, workspace, sizes, tuning):
     """Truncate one row, if it was read and anything truncates it: of all rows; or of draft rows, if they have a launch."""
-    index = tl.program_id(0).to(tl.int64)
-    if tuning.OF_DRAFTS:
-        index += sizes.batch * (sizes.num_draft_tokens + 1).to(tl.int64)
+    index = row_of_program(tuning.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
     await_launch(tuning.OVERLAPS)
