@@ -57,8 +57,7 @@ class RejectionSampler:
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
             with its part and otherwise the same arguments, and gets the same output. The Triton backend gathers no logits,
             unless a shard does not start at a multiple of 1,024, rows are truncated without symmetric memory, or a call has
-            adjustments, `top_logprobs` or `kept_sets`; the eager backend gathers them. None: logits are of the whole
-            vocabulary.
+            `top_logprobs` or `kept_sets`; the eager backend gathers them. None: logits are of the whole vocabulary.
         validate: `"values"` makes each call, also of `draft`, raise a ValueError if it is given probabilities for logits:
             if no number is negative and each row sums to 1, within rounding, in all rows that the call may look at. For
             that it reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
