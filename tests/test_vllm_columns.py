@@ -6,17 +6,16 @@ from operator import attrgetter
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from specdecode import Adjustments
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import columns, contract, logger
+from specdecode.integrations.vllm.needs import TRUNCATES
 from specdecode.integrations.vllm.reporting import Report
 from tests.support.ranks import groups, on_ranks
-from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
+from tests.support.vllm import METHODS, LimitedSampler, arguments, ragged_case, rejection_sampler, sampling_states
 
 VOCAB, PADDED, BOUNDS, DRAFTS, SLOTS = 3000, 4096, [0, 2048, 3000], 4, 64
 
@@ -186,37 +185,64 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
             assert token_ids[emitted].equal(want[1][emitted])
 
 
+PENALTIES, BIASES = {"repetition_penalty": 1.5, "presence_penalty": 2.0}, {"logit_bias": {7: 9.0, 2500: 9.0}}
+ASKED = {  # given the first token that the request emits else
+    "all": lambda token: [{}, PENALTIES, BIASES, {"bad_words": [[token]]}],
+    "masks": lambda token: [{}, {"allowed_token_ids": [4, 2047, 2048, 2999]}, {"bad_words": [[token]]}],
+}
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch):
+    """Triton's interpreter does not run in two threads."""
+    masking = pytest.importorskip("specdecode.integrations.vllm.masking", exc_type=ImportError)
+    lock, mask_rows = threading.Lock(), masking.mask_rows
+
+    def locked(*arguments):
+        with lock:
+            mask_rows(*arguments)
+
+    monkeypatch.setattr(masking, "mask_rows", locked)
+
+
+@pytest.mark.usefixtures("one_kernel_at_a_time")
+@pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("method", METHODS)
-def test_penalties_and_biases_are_applied_to_a_ranks_columns(group_of_thread, method):
-    """From vLLM's masks and counts of the whole vocabulary; beside truncation rows are gathered."""
-    torch.manual_seed(5)
+def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, asked):
+    """From vLLM's state of the whole vocabulary; beside truncation rows are gathered."""
     case, *_ = ragged_case(vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
-    prompt_mask = torch.randint(-(2**31), 2**31, (SLOTS, 94)).to(torch.int32)
-    counts, ids = torch.randint(0, 2, (SLOTS, VOCAB), dtype=torch.int32), torch.randint(0, VOCAB, (SLOTS, 9))
-    penalties = [torch.full((SLOTS,), value) for value in (1.5, 0.5, 0.5)]
-    added = Adjustments(*penalties, prompt_mask, counts, ids, 5 + torch.rand(SLOTS, 9))
-    slot = int(case["idx_mapping_np"][3])
 
     def verified(runner):
-        sampler = runner.rejection_sampler.sampler
-        sampler.known, sampler.adjustments, sampler.adjusting = object(), lambda: added, np.arange(SLOTS) == slot
         return runner.sample(case["logits"], batch_of(case), None)[1:]
 
-    whole = PlainRunner()
+    whole, slots, samplers = PlainRunner(), case["idx_mapping_np"], []
     whole.rejection_sampler = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8), DRAFTS)
     whole.model, whole.speculator = Model(0, VOCAB), Namespace(draft_logits=None)
-    unadjusted, want = whole.sample(case["logits"], batch_of(case), None)[1:], verified(whole)
-    assert not want[0].equal(unadjusted[0])
+    unadjusted = verified(whole)[0]
+    kinds = len(ASKED[asked](0))
+    for _ in range(3):
+        torch.manual_seed(5)
+        samplers.append(LimitedSampler(SLOTS, VOCAB))
+        samplers[-1].sampling_states.temperature.np[:] = 0.8
+        for i, (slot, token) in enumerate(zip(slots, unadjusted[:, 0].tolist())):
+            samplers[-1].add_request(slot, Namespace(**ASKED[asked](token)[i % kinds]))
+    whole.rejection_sampler.sampler = samplers[0]
+    want = verified(whole)
+    changed = (want[0] != unadjusted).any(dim=1)
+    assert [bool(changed[i::kinds].any()) for i in range(kinds)] == [i > 0 for i in range(kinds)]
 
     def steps(rank):
         runner = of_rank(rank, method)
+        runner.sampler = runner.rejection_sampler.sampler = samplers[1 + rank]
+        runner.sampler.compute_nans = False
         verified(runner)  # which compiles, from whole rows
         results = [verified(runner) for _ in range(2)]
         assert runner.gathered == 1
-        runner.sampler.sampling_states.top_p.np[slot] = 0.9
+        runner.sampler.sampling_states.top_p.np[slots[3]] = 0.9
+        runner.sampler.needs[slots[3]] |= TRUNCATES
         verified(runner)
         assert runner.gathered == 2
-        assert runner.columns.gathered["penalties or biases beside truncation"] == 1
+        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
         return results
 
     for results in on_two_ranks(group_of_thread, steps):

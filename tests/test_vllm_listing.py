@@ -12,7 +12,7 @@ from reference.sampling import Sampling, kept_tokens, top_logprobs
 from specdecode import RejectionSampler
 from specdecode.integrations.vllm import DraftVerification
 from specdecode.integrations.vllm.listing import sampling_mask, without_gaps
-from specdecode.integrations.vllm.sampling import ADJUSTS, LOGPROBS, UNLISTED, WIDE, listings, needs_of
+from specdecode.integrations.vllm.needs import ADJUSTS, LOGPROBS, UNLISTED, WIDE, listings, needs_of
 from tests.support.vllm import LEFT, METHODS, ragged_case, rejection_sampler, sampling_states
 
 SLOTS, VOCAB, DRAFTS = 64, 50, 4

@@ -17,8 +17,8 @@ from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
 from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
+from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
-from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
 from tests.support.vllm import (
     Clock,

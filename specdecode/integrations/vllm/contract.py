@@ -63,8 +63,8 @@ ATTRIBUTES = {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
         *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
         *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
-        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies", "adjusting"),
-        *("unknown", "known", "added"),
+        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies", "applied"),
+        *("unknown", "known"),
     },
     "SamplingStates": {
         *("max_num_reqs", "vocab_size", "temperature", "top_k", "top_p", "min_p", "seeds", "seeds_set", "num_logprobs"),
@@ -83,6 +83,12 @@ ATTRIBUTES = {
             "stop_token_ids",
             "use_logit_bias",
         ),
+    },
+    "BadWordsState": {"req_states", "bad_word_token_ids", "bad_word_offsets", "num_bad_words"},
+    "ThinkingBudgetState": {
+        *("req_states", "max_num_reqs", "device", "enabled", "thinking_token_budget", "use_thinking_budget"),
+        *("cached_last_start", "cached_last_end", "cached_scan_pos", "_reset_reqs", "_budget_dirty"),
+        *("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids"),
     },
 }
 """What vLLM's objects hold, by class, and what `TokenSampling` adds."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdecode import SamplerOutput
-from specdecode.integrations.vllm.sampling import LISTED_MODE, LOGPROBS
+from specdecode.integrations.vllm.needs import LISTED_MODE, LOGPROBS
 from specdecode.report import MOST_TOP_LOGPROBS
 
 

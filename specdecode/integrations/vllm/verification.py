@@ -10,7 +10,7 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
-| the states of penalties and biases | `adjustments`, if a request of the step has any |
+| the states of logits processors that are known | `adjustments`, if a request of the step has any |
 """
 
 import functools
@@ -25,19 +25,16 @@ from torch import Tensor
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.columns import VerifiedColumns
+from specdecode.integrations.vllm.compiling import batch_of, compile_all
 from specdecode.integrations.vllm.contract import PARALLEL, RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.listing import ListedRows
-from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
-from specdecode.integrations.vllm.sampling import (
+from specdecode.integrations.vllm.needs import (
     LOGPROBS,
-    PROCESSORS,
     TRUNCATES,
     adjusted,
-    batch_of,
-    compile_all,
     for_drafts,
-    needs_each,
     needs_in,
     of_processed,
     requested,
@@ -45,7 +42,8 @@ from specdecode.integrations.vllm.sampling import (
     why_processed,
     with_masked_drafts,
 )
-from specdecode.integrations.vllm.splitting import MOST_PREPARED, Prepared, joined, verify_prepared, without
+from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
+from specdecode.integrations.vllm.splitting import joined, prepared_in, verify_prepared, without
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
@@ -158,8 +156,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
             self.report.begin(logits)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
+        step_rows = StepRows(expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos)
         if self.columns is not None and self.columns.are_computed:
-            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np))
+            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np), step_rows)
             return self.verified(logits, output)
         kind = kind_of(logits, draft_rows)
         if kind not in self.kinds and self.other_rule() is None:
@@ -168,14 +167,14 @@ class DraftVerification(VerifiedColumns, ListedRows):
             self.prepare_columns(call)
         needs = needs_in(self.sampler, idx_mapping_np)
         asked = self.asked_of(needs)
-        prepared = None if asked else self.prepared_in(idx_mapping_np, logits)
+        prepared = None if asked else prepared_in(self.sampler, idx_mapping_np, self.host_starts, logits)
         if prepared is not None:
             needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
         rule, processed = self.why_left(needs, kind, self.can_list)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
         if processed is None:
-            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs) | asked
+            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs, step_rows) | asked
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
             kind = kind_of(logits, draft_rows)
@@ -204,23 +203,15 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
         verifier = self.verifier if verifier is None else verifier
-        asked = [name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
-        checked = verifier is self.verifier, kind, *asked
+        asked = [name in sampling for name in ("top_p", "logprobs", "kept_sets")]
+        added = [each is None for each in sampling.get("adjustments", ())]
+        checked = verifier is self.verifier, kind, *asked, *added
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
         batch, method = batch_of(call, sampling)._replace(shard=verifier.shard), verifier.method
         output: SamplerOutput = backends.to_verify(verifier.backend, method, batch).verify(method, batch, None)
         return output
-
-    def prepared_in(self, idx_mapping_np: np.ndarray, logits: Tensor) -> Prepared | None:
-        """Return the requests of a step that need vLLM's copy, if they are few, and it is known where all rows are."""
-        if self.host_starts is None or len(self.host_starts) != len(idx_mapping_np) + 1:
-            return None
-        some = (needs_each(self.sampler, idx_mapping_np) & PROCESSORS) > 0
-        if not 0 < some.sum() <= len(some) * MOST_PREPARED or self.host_starts[-1] != len(logits):
-            return None
-        return Prepared.of(some, self.host_starts, logits.device)
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
