@@ -12,10 +12,21 @@ from torch import nn
 
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import columns, contract, logger
+from specdecode.integrations.vllm.grammars import GrammarSteps
 from specdecode.integrations.vllm.needs import TRUNCATES
 from specdecode.integrations.vllm.reporting import Report
 from tests.support.ranks import groups, on_ranks
-from tests.support.vllm import METHODS, LimitedSampler, arguments, ragged_case, rejection_sampler, sampling_states
+from tests.support.vllm import (
+    METHODS,
+    LimitedSampler,
+    PlainWorker,
+    Worker,
+    arguments,
+    grammar_of,
+    ragged_case,
+    rejection_sampler,
+    sampling_states,
+)
 
 VOCAB, PADDED, BOUNDS, DRAFTS, SLOTS = 3000, 4096, [0, 2048, 3000], 4, 64
 
@@ -107,12 +118,17 @@ class MultimodalWithBias(Multimodal):
 class PlainRunner:
     """What vLLM's model runner does."""
 
+    structured_outputs_worker = None
+
     def sample(self, hidden_states, input_batch, grammar_output):
         logits = self.model.compute_logits(hidden_states)
+        if self.structured_outputs_worker is not None:
+            given = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            self.structured_outputs_worker.apply_grammar_bitmask(logits, input_batch, *given)
         return self.rejection_sampler._verify(logits, self.speculator.draft_logits, *arguments(input_batch.case))
 
 
-class Runner(columns.ColumnSampling, PlainRunner):
+class Runner(GrammarSteps, columns.ColumnSampling, PlainRunner):
     @property
     def gathered(self):
         return next(each for each in self.model.modules() if isinstance(each, LogitsProcessor)).gathered
@@ -155,7 +171,9 @@ def on_two_ranks(group_of_thread, function):
 
 
 def batch_of(case):
-    return Namespace(case=case, num_draft_tokens=1, idx_mapping_np=case["idx_mapping_np"])
+    where = {name: case[name] for name in ("idx_mapping", "idx_mapping_np", "cu_num_logits")}
+    names = [f"request {i}" for i in range(len(case["idx_mapping"]))]
+    return Namespace(case=case, num_draft_tokens=1, req_ids=names, **where)
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.9}], ids=["plain", "truncated"])
@@ -242,6 +260,55 @@ def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, ask
         runner.sampler.needs[slots[3]] |= TRUNCATES
         verified(runner)
         assert runner.gathered == 2
+        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
+        return results
+
+    for results in on_two_ranks(group_of_thread, steps):
+        for got in results:
+            assert all(one.equal(other) for one, other in zip(got, want))
+
+
+class GrammarSampler(LimitedSampler):
+    keeps_grammars, compute_nans = True, False
+
+
+@pytest.mark.usefixtures("one_kernel_at_a_time")
+@pytest.mark.parametrize("method", METHODS)
+def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
+    """Drafts behind the first that a grammar forbids are left out; beside truncation rows are gathered."""
+    case, _, logits = ragged_case(vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
+    grammar = grammar_of(range(0, 40, 2), DRAFTS + 1, VOCAB, share=0.7)
+    draft_logits = torch.zeros(SLOTS, DRAFTS, VOCAB, dtype=torch.bfloat16)
+    draft_logits[case["idx_mapping"].long()] = logits[:, :-1]
+    case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(case["expanded_local_pos"] > 1, -1)
+
+    def verified(runner):
+        return runner.sample(case["logits"].clone(), batch_of(case), grammar)[1:]
+
+    def made(runner, worker):
+        torch.manual_seed(5)
+        runner.sampler = runner.rejection_sampler.sampler = GrammarSampler(SLOTS, VOCAB)
+        runner.sampler.verifier = runner.rejection_sampler.verifier
+        runner.sampler.sampling_states.temperature.np[:] = 0.8
+        runner.speculator = Namespace(draft_logits=draft_logits)
+        runner.structured_outputs_worker = worker(400, VOCAB, DRAFTS + 1)
+        return runner
+
+    whole = PlainRunner()
+    whole.rejection_sampler, whole.model = of_rank(0, method).rejection_sampler, Model(0, VOCAB)
+    want = verified(made(whole, PlainWorker))
+    runners = [made(of_rank(rank, method), Worker) for rank in range(2)]
+
+    def steps(rank):
+        runner = runners[rank]
+        verified(runner)  # which compiles, from whole rows
+        results = [verified(runner) for _ in range(2)]
+        assert runner.gathered == 1
+        assert runner.structured_outputs_worker.applied == [0, 0, 0]
+        slot = case["idx_mapping_np"][3]
+        runner.sampler.sampling_states.top_p.np[slot] = 0.9
+        runner.sampler.needs[slot] |= TRUNCATES
+        verified(runner)
         assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
         return results
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from specdecode.integrations.vllm.adjusting import StepRows
+from specdecode.integrations.vllm.grammars import StepGrammar
 from specdecode.integrations.vllm.needs import MASKS
 from tests.support.vllm import METHODS, LimitedSampler, emitted, last_in, ragged_case, rejection_sampler
 
 pytest.importorskip("triton")
 
 VOCAB, WORDS = 70, 3
-THINKING = [40, 41], [42], [42, 43, 40]
+THINKING = [40, 41], [43, 44], [42, 43, 44]
 """By which tokens requests begin to think, end it, and are made to end it."""
 
 
@@ -86,7 +87,8 @@ STOPS = {"stop_token_ids": [3, 64], "least_length": 9}
 CASES = {
     "nothing": ({}, []),
     "a list": ({"allowed_token_ids": [0, 31, 32, 69, 31]}, [9]),
-    "ids that are no tokens": ({"allowed_token_ids": [-1, 5, 70, 95, 96, 4000], "bad_words": [[70], [95], [5]]}, [9]),
+    "allowed ids that are no tokens": ({"allowed_token_ids": [-1, 5, 70, 95]}, [9]),
+    "bad ids that are no tokens": ({"bad_words": [[-3], [70], [5]]}, [9]),
     "stop tokens up to the least length": (STOPS, [9, 9, 9, 9]),  # of a text of 6
     "no stop token but for others": ({"allowed_token_ids": [3, 64, 65], **STOPS}, [9]),
     "nothing is left": ({"allowed_token_ids": [3, 64], **STOPS}, [9]),
@@ -99,8 +101,8 @@ CASES = {
     "a budget that committed text has begun": ({"thinking_token_budget": 2}, [20, 21, 22]),
     "a budget of 0": ({"thinking_token_budget": 0}, [40, 41, 20]),
     "a budget that drafts begin": ({"thinking_token_budget": 1}, [40, 41, 20, 21]),
-    "a budget that drafts end": ({"thinking_token_budget": 0}, [40, 41, 42, 20]),
-    "a budget whose end has begun": ({"thinking_token_budget": 0}, [40, 41, 20, 42]),
+    "a budget that drafts end": ({"thinking_token_budget": 0}, [40, 41, 43, 44, 20]),
+    "a budget whose end has begun": ({"thinking_token_budget": 0}, [40, 41, 42, 42, 43]),
     "a budget over all else": ({"thinking_token_budget": 0, "allowed_token_ids": [1], "bad_words": [[42]]}, [40, 41]),
     "all": ({"allowed_token_ids": [3, 5, 6, 7], "bad_words": [[13, 5], [20, 6]], **STOPS}, [20, 21, 22]),
 }
@@ -151,6 +153,41 @@ def test_a_vocabulary_of_several_tiles_is_written_in_full():
     assert got.tolist() == expected_of(requests, vocab=vocab).tolist()
 
 
+GRAMMARS = {
+    "a grammar alone": ({}, [3, 5, 64, 69]),
+    "a grammar, a list, bad words": ({"allowed_token_ids": [3, 5, 69, 68], "bad_words": [[13, 5]]}, [3, 5, 64, 69]),
+    "stop tokens among others": ({"structured_outputs": None, **STOPS}, [3, 5, 64]),
+    "stop tokens alone": ({"structured_outputs": None, **STOPS}, [3, 64]),
+    "one of them": ({"structured_outputs": None, **STOPS}, [64]),
+    "of a list": ({"structured_outputs": None, "allowed_token_ids": [3, 64, 5], **STOPS}, [64, 69]),
+    "of a list alone": ({"structured_outputs": None, "allowed_token_ids": [3, 64], **STOPS}, [64, 69]),
+    "none": ({"structured_outputs": None, "bad_words": [[9]], **STOPS}, []),
+    "a budget": ({"thinking_token_budget": 0}, [3, 5]),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_row_allows_what_a_grammar_leaves(name):
+    """Of three requests two have masks for three rows: one of them has four rows, and the other one."""
+    sampler, (asked, left) = LimitedSampler(8, VOCAB, THINKING), GRAMMARS[name]
+    drafts = [40, 41, 20] if name == "a budget" else [20, 21, 22]
+    requests = [(5, {}, [10], [12], [9]), (2, asked, [10, 11], [9, 9, 12, 13], drafts), (3, {}, [9], [12, 13], [])]
+    own = np.isin(np.arange(VOCAB), left)
+    masks, used = {2: [~own, own, own], 1: [own, own, ~own]}, []
+    words = np.packbits(np.concatenate([*masks.values()]), axis=1, bitorder="little")
+    words = torch.from_numpy(np.pad(words, ((0, 0), (0, 4 * WORDS - words.shape[1]))).view(np.int32))
+    mapping = torch.tensor([3 * place + i for place in masks for i in range(3)], dtype=torch.int32)
+    step = step_of(sampler, requests)
+    grammar = StepGrammar(words, mapping, step.idx_mapping, 3, None, lambda: used.append(True))
+    got = bits_of(sampler.known.limited_tokens(step, grammar))
+    expected = []
+    for place, (_, of, prompt, output, after) in enumerate(requests):
+        for i, mask in zip(range(len(after) + 1), [*masks.get(place, []), None, None]):
+            expected.append(allowed_tokens(of, [*prompt, *output, *after[:i]], len(prompt), grammar=mask))
+    assert got.tolist() == np.array(expected).tolist()
+    assert used == [True]
+
+
 KINDS = [
     {},
     {"bad_words": [[5], [7, 8]]},
@@ -189,7 +226,7 @@ def test_a_step_emits_what_rows_say_whose_other_tokens_have_no_probability(metho
     assert not result.fallbacks
     case["logits"] = logits.float().masked_fill(~mask, -torch.inf)
     with mock.patch.object(
-        sampler.known, "limited_tokens", lambda step: sampler.known.all_tokens(len(step.pos), "cpu")
+        sampler.known, "limited_tokens", lambda step, _: sampler.known.all_tokens(len(step.pos), "cpu")
     ):
         _, *expected = plain._verify(draft_logits=draft_logits, **case)
     assert emitted(*tokens) == emitted(*expected)

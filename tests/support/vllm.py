@@ -10,6 +10,7 @@ import torch
 from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
+from specdecode.integrations.vllm.grammars import KeptGrammars
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()
@@ -185,6 +186,39 @@ class PlainSampler:
 
 
 LimitedSampler = type("Sampler", (TokenSampling, PlainSampler), {})
+
+
+class PlainWorker:
+    """What vLLM's `StructuredOutputsWorker` does."""
+
+    def __init__(self, most_rows, vocab, mask_stride):
+        self.logits_indices = torch.zeros(most_rows, dtype=torch.int32)
+        self.grammar_bitmask = torch.zeros(most_rows, -(-vocab // 32), dtype=torch.int32)
+        self.mask_stride, self.copy_stream, self.applied = mask_stride, None, []
+
+    def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+        places = [input_batch.req_ids.index(each) for each in grammar_req_ids]
+        mapping = [place * self.mask_stride + offset for place in places for offset in range(self.mask_stride)]
+        self.grammar_bitmask[: len(mapping)] = torch.from_numpy(grammar_bitmask)
+        self.logits_indices[: len(mapping)] = torch.tensor(mapping)
+        starts, bits = input_batch.cu_num_logits.tolist(), grammar_bitmask[:, :, None] >> np.arange(32) & 1
+        is_masked = torch.from_numpy(bits.reshape(len(mapping), -1)[:, : logits.shape[1]] == 0)
+        for each, where in zip(is_masked, mapping):
+            row = starts[where // self.mask_stride] + where % self.mask_stride
+            if row < starts[where // self.mask_stride + 1]:
+                logits[row].masked_fill_(each, -torch.inf)
+        self.applied.append(logits.shape[1])
+
+
+Worker = type("StructuredOutputsWorker", (KeptGrammars, PlainWorker), {})
+
+
+def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
+    """A step's grammars, as vLLM's scheduler sends them: masks of some requests, each of which has many rows."""
+    words = torch.rand(len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed))
+    bits = (words < share).numpy().astype(np.int64) << np.arange(32)
+    ids = [f"request {place}" for place in requests]
+    return Namespace(structured_output_request_ids=ids, grammar_bitmask=bits.sum(2).astype(np.uint32).view(np.int32))
 
 
 def processed(states):

@@ -2,7 +2,7 @@
 
 vLLM keeps it in logits processors, and applies these to a float32 copy of a step's logits. Here all of it is
 `specdecode.Adjustments`, and nothing is copied: penalties, biases, and a mask of each row's tokens, for lists of allowed
-tokens, minimum lengths, bad words and thinking budgets. Other processors need vLLM's copy.
+tokens, minimum lengths, bad words, thinking budgets and grammars. Other processors need vLLM's copy.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from torch import Tensor
 from specdecode import Adjustments
 from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.contract import unknown_attributes
+from specdecode.integrations.vllm.grammars import StepGrammar
 
 
 class StepRows(NamedTuple):
@@ -48,7 +49,10 @@ class Known:
         self.every: Tensor | None = None
 
     def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
-        """Let all know a request; return whether it has penalties or biases, limits of its tokens, and needs vLLM's copy."""
+        """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
+
+        And whether it may keep stop tokens before its least length, if a grammar leaves no other.
+        """
         self.added = self.limits = None
         has_penalties = bool(self.penalties.add_request(slot, params))
         self.bias.add_request(slot, params)
@@ -56,8 +60,8 @@ class Known:
         has_budget = bool(self.thinking.add_request(slot, params))
         has_lists = self.bias.num_allowed_token_ids.np[slot] > 0 or self.bias.num_stop_token_ids.np[slot] > 0
         has_bias = self.bias.num_logit_bias.np[slot] > 0
-        others = self.bias.restore_when_all_masked.np[slot] > 0  # which asks what a grammar has left
-        return has_penalties or bool(has_bias), bool(has_lists) or has_words or has_budget, bool(others)
+        restores = self.bias.restore_when_all_masked.np[slot] > 0
+        return has_penalties or bool(has_bias), bool(has_lists) or has_words or has_budget, bool(restores)
 
     def adjustments(self, allowed_mask: Tensor) -> Adjustments:
         """Return penalties and biases, by slot, beside a mask; small values are copied again only after a request has come.
@@ -93,7 +97,7 @@ class Known:
             self.every = torch.full((1, -(-self.vocab_size // WORD)), -1, dtype=torch.int32, device=device)
         return self.every.expand(num_rows, -1)
 
-    def limited_tokens(self, rows: StepRows) -> Tensor:
+    def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows."""
         masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
         if self.limits is None:
@@ -102,7 +106,10 @@ class Known:
         self.thinking.apply(rows.pos.new_empty((0, 1), dtype=torch.float32), SimpleNamespace(**rows._asdict()))
         words = self.masks_of(len(rows.pos), rows.pos.device)
         where = masking.Rows(rows.expanded_idx_mapping, rows.pos, rows.expanded_local_pos, rows.input_ids)
-        masking.mask_rows(words, where, *self.limits, None, 1, self.vocab_size)
+        masks = None if grammar is None else masking.Grammar(*grammar[:3])
+        masking.mask_rows(words, where, *self.limits, masks, 1 if grammar is None else grammar.stride, self.vocab_size)
+        if grammar is not None:
+            grammar.used()
         return words
 
     def limits_by_slot(self, masking: Any) -> tuple[Any, Any]:

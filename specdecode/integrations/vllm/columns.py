@@ -33,6 +33,7 @@ from specdecode.integrations.vllm.needs import (
     needs_in,
     requested,
     values_of,
+    with_masked_drafts,
 )
 from specdecode.integrations.vllm.reporting import logger
 from specdecode.noise import BLOCK_SIZE
@@ -128,7 +129,10 @@ class VerifiedColumns:
         assert columns is not None
         draft_rows = None if where[0] is None else columns.of(where[0])
         sampling = for_drafts(requested(values_of(self.sampler), needs), draft_rows)
-        sampling |= columns.of_adjustments(adjusted(self.sampler, needs, rows))
+        added = adjusted(self.sampler, needs, rows)
+        if draft_rows is not None and rows.input_ids[1:].data_ptr() != drafts.data_ptr():
+            drafts = with_masked_drafts(drafts, rows.input_ids[1:], None, added.get("adjustments"))
+        sampling |= columns.of_adjustments(added)
         return self.output_of(self.call_of(logits, drafts, draft_rows, *where[1:]), sampling, None, columns.verifier)
 
 
@@ -176,7 +180,8 @@ class ColumnSampling:
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
         """Return why a step needs whole rows, or None."""
-        if grammar_output is not None:
+        has_grammars = grammar_output is not None
+        if has_grammars and not getattr(self.sampler, "reads_grammars", False):
             return "grammars"
         if self.sampler.compute_nans:
             return "VLLM_COMPUTE_NANS_IN_LOGITS"
@@ -184,7 +189,7 @@ class ColumnSampling:
         for need, reason in NEED_ROWS.items():
             if needs & need:
                 return reason
-        if needs & (ADJUSTS | MASKS) and needs & TRUNCATES:
+        if (needs & (ADJUSTS | MASKS) or has_grammars) and needs & TRUNCATES:
             return "penalties, biases or masks beside truncation"
         assert self.columns is not None
         return self.columns.why_not[bool(needs & TRUNCATES)]

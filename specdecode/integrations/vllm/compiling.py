@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from specdecode import Adjustments, RejectionSampler, backends, eager
 from specdecode.batch import VerificationBatch
@@ -14,6 +16,18 @@ from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, 
 from specdecode.integrations.vllm.reporting import logger
 from specdecode.packing import Packing
 from specdecode.sampling import Truncation
+
+
+def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
+    """Return what steps have in common that the same kernels verify."""
+    return logits.dtype, None if draft_logits is None else draft_logits.dtype
+
+
+@functools.cache
+def first_ids(count: int, device: torch.device) -> Tensor:
+    """Return the ids from 0 on."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
 
 
 def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:

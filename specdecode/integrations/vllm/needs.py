@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdecode import Adjustments, Sampling
+from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.report import MOST_KEPT, MOST_TOP_LOGPROBS
 
@@ -113,11 +114,11 @@ def requested(values: SlotValues, needs: int) -> dict[str, Any]:
 
 def adjusted(sampler: Any, needs: int, rows: StepRows) -> dict[str, Any]:
     """Return what changes the logits of a step's rows, if anything does: masks alone, or all that there is."""
-    if not needs & (ADJUSTS | MASKS):
+    grammar = getattr(sampler, "grammar", None)
+    if not needs & (ADJUSTS | MASKS) and grammar is None:
         return {}
-    known = sampler.known
-    is_limited = (needs & MASKS) > 0
-    mask = known.limited_tokens(rows) if is_limited else known.all_tokens(len(rows.pos), rows.pos.device)
+    known, is_limited = sampler.known, needs & MASKS or grammar is not None
+    mask = known.limited_tokens(rows, grammar) if is_limited else known.all_tokens(len(rows.pos), rows.pos.device)
     return {"adjustments": known.adjustments(mask) if needs & ADJUSTS else Adjustments(allowed_mask=mask)}
 
 
@@ -138,8 +139,8 @@ def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[st
     return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
 
 
-def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
-    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever a grammar has masked it.
+def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor | None, added: Adjustments | None) -> Tensor:
+    """Return drafts, of which vLLM made some -1, with the id that was drawn wherever its row does not allow it.
 
     A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
     It is sure to be: p(x) = 0. Other drafts that vLLM leaves out, as after the first that is masked, remain -1.
@@ -147,8 +148,15 @@ def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
     Args:
         drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
         drawn: [num_rows - 1] the ids that were drawn there.
-        logits: [num_rows, vocab] with the grammar's masks applied.
+        logits: [num_rows, vocab] to which a grammar's masks may have been applied; None: they have not been.
+        added: to them; its masks are of all tokens.
     """
-    ids = drawn.long().clamp(0, logits.shape[1] - 1)
-    is_masked = logits[:-1].gather(1, ids[:, None]).squeeze(1) == -torch.inf
+    ids, is_masked = drawn.long().clamp(min=0), torch.zeros_like(drawn, dtype=torch.bool)
+    if logits is not None:
+        own = ids.clamp(max=logits.shape[1] - 1)
+        is_masked |= logits[:-1].gather(1, own[:, None]).squeeze(1) == -torch.inf
+    if added is not None and added.allowed_mask is not None:
+        own = ids.clamp(max=WORD * added.allowed_mask.shape[1] - 1)
+        words = added.allowed_mask[:-1].gather(1, own[:, None] // WORD).squeeze(1)
+        is_masked |= (words >> own % WORD) & 1 == 0
     return torch.where(is_masked, drawn, drafts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode import RejectionSampler
 from specdecode.integrations.vllm.adjusting import Known, StepRows, known_processors
 from specdecode.integrations.vllm.compiling import compile_all
+from specdecode.integrations.vllm.grammars import StepGrammar, apply_grammar
 from specdecode.integrations.vllm.needs import (
     ADJUSTS,
     LOGPROBS,
@@ -44,7 +45,12 @@ class TokenSampling:
     unknown: ClassVar[str | None] = None
     """Why all steps are left to vLLM: it may do what is not known here."""
 
+    keeps_grammars: ClassVar[bool] = False
+    """Whether vLLM's masks of grammars may be kept for a step."""
+
     copies: SlotValues | None = None
+    grammar: StepGrammar | None = None
+    """The masks of the step's grammars, if its logits do not have them."""
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]
@@ -74,6 +80,16 @@ class TokenSampling:
         """The processors of vLLM whose work is done here."""
         return known_processors(self)
 
+    @functools.cached_property
+    def reads_grammars(self) -> bool:
+        """Whether masks of grammars are read where steps are verified here: vLLM counts NaN after it has applied them."""
+        return self.keeps_grammars and self.known is not None and not getattr(self, "compute_nans", False)
+
+    def reads_masks(self, num_draft_tokens: int) -> bool:
+        """Return whether masks of grammars are read in a step of so many drafts, unless it turns out to be left to vLLM."""
+        is_ours = self.unknown is None and (num_draft_tokens > 0 or self.verifier.method == "strict")
+        return is_ours and self.reads_grammars
+
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """Note what a request needs: vLLM's copy of logits, what is applied here, truncation, log-probabilities."""
         # vLLM keeps one flag for all: so first let its method see no need but of what is not known.
@@ -89,8 +105,9 @@ class TokenSampling:
             self.sampling_states = states
             if known is not None:
                 self.logits_processors, self.thinking_budget_state = processors, thinking
-        adjusts, masks, others = NOTHING if known is None else known.add_request(req_idx, sampling_params)
-        self.other_processing[req_idx] = self.needs_logits_processing[req_idx] | others
+        adjusts, masks, restores = NOTHING if known is None else known.add_request(req_idx, sampling_params)
+        others = self.needs_logits_processing[req_idx] | (restores and not self.reads_grammars)
+        self.other_processing[req_idx] = others
         self.applied[req_idx] = ADJUSTS * adjusts | MASKS * masks
         needs_others = self.other_processing[req_idx] | adjusts | masks
         self.needs_logits_processing[req_idx] = needs_others | states.add_request(req_idx, sampling_params)
@@ -119,12 +136,14 @@ class TokenSampling:
         mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
         tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
         if self.verifier.method != "strict" or self.unknown is not None:
+            apply_grammar(self)
             return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
         needs, values = needs_in(self, idx_mapping_np), self.slot_values()
         if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
             rows = StepRows(*mappings, pos, input_ids, expanded_local_pos)
             sampling = requested(values, needs) | adjusted(self, needs, rows)
         else:
+            apply_grammar(self)
             logits = self.apply_sampling_params(logits, *mappings, *tokens)
             sampling = of_processed(values)
         call: dict[str, Any] = {
@@ -139,4 +158,7 @@ class TokenSampling:
         if logits.dtype not in self.kinds:
             self.kinds.add(logits.dtype)
             compile_all(self.verifier, call, self)
-        return self.verifier.packed(**call, **sampling).token_ids[:, 0], logits
+        token_ids = self.verifier.packed(**call, **sampling).token_ids[:, 0]
+        if return_logprobs:
+            apply_grammar(self)
+        return token_ids, logits

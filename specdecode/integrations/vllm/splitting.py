@@ -69,7 +69,7 @@ def verify_prepared(verification: Any, prepared: Prepared, given: tuple[Any, ...
     values, drafts = values_of(verification.sampler), to_verify[rows][1:]
     if draft_logits is not None and verification.verifier.method != "strict":
         draft_rows = drawn_at_one(draft_logits, slots, values.temperature[slots])
-        drafts = with_masked_drafts(drafts, fed[1:], logits)
+        drafts = with_masked_drafts(drafts, fed[1:], logits, None)
     call = verification.call_of(logits, drafts, draft_rows, pos[rows], row_starts, slots)
     call |= {"seeds": values.seeds[slots], "slots": None}
     output: SamplerOutput = verification.verifier.packed(**call, temperature=of_processed(values)["temperature"][slots])
