@@ -96,6 +96,17 @@ def test_a_step_with_penalties_and_biases_emits_what_adjusted_rows_say(method):
         assert got == expected
 
 
+def test_what_requests_ask_for_is_copied_again_when_one_has_come():
+    sampler = Sampler()
+    mask = sampler.known.all_tokens(3, torch.device("cpu"))
+    before = sampler.known.adjustments(mask)
+    assert sampler.known.adjustments(mask).repetition_penalty is before.repetition_penalty
+    sampler.add_request(5, Namespace(repetition_penalty=1.3, logit_bias={3: 2.0}))
+    after = sampler.known.adjustments(mask)
+    assert after.repetition_penalty[5] == torch.tensor(1.3) != before.repetition_penalty[5]
+    assert (after.bias_ids[5, 0], after.bias[5, 0]) == (3, 2)
+
+
 def test_a_request_that_needs_vllms_copy_takes_its_step_along():
     case, _, _ = ragged_case(seed=5)
     sampler = Sampler()

@@ -275,12 +275,12 @@ class GrammarSampler(LimitedSampler):
 @pytest.mark.usefixtures("one_kernel_at_a_time")
 @pytest.mark.parametrize("method", METHODS)
 def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
-    """Drafts behind the first that a grammar forbids are left out; beside truncation rows are gathered."""
+    """Drafts are left out, also those that their rows forbid; beside truncation rows are gathered."""
     case, _, logits = ragged_case(vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
     grammar = grammar_of(range(0, 40, 2), DRAFTS + 1, VOCAB, share=0.7)
     draft_logits = torch.zeros(SLOTS, DRAFTS, VOCAB, dtype=torch.bfloat16)
-    draft_logits[case["idx_mapping"].long()] = logits[:, :-1]
-    case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(case["expanded_local_pos"] > 1, -1)
+    draft_logits[case["idx_mapping"].long()] = 3 * logits[:, :-1]
+    case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(case["expanded_local_pos"] > 0, -1)
 
     def verified(runner):
         return runner.sample(case["logits"].clone(), batch_of(case), grammar)[1:]

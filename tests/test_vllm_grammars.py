@@ -78,7 +78,7 @@ def made(method, kinds=({},), with_draft_logits=False, **members):
     runner.draft_logits = None
     if with_draft_logits:
         runner.draft_logits = torch.randn(64, DRAFTS, VOCAB, generator=torch.Generator().manual_seed(1))
-        is_left_out = (case["expanded_local_pos"] > 2) & (case["idx_mapping"][0] != case["expanded_idx_mapping"])
+        is_left_out = (case["expanded_local_pos"] > 0) & (case["idx_mapping"][0] != case["expanded_idx_mapping"])
         case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(is_left_out, -1)
     runner.structured_outputs_worker = Worker(400, VOCAB, DRAFTS + 1)
     logits = case.pop("logits")
@@ -157,7 +157,7 @@ def test_masks_are_applied_before_anything_reads_logits_that_needs_them(method, 
     if got is not LEFT:
         other, batch, _ = made(method)
         assert other.sample(want, batch, None) == got
-    assert runner.sampler.grammar is None
+    assert runner.structured_outputs_worker.applied == [0, VOCAB]
 
 
 def test_limits_that_depend_on_a_grammar_are_vllms_where_it_prepares_rows():

@@ -136,7 +136,6 @@ class TokenSampling:
         mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
         tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
         if self.verifier.method != "strict" or self.unknown is not None:
-            apply_grammar(self)
             return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
         needs, values = needs_in(self, idx_mapping_np), self.slot_values()
         if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
