@@ -11,6 +11,7 @@ import torch
 
 from specdecode.integrations.vllm.grammars import GrammarSteps
 from specdecode.integrations.vllm.needs import MASKS, PROCESSORS
+from tests.conftest import combine
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
@@ -64,7 +65,7 @@ class Runner(GrammarSteps, PlainRunner):
 
 def made(method, kinds=({},), with_draft_logits=False, **members):
     """A runner, its batch and logits; of the requests each has one of some kinds, in turn."""
-    case, _, _ = ragged_case(seed=11, scale=2.0)
+    case, _, _ = ragged_case(seed=11, batch=18, scale=2.0)
     case["pos"] = 1 + case["expanded_local_pos"].long()
     torch.manual_seed(5)
     runner, sampler = Runner(), Sampler()
@@ -82,14 +83,14 @@ def made(method, kinds=({},), with_draft_logits=False, **members):
         case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(is_left_out, -1)
     runner.structured_outputs_worker = Worker(400, VOCAB, DRAFTS + 1)
     logits = case.pop("logits")
-    names = [f"request {i}" for i in range(40)]
+    names = [f"request {i}" for i in range(18)]
     batch = Namespace(case=case, req_ids=names, num_draft_tokens=1, idx_mapping_np=case["idx_mapping_np"])
     batch.cu_num_logits, batch.idx_mapping = case["cu_num_logits"], case["idx_mapping"]
     SEES.clear()
     return runner, batch, logits
 
 
-GRAMMAR = grammar_of(range(0, 40, 3), DRAFTS + 1, VOCAB)
+GRAMMAR = grammar_of(range(0, 18, 3), DRAFTS + 1, VOCAB)
 KINDS = [{}, {"bad_words": [[5], [3, 9]]}, {"allowed_token_ids": list(range(30))}]
 
 
@@ -100,18 +101,19 @@ def masked(logits, batch):
     return masked
 
 
-@pytest.mark.parametrize("kinds", [[{}], KINDS, [*KINDS, {"presence_penalty": 1.5}]], ids=["alone", "masks", "all"])
-@pytest.mark.parametrize("with_draft_logits", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+ALL = {"alone": [{}], "masks": KINDS, "all": [*KINDS, {"presence_penalty": 1.5}]}
+
+
+@pytest.mark.parametrize(("method", "with_draft_logits", "kinds"), combine(METHODS, [False, True], list(ALL)))
 def test_a_step_emits_what_masked_logits_say_and_no_logit_is_changed(method, with_draft_logits, kinds):
-    runner, batch, logits = made(method, kinds, with_draft_logits)
+    runner, batch, logits = made(method, ALL[kinds], with_draft_logits)
     before = logits.clone()
     got = runner.sample(logits, batch, GRAMMAR)
     assert logits.equal(before)
     assert runner.structured_outputs_worker.applied == [0]
     assert not runner.rejection_sampler.fallbacks
     assert runner.sample(before.clone(), batch, None) != got  # of which nothing is kept
-    other, batch, _ = made(method, kinds, with_draft_logits)
+    other, batch, _ = made(method, ALL[kinds], with_draft_logits)
     assert other.sample(masked(before, batch), batch, None) == got
 
 
@@ -210,7 +212,7 @@ def test_masks_are_kept_for_their_step_alone():
 def test_a_step_without_drafts_reads_masks_if_it_is_drawn_here(method, return_logprobs):
     runner, batch, logits = made(method, KINDS)
     first, case, sampler = batch.cu_num_logits[:-1].long(), batch.case, runner.sampler
-    batch.cu_num_logits, batch.num_draft_tokens = torch.arange(41), 0
+    batch.cu_num_logits, batch.num_draft_tokens = torch.arange(19), 0
     logits = logits[first]
     before, want = logits.clone(), masked(logits, batch)
     mappings = case["idx_mapping"], case["idx_mapping"], case["idx_mapping_np"]

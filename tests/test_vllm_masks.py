@@ -13,6 +13,7 @@ import torch
 from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.grammars import StepGrammar
 from specdecode.integrations.vllm.needs import MASKS
+from tests.conftest import combine
 from tests.support.vllm import METHODS, LimitedSampler, emitted, last_in, ragged_case, rejection_sampler
 
 pytest.importorskip("triton")
@@ -210,9 +211,7 @@ def limited_case(penalties):
     return case, sampler, torch.from_numpy(mask)
 
 
-@pytest.mark.parametrize("penalties", [False, True])
-@pytest.mark.parametrize("with_draft_logits", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "with_draft_logits", "penalties"), combine(METHODS, [False, True], [False, True]))
 def test_a_step_emits_what_rows_say_whose_other_tokens_have_no_probability(method, with_draft_logits, penalties):
     case, sampler, mask = limited_case(penalties)
     sampler.sampling_states.temperature.np[::2] = 0.8
