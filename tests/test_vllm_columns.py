@@ -276,10 +276,14 @@ class GrammarSampler(LimitedSampler):
 @pytest.mark.parametrize("method", METHODS)
 def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
     """Drafts are left out, also those that their rows forbid; beside truncation rows are gathered."""
-    case, _, logits = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
-    grammar = grammar_of(range(0, 16, 2), DRAFTS + 1, VOCAB, share=0.7)
-    draft_logits = torch.zeros(SLOTS, DRAFTS, VOCAB, dtype=torch.bfloat16)
-    draft_logits[case["idx_mapping"].long()] = 3 * logits[:, :-1]
+    case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
+    grammar = grammar_of(range(16), DRAFTS + 1, VOCAB, share=0.3)
+    allowed = case["logits"].clone()
+    given = batch_of(case), grammar.structured_output_request_ids, grammar.grammar_bitmask
+    PlainWorker(400, VOCAB, DRAFTS + 1).apply_grammar_bitmask(allowed, *given)
+    draft_logits = torch.zeros(SLOTS, DRAFTS + 1, VOCAB, dtype=torch.bfloat16)  # of the likeliest token that is allowed
+    where = case["expanded_idx_mapping"].long(), case["expanded_local_pos"].long(), allowed.argmax(dim=1)
+    draft_logits = draft_logits.index_put(where, torch.tensor(50.0).bfloat16())[:, :DRAFTS]
     case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(case["expanded_local_pos"] > 0, -1)
 
     def verified(runner):
@@ -289,7 +293,7 @@ def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
         torch.manual_seed(5)
         runner.sampler = runner.rejection_sampler.sampler = GrammarSampler(SLOTS, VOCAB)
         runner.sampler.verifier = runner.rejection_sampler.verifier
-        runner.sampler.sampling_states.temperature.np[:] = 0.8
+        runner.sampler.sampling_states.temperature.np[:] = 0.1
         runner.speculator = Namespace(draft_logits=draft_logits)
         runner.structured_outputs_worker = worker(400, VOCAB, DRAFTS + 1)
         return runner
