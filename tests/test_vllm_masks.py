@@ -3,6 +3,10 @@
 Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 from unittest import mock
 
@@ -152,6 +156,31 @@ def test_a_vocabulary_of_several_tiles_is_written_in_full():
     requests = [(0, asked, [1], [2], []), (1, {}, [1], [2], [])]
     got = bits_of(sampler.known.limited_tokens(step_of(sampler, requests)), vocab)
     assert got.tolist() == expected_of(requests, vocab=vocab).tolist()
+
+
+COMPILED = """
+import torch, triton
+from tests.tools import portability
+from specdecode.integrations.vllm import masking
+portability.tell_calls_apart()
+triton.runtime.driver.set_active(driver := portability.Driver(90))
+ids = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+lists = [part for count in (1024, 128, 1024, 129, 4096) for part in (ids(2, count), count)]
+limits, rows = masking.Limits(ids(2, 7), *lists, ids(2)), masking.Rows(ids(1), ids(1).long(), ids(1), ids(1))
+for counts in (None, (1, 1, 1), (2, 1, 3)):
+    patterns = [part for count in counts or () for part in (ids(count), count)]
+    thinking = masking.Thinking(ids(2), ids(2), *patterns) if counts else None
+    for grammar in (None, masking.Grammar(ids(5, 4748), ids(5), ids(1))):
+        masking.mask_rows(ids(1, 4748), rows, limits, thinking, grammar, 5, 151_936)
+print(*driver.compiled)
+"""
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here_and_not_again_for_grammars():
+    root, environment = Path(__file__).parent.parent, {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["mask_rows_kernel"] * 3
 
 
 GRAMMARS = {

@@ -42,6 +42,7 @@ LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
 OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
 ROWS = "target_logits", "draft_logits"
 WHOLE_ROWS = "vLLM gathers the logits of such a step on every rank"
+BESIDE_TRUNCATION = "penalties, biases or masks beside truncation"
 NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities"}
 
 
@@ -190,7 +191,7 @@ class ColumnSampling:
             if needs & need:
                 return reason
         if (needs & (ADJUSTS | MASKS) or has_grammars) and needs & TRUNCATES:
-            return "penalties, biases or masks beside truncation"
+            return BESIDE_TRUNCATION
         assert self.columns is not None
         return self.columns.why_not[bool(needs & TRUNCATES)]
 
