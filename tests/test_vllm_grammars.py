@@ -18,6 +18,7 @@ from tests.support.vllm import (
     METHODS,
     LimitedSampler,
     PlainRejectionSampler,
+    PlainWorker,
     Worker,
     emitted,
     grammar_of,
@@ -183,6 +184,23 @@ def test_masks_are_applied_at_once_where_they_are_not_read(change):
     runner.sample(logits, batch, GRAMMAR)
     assert runner.structured_outputs_worker.applied == [VOCAB]
     assert logits.equal(want)
+
+
+def test_masks_are_applied_at_once_if_a_sampler_is_vllms_own():
+    runner, batch, logits = made("probabilistic")
+    want, ours = masked(logits, batch), runner.rejection_sampler
+    for other in ("sampler", "rejection_sampler", "structured_outputs_worker"):
+        runner, batch, logits = made("probabilistic")
+        runner.rejection_sampler = Namespace(_verify=ours._verify, _get_logprobs_tensors=ours._get_logprobs_tensors)
+        if other != "rejection_sampler":
+            runner.rejection_sampler.verifier = ours.verifier
+        if other == "sampler":
+            runner.sampler = Namespace()
+        elif other == "structured_outputs_worker":
+            runner.structured_outputs_worker = PlainWorker(400, VOCAB, DRAFTS + 1)
+        runner.sample(logits, batch, GRAMMAR)
+        assert logits.equal(want)
+        assert runner.structured_outputs_worker.applied == [VOCAB]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

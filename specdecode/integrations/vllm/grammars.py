@@ -67,13 +67,16 @@ class GrammarSteps:
     """Mixed into vLLM's V2 model runner: it says whose step it is, and drops what is kept at its end."""
 
     # What vLLM's class has:
+    rejection_sampler: Any
     sampler: Any
     structured_outputs_worker: Any
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Sample a step, with vLLM's arguments and results."""
         given, worker = (hidden_states, input_batch, grammar_output), self.structured_outputs_worker
-        if grammar_output is None or not isinstance(worker, KeptGrammars) or not hasattr(self.sampler, "reads_masks"):
+        are_ours = isinstance(worker, KeptGrammars) and hasattr(self.sampler, "reads_masks")
+        are_ours = are_ours and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
+        if grammar_output is None or not are_ours:
             return super().sample(*given)  # type: ignore[misc]
         worker.sampler = self.sampler
         try:
