@@ -1,7 +1,6 @@
 """With tensor parallelism in vLLM each rank verifies its own columns; whole rows are gathered where a step needs them."""
 
 import sys
-import threading
 from operator import attrgetter
 from types import ModuleType
 from types import SimpleNamespace as Namespace
@@ -12,62 +11,27 @@ from torch import nn
 
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import columns, contract, logger
-from specdecode.integrations.vllm.grammars import GrammarSteps
-from specdecode.integrations.vllm.needs import TRUNCATES
 from specdecode.integrations.vllm.reporting import Report
-from tests.support.ranks import groups, on_ranks
+from tests.support.ranks import groups
 from tests.support.vllm import (
     METHODS,
-    LimitedSampler,
-    PlainWorker,
-    Worker,
     arguments,
-    grammar_of,
     ragged_case,
     rejection_sampler,
     sampling_states,
 )
-
-VOCAB, PADDED, BOUNDS, DRAFTS, SLOTS = 3000, 4096, [0, 2048, 3000], 4, 64
-
-
-class LogitsProcessor(nn.Module):
-    """VLLM's, of hidden states that are the logits; it counts how often it gathers."""
-
-    logits_as_input, org_vocab_size, gathered = False, VOCAB, 0
-
-    def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False):
-        return self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
-
-    def _get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
-        if not skip_gather:
-            self._gather_logits()
-        return self._apply_head(lm_head, hidden_states, embedding_bias, skip_gather)
-
-    def _apply_head(self, lm_head, hidden_states, embedding_bias, is_part):
-        start = lm_head.shard_indices.org_vocab_start_index
-        logits = hidden_states if embedding_bias is None else hidden_states + embedding_bias
-        return nn.functional.pad(logits, (0, PADDED - VOCAB))[:, start : start + 2048] if is_part else logits
-
-    def _gather_logits(self):
-        self.gathered += 1
-
-
-class Model(nn.Module):
-    """A model of vLLM's, as most are."""
-
-    def __init__(self, start, end):
-        super().__init__()
-        self.logits_processor, self.lm_head = LogitsProcessor(), nn.Module()
-        self.lm_head.shard_indices = Namespace(org_vocab_start_index=start, org_vocab_end_index=end)
-        self.lm_head.num_embeddings_per_partition, self.lm_head.tp_size = 2048, 2
-        self.dense = nn.Linear(1, 1)
-        self.dense.logits_processor = nn.Identity()
-        self.lm_head.org_vocab_size, self.lm_head.bias = VOCAB, torch.arange(VOCAB, dtype=torch.bfloat16)
-
-    def compute_logits(self, hidden_states):
-        logits = self.logits_processor(self.lm_head, hidden_states)
-        return logits
+from tests.support.vllm_ranks import (
+    BOUNDS,
+    DRAFTS,
+    SLOTS,
+    VOCAB,
+    LogitsProcessor,
+    Model,
+    batch_of,
+    group_by_thread,
+    of_rank,
+    on_two_ranks,
+)
 
 
 class WithLocal(Model):
@@ -115,65 +79,9 @@ class MultimodalWithBias(Multimodal):
     language = WithBias
 
 
-class PlainRunner:
-    """What vLLM's model runner does."""
-
-    structured_outputs_worker = None
-
-    def sample(self, hidden_states, input_batch, grammar_output):
-        logits = self.model.compute_logits(hidden_states)
-        if self.structured_outputs_worker is not None:
-            given = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
-            self.structured_outputs_worker.apply_grammar_bitmask(logits, input_batch, *given)
-        return self.rejection_sampler._verify(logits, self.speculator.draft_logits, *arguments(input_batch.case))
-
-
-class Runner(GrammarSteps, columns.ColumnSampling, PlainRunner):
-    @property
-    def gathered(self):
-        return next(each for each in self.model.modules() if isinstance(each, LogitsProcessor)).gathered
-
-
-def of_rank(rank, method, draft_logits=None, model=Model, **limits):
-    """The model runner of a rank of two."""
-    result, states = Runner(), sampling_states(SLOTS, VOCAB, temperature=0.8, **limits)
-    result.rejection_sampler = rejection_sampler(method, states, DRAFTS)
-    result.sampler, result.model = result.rejection_sampler.sampler, model(BOUNDS[rank], BOUNDS[rank + 1])
-    result.sampler.compute_nans = False
-    result.speculator = Namespace(draft_logits=draft_logits)
-    return result
-
-
 @pytest.fixture
 def group_of_thread(monkeypatch):
-    """Each thread is a rank, whose group vLLM returns."""
-    local = threading.local()
-    module = ModuleType(contract.PARALLEL)
-    module.get_tp_group = lambda: Namespace(world_size=2, device_group=local.group, rank_in_group=local.group.rank())
-    module.get_tensor_model_parallel_world_size = lambda: 2
-    monkeypatch.setitem(sys.modules, contract.PARALLEL, module)
-    return local
-
-
-def on_two_ranks(group_of_thread, function):
-    """Call a function of the rank on each of two."""
-    members = groups(2)
-
-    def run(rank):
-        group_of_thread.group = members[rank]
-        return function(rank)
-
-    results = on_ranks(run, [(0,), (1,)])
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
-def batch_of(case):
-    where = {name: case[name] for name in ("idx_mapping", "idx_mapping_np", "cu_num_logits")}
-    names = [f"request {i}" for i in range(len(case["idx_mapping"]))]
-    return Namespace(case=case, num_draft_tokens=1, req_ids=names, **where)
+    return group_by_thread(monkeypatch)
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.9}], ids=["plain", "truncated"])
@@ -201,124 +109,6 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
             assert num_tokens.equal(want[2])
             emitted = torch.arange(DRAFTS + 1) < num_tokens[:, None]
             assert token_ids[emitted].equal(want[1][emitted])
-
-
-PENALTIES, BIASES = {"repetition_penalty": 1.5, "presence_penalty": 2.0}, {"logit_bias": {7: 9.0, 2500: 9.0}}
-ASKED = {  # given the first token that the request emits else
-    "all": lambda token: [{}, PENALTIES, BIASES, {"bad_words": [[token]]}],
-    "masks": lambda token: [{}, {"allowed_token_ids": [4, 2047, 2048, 2999]}, {"bad_words": [[token]]}],
-}
-
-
-@pytest.fixture
-def one_kernel_at_a_time(monkeypatch):
-    """Triton's interpreter does not run in two threads."""
-    masking = pytest.importorskip("specdecode.integrations.vllm.masking", exc_type=ImportError)
-    lock, mask_rows = threading.Lock(), masking.mask_rows
-
-    def locked(*arguments):
-        with lock:
-            mask_rows(*arguments)
-
-    monkeypatch.setattr(masking, "mask_rows", locked)
-
-
-@pytest.mark.usefixtures("one_kernel_at_a_time")
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("method", METHODS)
-def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, asked):
-    """From vLLM's state of the whole vocabulary; beside truncation rows are gathered."""
-    case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
-
-    def verified(runner):
-        return runner.sample(case["logits"], batch_of(case), None)[1:]
-
-    whole, slots, samplers = PlainRunner(), case["idx_mapping_np"], []
-    whole.rejection_sampler = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8), DRAFTS)
-    whole.model, whole.speculator = Model(0, VOCAB), Namespace(draft_logits=None)
-    unadjusted = verified(whole)[0]
-    kinds = len(ASKED[asked](0))
-    for _ in range(3):
-        torch.manual_seed(5)
-        samplers.append(LimitedSampler(SLOTS, VOCAB))
-        samplers[-1].sampling_states.temperature.np[:] = 0.8
-        for i, (slot, token) in enumerate(zip(slots, unadjusted[:, 0].tolist())):
-            samplers[-1].add_request(slot, Namespace(**ASKED[asked](token)[i % kinds]))
-    whole.rejection_sampler.sampler = samplers[0]
-    want = verified(whole)
-    changed = (want[0] != unadjusted).any(dim=1)
-    assert [bool(changed[i::kinds].any()) for i in range(kinds)] == [i > 0 for i in range(kinds)]
-
-    def steps(rank):
-        runner = of_rank(rank, method)
-        runner.sampler = runner.rejection_sampler.sampler = samplers[1 + rank]
-        runner.sampler.compute_nans = False
-        verified(runner)  # which compiles, from whole rows
-        results = [verified(runner)]
-        assert runner.gathered == 1
-        runner.sampler.sampling_states.top_p.np[slots[3]] = 0.9
-        runner.sampler.needs[slots[3]] |= TRUNCATES
-        verified(runner)
-        assert runner.gathered == 2
-        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
-        return results
-
-    for results in on_two_ranks(group_of_thread, steps):
-        for got in results:
-            assert all(one.equal(other) for one, other in zip(got, want))
-
-
-class GrammarSampler(LimitedSampler):
-    keeps_grammars, compute_nans = True, False
-
-
-@pytest.mark.usefixtures("one_kernel_at_a_time")
-@pytest.mark.parametrize("method", METHODS)
-def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
-    """Drafts are left out, also those that their rows forbid; beside truncation rows are gathered."""
-    case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
-    grammar = grammar_of(range(16), DRAFTS + 1, VOCAB, share=0.3)
-    allowed = case["logits"].clone()
-    given = batch_of(case), grammar.structured_output_request_ids, grammar.grammar_bitmask
-    PlainWorker(400, VOCAB, DRAFTS + 1).apply_grammar_bitmask(allowed, *given)
-    draft_logits = torch.zeros(SLOTS, DRAFTS + 1, VOCAB, dtype=torch.bfloat16)  # of the likeliest token that is allowed
-    where = case["expanded_idx_mapping"].long(), case["expanded_local_pos"].long(), allowed.argmax(dim=1)
-    draft_logits = draft_logits.index_put(where, torch.tensor(50.0).bfloat16())[:, :DRAFTS]
-    case["verify_draft_sampled"] = case["draft_sampled"].masked_fill(case["expanded_local_pos"] > 0, -1)
-
-    def verified(runner):
-        return runner.sample(case["logits"].clone(), batch_of(case), grammar)[1:]
-
-    def made(runner, worker):
-        torch.manual_seed(5)
-        runner.sampler = runner.rejection_sampler.sampler = GrammarSampler(SLOTS, VOCAB)
-        runner.sampler.verifier = runner.rejection_sampler.verifier
-        runner.sampler.sampling_states.temperature.np[:] = 0.1
-        runner.speculator = Namespace(draft_logits=draft_logits)
-        runner.structured_outputs_worker = worker(400, VOCAB, DRAFTS + 1)
-        return runner
-
-    whole = PlainRunner()
-    whole.rejection_sampler, whole.model = of_rank(0, method).rejection_sampler, Model(0, VOCAB)
-    want = verified(made(whole, PlainWorker))
-    runners = [made(of_rank(rank, method), Worker) for rank in range(2)]
-
-    def steps(rank):
-        runner = runners[rank]
-        verified(runner)  # which compiles, from whole rows
-        results = [verified(runner)]
-        assert runner.gathered == 1
-        assert runner.structured_outputs_worker.applied == [0, 0]
-        slot = case["idx_mapping_np"][3]
-        runner.sampler.sampling_states.top_p.np[slot] = 0.9
-        runner.sampler.needs[slot] |= TRUNCATES
-        verified(runner)
-        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
-        return results
-
-    for results in on_two_ranks(group_of_thread, steps):
-        for got in results:
-            assert all(one.equal(other) for one, other in zip(got, want))
 
 
 def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, caplog):

@@ -172,7 +172,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
             call = self.call_of(logits, drafts, *where)
             self.prepare(kind, call)
             self.prepare_columns(call)
-        needs, asked, prepared = self.divided(logits, idx_mapping_np)
+        needs, asked, prepared = self.asked_and_prepared(logits, idx_mapping_np)
         rule, processed = self.why_left(needs, kind, self.can_list)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
@@ -195,7 +195,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
             output = joined(output, verify_prepared(self, prepared, given), prepared)
         return self.verified(logits, output)
 
-    def divided(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
+    def asked_and_prepared(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
         """Return what a step needs, what calls are to list of it, and the requests that vLLM prepares rows for."""
         needs, prepared = needs_in(self.sampler, slots), None
         asked = self.asked_of(needs)
