@@ -56,8 +56,7 @@ def one_kernel_at_a_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_kernel_at_a_time")
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "asked"), [*[(method, "all") for method in METHODS], ("probabilistic", "masks")])
 def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, asked):
     """From vLLM's state of the whole vocabulary; beside truncation rows are gathered."""
     case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)

@@ -167,7 +167,7 @@ triton.runtime.driver.set_active(driver := portability.Driver(90))
 ids = lambda *shape: torch.zeros(shape, dtype=torch.int32)
 lists = [part for count in (1024, 128, 1024, 129, 4096) for part in (ids(2, count), count)]
 limits, rows = masking.Limits(ids(2, 7), *lists, ids(2)), masking.Rows(ids(1), ids(1).long(), ids(1), ids(1))
-for counts in (None, (1, 1, 1), (2, 1, 3)):
+for counts in (None, (1, 2, 3)):
     patterns = [part for count in counts or () for part in (ids(count), count)]
     thinking = masking.Thinking(ids(2), ids(2), *patterns) if counts else None
     for grammar in (None, masking.Grammar(ids(5, 4748), ids(5), ids(1))):
@@ -180,7 +180,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here_and_not_again_for_gramma
     root, environment = Path(__file__).parent.parent, {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["mask_rows_kernel"] * 3
+    assert run.stdout.split() == ["mask_rows_kernel"] * 2
 
 
 GRAMMARS = {
