@@ -55,14 +55,25 @@ def one_kernel_at_a_time(monkeypatch):
     monkeypatch.setattr(masking, "mask_rows", locked)
 
 
+def truncate(sampler, slots):
+    """Let every second request keep half of its tokens' mass."""
+    sampler.sampling_states.top_p.np[slots[::2]] = 0.5
+    sampler.needs[slots[::2]] |= TRUNCATES
+    sampler.copies = None
+
+
 @pytest.mark.usefixtures("one_kernel_at_a_time")
 @pytest.mark.parametrize(("method", "asked"), [*[(method, "all") for method in METHODS], ("probabilistic", "masks")])
 def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, asked):
-    """From vLLM's state of the whole vocabulary; beside truncation rows are gathered."""
+    """From vLLM's state of the whole vocabulary, in truncated steps, too."""
     case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
 
     def verified(runner):
         return runner.sample(case["logits"], batch_of(case), None)[1:]
+
+    def truncated(runner):
+        truncate(runner.rejection_sampler.sampler, slots)
+        return verified(runner)
 
     whole, slots, samplers = PlainRunner(), case["idx_mapping_np"], []
     whole.rejection_sampler = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8), DRAFTS)
@@ -76,8 +87,9 @@ def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, ask
         for i, (slot, token) in enumerate(zip(slots, unadjusted[:, 0].tolist())):
             samplers[-1].add_request(slot, Namespace(**ASKED[asked](token)[i % kinds]))
     whole.rejection_sampler.sampler = samplers[0]
-    want = verified(whole)
-    changed = (want[0] != unadjusted).any(dim=1)
+    want = verified(whole), truncated(whole)
+    changed = (want[0][0] != unadjusted).any(dim=1)
+    assert not want[1][0].equal(want[0][0])
     assert [bool(changed[i::kinds].any()) for i in range(kinds)] == [i > 0 for i in range(kinds)]
 
     def steps(rank):
@@ -85,18 +97,12 @@ def test_adjustments_are_applied_to_a_ranks_columns(group_of_thread, method, ask
         runner.sampler = runner.rejection_sampler.sampler = samplers[1 + rank]
         runner.sampler.compute_nans = False
         verified(runner)  # which compiles, from whole rows
-        results = [verified(runner)]
+        results = verified(runner), truncated(runner)
         assert runner.gathered == 1
-        runner.sampler.sampling_states.top_p.np[slots[3]] = 0.9
-        runner.sampler.needs[slots[3]] |= TRUNCATES
-        verified(runner)
-        assert runner.gathered == 2
-        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
         return results
 
     for results in on_two_ranks(group_of_thread, steps):
-        for got in results:
-            assert all(one.equal(other) for one, other in zip(got, want))
+        assert all(one.equal(other) for got, of_whole in zip(results, want) for one, other in zip(got, of_whole))
 
 
 class GrammarSampler(LimitedSampler):
@@ -106,7 +112,7 @@ class GrammarSampler(LimitedSampler):
 @pytest.mark.usefixtures("one_kernel_at_a_time")
 @pytest.mark.parametrize("method", METHODS)
 def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
-    """Drafts are left out, also those that their rows forbid; beside truncation rows are gathered."""
+    """Drafts are left out, also those that their rows forbid."""
     case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
     grammar = grammar_of(range(16), DRAFTS + 1, VOCAB, share=0.3)
     allowed = case["logits"].clone()
@@ -131,22 +137,20 @@ def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
 
     whole = PlainRunner()
     whole.rejection_sampler, whole.model = of_rank(0, method).rejection_sampler, Model(0, VOCAB)
-    want = verified(made(whole, PlainWorker))
+    want = [verified(made(whole, PlainWorker))]
+    truncate(whole.sampler, case["idx_mapping_np"])
+    want.append(verified(whole))
     runners = [made(of_rank(rank, method), Worker) for rank in range(2)]
 
     def steps(rank):
         runner = runners[rank]
         verified(runner)  # which compiles, from whole rows
-        results = [verified(runner)]
+        result = verified(runner)
+        truncate(runner.sampler, case["idx_mapping_np"])
+        truncated = verified(runner)
         assert runner.gathered == 1
-        assert runner.structured_outputs_worker.applied == [0, 0]
-        slot = case["idx_mapping_np"][3]
-        runner.sampler.sampling_states.top_p.np[slot] = 0.9
-        runner.sampler.needs[slot] |= TRUNCATES
-        verified(runner)
-        assert runner.columns.gathered["penalties, biases or masks beside truncation"] == 1
-        return results
+        assert runner.structured_outputs_worker.applied == [0, 0, 0]
+        return result, truncated
 
     for results in on_two_ranks(group_of_thread, steps):
-        for got in results:
-            assert all(one.equal(other) for one, other in zip(got, want))
+        assert all(one.equal(other) for got, of_whole in zip(results, want) for one, other in zip(got, of_whole))

@@ -16,7 +16,7 @@ from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
-from specdecode.integrations.vllm.columns import BESIDE_TRUNCATION, NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
+from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
 from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
@@ -334,7 +334,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     report.totals = [98_000, 294_000, 128_380, 2]
     report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}), Counter())
     report.gathered, report.steps_logged, report.left_logged = Fallbacks(logger), 0, Counter()
-    for reason in [NEED_ROWS[LOGPROBS]] * 10 + [BESIDE_TRUNCATION] * 12:
+    for reason in [NEED_ROWS[LOGPROBS]] * 10 + [NEED_ROWS[PROCESSORS]] * 12:
         report.gathered.add(reason, WHOLE_ROWS)
     report.begun, report.totals = 0, [98_000, 294_000, 128_380, 0]
     report.log(60, 3170, Counter(), Counter(report.gathered))

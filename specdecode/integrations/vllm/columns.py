@@ -23,9 +23,7 @@ from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.compiling import compile_all
 from specdecode.integrations.vllm.contract import PARALLEL, unknown_names
 from specdecode.integrations.vllm.needs import (
-    ADJUSTS,
     LOGPROBS,
-    MASKS,
     PROCESSORS,
     TRUNCATES,
     adjusted,
@@ -42,7 +40,6 @@ LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
 OWN_TOKENS = "specdecode: this rank verifies tokens %d to %d of %d; no logits are gathered"
 ROWS = "target_logits", "draft_logits"
 WHOLE_ROWS = "vLLM gathers the logits of such a step on every rank"
-BESIDE_TRUNCATION = "penalties, biases or masks beside truncation"
 NEED_ROWS = {PROCESSORS: "logits processors", LOGPROBS: "log-probabilities"}
 
 
@@ -181,8 +178,7 @@ class ColumnSampling:
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
         """Return why a step needs whole rows, or None."""
-        has_grammars = grammar_output is not None
-        if has_grammars and not getattr(self.sampler, "reads_grammars", False):
+        if grammar_output is not None and not getattr(self.sampler, "reads_grammars", False):
             return "grammars"
         if self.sampler.compute_nans:
             return "VLLM_COMPUTE_NANS_IN_LOGITS"
@@ -190,8 +186,6 @@ class ColumnSampling:
         for need, reason in NEED_ROWS.items():
             if needs & need:
                 return reason
-        if (needs & (ADJUSTS | MASKS) or has_grammars) and needs & TRUNCATES:
-            return BESIDE_TRUNCATION
         assert self.columns is not None
         return self.columns.why_not[bool(needs & TRUNCATES)]
 

@@ -84,8 +84,6 @@ def compile_all(
         warm_up_masks(known, call)
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
-    if verifier.shard is not None:  # whose kernels do not take both
-        kinds = [kind for kind in kinds if not {"top_p", "adjustments"} <= kind.keys()]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda and verifier.shard is None:
         backends.kernels().at_once(warmups)
