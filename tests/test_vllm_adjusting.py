@@ -12,79 +12,24 @@ import torch
 
 from reference.adjustments import Adjustments as OfRequest
 from reference.adjustments import adjust
-from specdecode.integrations.vllm import TokenSampling
+from specdecode import Adjustments
 from specdecode.integrations.vllm.adjusting import known_processors
-from specdecode.integrations.vllm.sampling import ADJUSTS, PROCESSORS
+from specdecode.integrations.vllm.needs import ADJUSTS, MASKS, PROCESSORS
+from specdecode.integrations.vllm.splitting import prepared_in
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
     METHODS,
+    NEUTRAL,
+    Custom,
     PlainRejectionSampler,
     emitted,
-    mirrored,
     ragged_case,
     rejection_sampler,
-    sampling_states,
 )
+from tests.support.vllm import LimitedSampler as Sampler
 
 SLOTS, VOCAB = 64, 50
-NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-
-
-class PenaltiesState:
-    def __init__(self):
-        for name, neutral in NEUTRAL.items():
-            setattr(self, name, mirrored(np.full(SLOTS, neutral), torch.float32))
-        self.use_penalty = np.zeros(SLOTS, dtype=bool)
-        self.prompt_bin_mask = torch.randint(-(2**31), 2**31, (SLOTS, 2)).to(torch.int32)
-        self.output_bin_counts = torch.randint(0, 3, (SLOTS, VOCAB), dtype=torch.int32)
-
-    def add_request(self, slot, params):
-        for name, neutral in NEUTRAL.items():
-            getattr(self, name).np[slot] = getattr(params, name, neutral)
-        self.use_penalty[slot] = any(hasattr(params, name) for name in NEUTRAL)
-        return self.use_penalty[slot]
-
-
-class LogitBiasState:
-    def __init__(self):
-        for name in ("num_allowed_token_ids", "num_logit_bias", "num_stop_token_ids"):
-            setattr(self, name, mirrored(np.zeros(SLOTS), torch.int32))
-        self.logit_bias_token_ids = Namespace(gpu=torch.randint(0, VOCAB, (SLOTS, 16), dtype=torch.int32))
-        self.logit_bias = Namespace(gpu=torch.full((SLOTS, 16), 99.0))
-
-    def add_request(self, slot, params):
-        biases = getattr(params, "logit_bias", {})
-        self.num_logit_bias.np[slot] = len(biases)
-        for place, (token, bias) in enumerate(biases.items()):
-            self.logit_bias_token_ids.gpu[slot, place], self.logit_bias.gpu[slot, place] = token, bias
-        self.num_allowed_token_ids.np[slot] = len(getattr(params, "allowed_token_ids", []))
-        self.num_stop_token_ids.np[slot] = getattr(params, "min_tokens", 0)
-        return True
-
-
-class BadWords:
-    def add_request(self, slot, params):
-        return hasattr(params, "bad_words")
-
-
-class PlainSampler:
-    def __init__(self):
-        self.needs_logits_processing = np.zeros(SLOTS, dtype=bool)
-        self.sampling_states = sampling_states(SLOTS, VOCAB, temperature=0.0)
-        self.sampling_states.add_request = lambda slot, params: False
-        self.penalties_state = PenaltiesState()
-        self.logits_processors = [LogitBiasState(), self.penalties_state, BadWords()]
-        self.logprobs_mode, self.return_sampling_mask = "raw_logprobs", False
-
-    def add_request(self, slot, params):
-        needs = self.sampling_states.add_request(slot, params)
-        for processor in self.logits_processors:
-            needs |= processor.add_request(slot, params)
-        self.needs_logits_processing[slot] = needs
-
-
-Sampler = type("Sampler", (TokenSampling, PlainSampler), {})
 
 ASKED = [
     ({}, 0),
@@ -92,25 +37,31 @@ ASKED = [
     ({"frequency_penalty": 0.5, "presence_penalty": -0.5}, ADJUSTS),
     ({"logit_bias": {3: 2.5, 7: -100.0}}, ADJUSTS),
     ({"logit_bias": {1: 1.0}, "repetition_penalty": 0.8}, ADJUSTS),
-    ({"allowed_token_ids": [4, 5]}, PROCESSORS),
-    ({"min_tokens": 2}, PROCESSORS),
-    ({"bad_words": ["x"]}, PROCESSORS),
-    ({"bad_words": ["x"], "presence_penalty": 1.0}, PROCESSORS | ADJUSTS),
+    ({"allowed_token_ids": [4, 5]}, MASKS),
+    ({"stop_token_ids": [4], "least_length": 2}, MASKS),
+    ({"bad_words": [[4, 5]]}, MASKS),
+    ({"thinking_token_budget": 0}, MASKS),
+    ({"bad_words": [[4]], "presence_penalty": 1.0}, MASKS | ADJUSTS),
+    ({"stop_token_ids": [4], "structured_outputs": None}, MASKS | PROCESSORS),
+    ({"custom": True, "logit_bias": {3: 2.5}}, PROCESSORS | ADJUSTS),
 ]
 
 
 @pytest.mark.parametrize(("asked", "needs"), ASKED)
 def test_what_is_applied_here_is_told_apart_from_what_needs_vllms_copy(asked, needs):
-    sampler = Sampler()
-    sampler.add_request(5, Namespace(repetition_penalty=2.0, bad_words=["y"]))  # who was in the slot before
+    sampler = Sampler(thinking=([1], [2], [2]))
+    before = {"repetition_penalty": 2.0, "bad_words": [[9]], "thinking_token_budget": 3, "custom": True}
+    sampler.add_request(5, Namespace(**before))  # who was in the slot before
     sampler.add_request(5, Namespace(**asked))
     assert sampler.needs[5] == needs
     assert sampler.needs_logits_processing[5] == (needs > 0)  # for steps that are left to vLLM
     assert [type(each).__name__ for each in sampler.logits_processors] == [
         "LogitBiasState",
         "PenaltiesState",
-        "BadWords",
+        "BadWordsState",
+        "Custom",
     ]
+    assert type(sampler.thinking_budget_state).__name__ == "ThinkingBudgetState"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,15 +96,26 @@ def test_a_step_with_penalties_and_biases_emits_what_adjusted_rows_say(method):
         assert got == expected
 
 
+def test_what_requests_ask_for_is_copied_again_when_one_has_come():
+    sampler = Sampler()
+    mask = sampler.known.all_tokens(3, torch.device("cpu"))
+    before = sampler.known.adjustments(mask)
+    assert sampler.known.adjustments(mask).repetition_penalty is before.repetition_penalty
+    sampler.add_request(5, Namespace(repetition_penalty=1.3, logit_bias={3: 2.0}))
+    after = sampler.known.adjustments(mask)
+    assert after.repetition_penalty[5] == torch.tensor(1.3) != before.repetition_penalty[5]
+    assert (after.bias_ids[5, 0], after.bias[5, 0]) == (3, 2)
+
+
 def test_a_request_that_needs_vllms_copy_takes_its_step_along():
     case, _, _ = ragged_case(seed=5)
     sampler = Sampler()
-    for slot, asked in zip(case["idx_mapping_np"], [{"repetition_penalty": 1.3}, {"bad_words": ["x"]}]):
+    for slot, asked in zip(case["idx_mapping_np"], [{"repetition_penalty": 1.3}, {"custom": True}]):
         sampler.add_request(slot, Namespace(**asked))
     result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
     assert result._verify(draft_logits=None, **case) is LEFT
     ((reason, _),) = result.fallbacks.items()
-    assert reason.startswith("logits processors (allowed tokens")
+    assert reason == "logits processors that specdecode does not know"
 
 
 @pytest.mark.parametrize("change", ["attribute", "width", "name"])
@@ -164,13 +126,13 @@ def test_states_that_are_not_as_known_are_left_to_vllm(change):
     elif change == "width":
         sampler.penalties_state.output_bin_counts = torch.zeros(SLOTS, VOCAB + 1, dtype=torch.int32)
     else:
-        sampler.logits_processors[0] = BadWords()
+        sampler.logits_processors[0] = Custom()
     assert known_processors(sampler) is None
     sampler.add_request(5, Namespace(repetition_penalty=2.0))
     assert sampler.needs[5] == PROCESSORS
 
 
-def test_kernels_are_compiled_with_penalties_and_biases_too():
+def test_kernels_are_compiled_with_all_adjustments_and_with_masks_alone_too():
     case, _, _ = ragged_case()
     sampler = Sampler()
     result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
@@ -180,11 +142,9 @@ def test_kernels_are_compiled_with_penalties_and_biases_too():
         method="probabilistic", backend="auto", shard=None, warmup=lambda **call: calls.append(call), packed=real.packed
     )
     result._verify(draft_logits=None, **case)
-    assert [("top_p" in call, "adjustments" in call) for call in calls] == [
-        (False, False),
-        (False, True),
-        (True, False),
-        (True, True),
+    fields = [call.get("adjustments", Adjustments()) for call in calls]
+    assert [("top_p" in call, each.penalizes, each.allowed_mask is not None) for call, each in zip(calls, fields)] == [
+        (truncates, *kind) for truncates in (False, True) for kind in ((False, False), (True, True), (False, True))
     ]
     for call in calls:
         real.packed(**call)
@@ -217,7 +177,7 @@ def test_of_a_step_vllm_prepares_the_rows_of_those_requests_alone_that_need_it(m
     bad = np.zeros(SLOTS, dtype=bool)
     bad[slots[[1, 2, 7, 30]]] = True
     for slot in slots:
-        sampler.add_request(slot, Namespace(**({"bad_words": ["x"]} if bad[slot] else {})))
+        sampler.add_request(slot, Namespace(**({"custom": True} if bad[slot] else {})))
     sampler.apply_sampling_params = forbids_five(sampler, applied)
     draft_logits = torch.randn(SLOTS, 4, VOCAB) if with_draft_logits else None
     result = rejection_sampler(method, sampler.sampling_states, 4, sampler=sampler)
@@ -249,7 +209,7 @@ def test_processed_log_probabilities_of_such_a_request_need_the_whole_copy():
     sampler, slot = Sampler(), case["idx_mapping_np"][3]
     sampler.logprobs_mode = "processed_logprobs"
     sampler.sampling_states.num_logprobs[slot] = 0
-    sampler.add_request(slot, Namespace(bad_words=["x"]))
+    sampler.add_request(slot, Namespace(custom=True))
     result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
     result.host_starts = case["cu_num_logits"].numpy()
     assert result._verify(draft_logits=None, **case) is LEFT
@@ -258,7 +218,7 @@ def test_processed_log_probabilities_of_such_a_request_need_the_whole_copy():
 def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    sampler.add_request(case["idx_mapping_np"][3], Namespace(bad_words=["x"]))
+    sampler.add_request(case["idx_mapping_np"][3], Namespace(custom=True))
     result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
     for starts in (None, case["cu_num_logits"].numpy()[:-1], case["cu_num_logits"].numpy() + 1):
         result.host_starts = starts
@@ -268,11 +228,10 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
 def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
-    result.host_starts = case["cu_num_logits"].numpy()
+    starts = case["cu_num_logits"].numpy()
     for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
-        sampler.add_request(slot, Namespace(bad_words=["x"]))
-        prepared = result.prepared_in(case["idx_mapping_np"], case["logits"])
+        sampler.add_request(slot, Namespace(custom=True))
+        prepared = prepared_in(sampler, case["idx_mapping_np"], starts, case["logits"])
         assert (prepared is not None) == (count <= 10)  # of 40
 
 
@@ -280,7 +239,7 @@ def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy(
 def test_the_host_knows_the_rows_of_a_step_that_is_not_divided(most, adaptive, known):
     case, _, _ = ragged_case(seed=6)
     sampler, seen = Sampler(), []
-    sampler.add_request(case["idx_mapping_np"][3], Namespace(bad_words=["x"]))
+    sampler.add_request(case["idx_mapping_np"][3], Namespace(custom=True))
     result = rejection_sampler("block", sampler.sampling_states, 4, sampler=sampler)
     result.enable_adaptive_verification = adaptive
     batch = Namespace(idx_mapping_np=case["idx_mapping_np"], cu_num_logits_np=case["cu_num_logits"].numpy())

@@ -1,63 +1,37 @@
 """With tensor parallelism in vLLM each rank verifies its own columns; whole rows are gathered where a step needs them."""
 
 import sys
-import threading
 from operator import attrgetter
 from types import ModuleType
 from types import SimpleNamespace as Namespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from specdecode import Adjustments
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import columns, contract, logger
 from specdecode.integrations.vllm.reporting import Report
-from tests.support.ranks import groups, on_ranks
-from tests.support.vllm import METHODS, arguments, ragged_case, rejection_sampler, sampling_states
-
-VOCAB, PADDED, BOUNDS, DRAFTS, SLOTS = 3000, 4096, [0, 2048, 3000], 4, 64
-
-
-class LogitsProcessor(nn.Module):
-    """VLLM's, of hidden states that are the logits; it counts how often it gathers."""
-
-    logits_as_input, org_vocab_size, gathered = False, VOCAB, 0
-
-    def forward(self, lm_head, hidden_states, embedding_bias=None, skip_gather=False):
-        return self._get_logits(hidden_states, lm_head, embedding_bias, skip_gather)
-
-    def _get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
-        if not skip_gather:
-            self._gather_logits()
-        return self._apply_head(lm_head, hidden_states, embedding_bias, skip_gather)
-
-    def _apply_head(self, lm_head, hidden_states, embedding_bias, is_part):
-        start = lm_head.shard_indices.org_vocab_start_index
-        logits = hidden_states if embedding_bias is None else hidden_states + embedding_bias
-        return nn.functional.pad(logits, (0, PADDED - VOCAB))[:, start : start + 2048] if is_part else logits
-
-    def _gather_logits(self):
-        self.gathered += 1
-
-
-class Model(nn.Module):
-    """A model of vLLM's, as most are."""
-
-    def __init__(self, start, end):
-        super().__init__()
-        self.logits_processor, self.lm_head = LogitsProcessor(), nn.Module()
-        self.lm_head.shard_indices = Namespace(org_vocab_start_index=start, org_vocab_end_index=end)
-        self.lm_head.num_embeddings_per_partition, self.lm_head.tp_size = 2048, 2
-        self.dense = nn.Linear(1, 1)
-        self.dense.logits_processor = nn.Identity()
-        self.lm_head.org_vocab_size, self.lm_head.bias = VOCAB, torch.arange(VOCAB, dtype=torch.bfloat16)
-
-    def compute_logits(self, hidden_states):
-        logits = self.logits_processor(self.lm_head, hidden_states)
-        return logits
+from tests.support.ranks import groups
+from tests.support.vllm import (
+    METHODS,
+    arguments,
+    ragged_case,
+    rejection_sampler,
+    sampling_states,
+)
+from tests.support.vllm_ranks import (
+    BOUNDS,
+    DRAFTS,
+    SLOTS,
+    VOCAB,
+    LogitsProcessor,
+    Model,
+    batch_of,
+    group_by_thread,
+    of_rank,
+    on_two_ranks,
+)
 
 
 class WithLocal(Model):
@@ -105,58 +79,9 @@ class MultimodalWithBias(Multimodal):
     language = WithBias
 
 
-class PlainRunner:
-    """What vLLM's model runner does."""
-
-    def sample(self, hidden_states, input_batch, grammar_output):
-        logits = self.model.compute_logits(hidden_states)
-        return self.rejection_sampler._verify(logits, self.speculator.draft_logits, *arguments(input_batch.case))
-
-
-class Runner(columns.ColumnSampling, PlainRunner):
-    @property
-    def gathered(self):
-        return next(each for each in self.model.modules() if isinstance(each, LogitsProcessor)).gathered
-
-
-def of_rank(rank, method, draft_logits=None, model=Model, **limits):
-    """The model runner of a rank of two."""
-    result, states = Runner(), sampling_states(SLOTS, VOCAB, temperature=0.8, **limits)
-    result.rejection_sampler = rejection_sampler(method, states, DRAFTS)
-    result.sampler, result.model = result.rejection_sampler.sampler, model(BOUNDS[rank], BOUNDS[rank + 1])
-    result.sampler.compute_nans = False
-    result.speculator = Namespace(draft_logits=draft_logits)
-    return result
-
-
 @pytest.fixture
 def group_of_thread(monkeypatch):
-    """Each thread is a rank, whose group vLLM returns."""
-    local = threading.local()
-    module = ModuleType(contract.PARALLEL)
-    module.get_tp_group = lambda: Namespace(world_size=2, device_group=local.group, rank_in_group=local.group.rank())
-    module.get_tensor_model_parallel_world_size = lambda: 2
-    monkeypatch.setitem(sys.modules, contract.PARALLEL, module)
-    return local
-
-
-def on_two_ranks(group_of_thread, function):
-    """Call a function of the rank on each of two."""
-    members = groups(2)
-
-    def run(rank):
-        group_of_thread.group = members[rank]
-        return function(rank)
-
-    results = on_ranks(run, [(0,), (1,)])
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
-def batch_of(case):
-    return Namespace(case=case, num_draft_tokens=1, idx_mapping_np=case["idx_mapping_np"])
+    return group_by_thread(monkeypatch)
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 20, "top_p": 0.9}], ids=["plain", "truncated"])
@@ -184,44 +109,6 @@ def test_ranks_verify_their_columns_and_return_what_one_does_of_whole_rows(group
             assert num_tokens.equal(want[2])
             emitted = torch.arange(DRAFTS + 1) < num_tokens[:, None]
             assert token_ids[emitted].equal(want[1][emitted])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_penalties_and_biases_are_applied_to_a_ranks_columns(group_of_thread, method):
-    """From vLLM's masks and counts of the whole vocabulary; beside truncation rows are gathered."""
-    torch.manual_seed(5)
-    case, *_ = ragged_case(vocab=VOCAB, num_draft_tokens=DRAFTS, scale=2.0)
-    prompt_mask = torch.randint(-(2**31), 2**31, (SLOTS, 94)).to(torch.int32)
-    counts, ids = torch.randint(0, 2, (SLOTS, VOCAB), dtype=torch.int32), torch.randint(0, VOCAB, (SLOTS, 9))
-    penalties = [torch.full((SLOTS,), value) for value in (1.5, 0.5, 0.5)]
-    added = Adjustments(*penalties, prompt_mask, counts, ids, 5 + torch.rand(SLOTS, 9))
-    slot = int(case["idx_mapping_np"][3])
-
-    def verified(runner):
-        sampler = runner.rejection_sampler.sampler
-        sampler.known, sampler.adjustments, sampler.adjusting = object(), lambda: added, np.arange(SLOTS) == slot
-        return runner.sample(case["logits"], batch_of(case), None)[1:]
-
-    whole = PlainRunner()
-    whole.rejection_sampler = rejection_sampler(method, sampling_states(SLOTS, VOCAB, temperature=0.8), DRAFTS)
-    whole.model, whole.speculator = Model(0, VOCAB), Namespace(draft_logits=None)
-    unadjusted, want = whole.sample(case["logits"], batch_of(case), None)[1:], verified(whole)
-    assert not want[0].equal(unadjusted[0])
-
-    def steps(rank):
-        runner = of_rank(rank, method)
-        verified(runner)  # which compiles, from whole rows
-        results = [verified(runner) for _ in range(2)]
-        assert runner.gathered == 1
-        runner.sampler.sampling_states.top_p.np[slot] = 0.9
-        verified(runner)
-        assert runner.gathered == 2
-        assert runner.columns.gathered["penalties or biases beside truncation"] == 1
-        return results
-
-    for results in on_two_ranks(group_of_thread, steps):
-        for got in results:
-            assert all(one.equal(other) for one, other in zip(got, want))
 
 
 def test_steps_that_need_whole_rows_are_gathered_and_counted(group_of_thread, caplog):

@@ -12,7 +12,7 @@ import torch
 
 from specdecode import RejectionSampler, backends
 from specdecode.integrations.vllm import TokenSampling
-from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
+from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
 from tests.support.vllm import (
     LEFT,
     METHODS,

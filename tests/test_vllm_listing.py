@@ -12,7 +12,7 @@ from reference.sampling import Sampling, kept_tokens, top_logprobs
 from specdecode import RejectionSampler
 from specdecode.integrations.vllm import DraftVerification
 from specdecode.integrations.vllm.listing import sampling_mask, without_gaps
-from specdecode.integrations.vllm.sampling import ADJUSTS, LOGPROBS, UNLISTED, WIDE, listings, needs_of
+from specdecode.integrations.vllm.needs import ADJUSTS, LOGPROBS, MASKS, UNLISTED, WIDE, listings, needs_of
 from tests.support.vllm import LEFT, METHODS, ragged_case, rejection_sampler, sampling_states
 
 SLOTS, VOCAB, DRAFTS = 64, 50, 4
@@ -196,11 +196,12 @@ def test_what_is_not_listed_is_noted_of_each_request():
     assert (needs & LOGPROBS > 0).tolist() == [True, True, False, True, True, False]
 
 
-def test_a_step_with_penalties_and_processed_log_probabilities_is_vllms():
+def test_a_step_with_penalties_or_masks_and_processed_log_probabilities_is_vllms():
     result = rejection_sampler("block", sampling_states(SLOTS, VOCAB), DRAFTS)
     result.sampler.logprobs_mode = "processed_logprobs"
     assert result.why_left(LOGPROBS, None, lists=True) == (None, None)
-    assert result.why_left(LOGPROBS | ADJUSTS, None, lists=True) == (None, "logprobs_mode 'processed_logprobs'")
+    for need in (ADJUSTS, MASKS):
+        assert result.why_left(LOGPROBS | need, None, lists=True) == (None, "logprobs_mode 'processed_logprobs'")
     result.sampler.logprobs_mode = "processed_logits"
     assert result.why_left(LOGPROBS, None, lists=True) == (None, "logprobs_mode 'processed_logits'")
 

@@ -17,8 +17,8 @@ from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
 from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
+from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
-from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
 from tests.support.vllm import (
     Clock,
@@ -273,7 +273,7 @@ def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
 
 def test_what_this_packages_sampler_keeps_is_known(start):
     kept = {"other_processing": [True], "needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
-    kept |= {"unknown": "before"}
+    kept |= {"unknown": "before", "applied": [8], "known": True, "grammar": True, "reads_grammars": True}
     assert start(sampler=kept)[0].other_rule() is None
 
 
@@ -334,7 +334,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     report.totals = [98_000, 294_000, 128_380, 2]
     report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}), Counter())
     report.gathered, report.steps_logged, report.left_logged = Fallbacks(logger), 0, Counter()
-    for reason in [NEED_ROWS[LOGPROBS]] * 10 + ["grammars"] * 12:
+    for reason in [NEED_ROWS[LOGPROBS]] * 10 + [NEED_ROWS[PROCESSORS]] * 12:
         report.gathered.add(reason, WHOLE_ROWS)
     report.begun, report.totals = 0, [98_000, 294_000, 128_380, 0]
     report.log(60, 3170, Counter(), Counter(report.gathered))

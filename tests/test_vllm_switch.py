@@ -13,6 +13,7 @@ import pytest
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling, reporting
 from specdecode.integrations.vllm.columns import LAYERS, ColumnSampling
+from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
 from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
@@ -91,6 +92,11 @@ def sample(self, hidden_states, input_batch, grammar_output):
     """As the model runner has it."""
 
 
+def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+    """As the worker of grammars has it."""
+    self.copy_stream.wait_stream(input_batch.req_ids)
+
+
 @pytest.fixture
 def runner(monkeypatch):
     """A module in the place of vLLM's model runner."""
@@ -106,6 +112,7 @@ def runner(monkeypatch):
         Sampler=type("Sampler", (Sampler,), {}),
         RejectionSampler=type("RejectionSampler", (EnginesRejectionSampler,), {}),
         GPUModelRunner=type("GPUModelRunner", (), {"sample": sample}),
+        StructuredOutputsWorker=type("StructuredOutputsWorker", (), {"apply_grammar_bitmask": apply_grammar_bitmask}),
     )
     layers = Namespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}), DEFAULT_VOCAB_PADDING_SIZE=64)
     modules = {
@@ -154,7 +161,9 @@ def test_the_environment_variable_replaces_both_classes(method, runner, monkeypa
         engines.register_vllm()
     assert runner.Sampler.__mro__[1:3] == (TokenSampling, before["Sampler"])
     assert runner.RejectionSampler.__bases__ == (DraftVerification, before["RejectionSampler"])
-    assert runner.GPUModelRunner.__bases__ == (ColumnSampling, before["GPUModelRunner"])
+    assert runner.GPUModelRunner.__bases__ == (GrammarSteps, ColumnSampling, before["GPUModelRunner"])
+    assert runner.StructuredOutputsWorker.__bases__ == (KeptGrammars, before["StructuredOutputsWorker"])
+    assert runner.Sampler.keeps_grammars
     assert runner.Sampler.verifier.method == runner.RejectionSampler.verifier.method == method
     assert runner.Sampler.unknown is runner.RejectionSampler.unknown is None
 
@@ -188,6 +197,16 @@ def test_a_method_that_consults_an_unknown_name_leaves_all_steps_to_vllm(of, nam
     for replaced in (runner.Sampler, runner.RejectionSampler):
         assert replaced.unknown.startswith("what vLLM ")
         assert replaced.unknown.endswith(" has and this version of specdecode does not know (acceptance_bonus)")
+
+
+def test_grammars_are_vllms_if_its_method_consults_an_unknown_name(runner):
+    def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+        return self.soft_masks
+
+    runner.StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
+    vllm.install("strict")
+    assert not runner.Sampler.keeps_grammars
+    assert runner.Sampler.unknown is None
 
 
 def test_an_argument_of_vllms_function_that_is_unknown_leaves_all_steps_to_vllm(runner, monkeypatch):

@@ -9,7 +9,8 @@ import torch
 
 from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification
+from specdecode.integrations.vllm import DraftVerification, TokenSampling
+from specdecode.integrations.vllm.grammars import KeptGrammars
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()
@@ -53,6 +54,171 @@ def sampling_states(slots, vocab, temperature=1.0, top_k=None, top_p=1.0, min_p=
         seeds=mirrored(torch.arange(slots) * 7919 + 11, torch.int64),
         num_logprobs=np.full(slots, -1),
     )
+
+
+NEUTRAL = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+
+
+class PenaltiesState:
+    def __init__(self, slots, vocab):
+        for name, neutral in NEUTRAL.items():
+            setattr(self, name, mirrored(np.full(slots, neutral), torch.float32))
+        self.use_penalty = np.zeros(slots, dtype=bool)
+        self.prompt_bin_mask = torch.randint(-(2**31), 2**31, (slots, -(-vocab // 32))).to(torch.int32)
+        self.output_bin_counts = torch.randint(0, 3, (slots, vocab), dtype=torch.int32)
+
+    def add_request(self, slot, params):
+        for name, neutral in NEUTRAL.items():
+            getattr(self, name).np[slot] = getattr(params, name, neutral)
+        self.use_penalty[slot] = any(hasattr(params, name) for name in NEUTRAL)
+        return self.use_penalty[slot]
+
+
+def numbers_of(slots, *names):
+    return {name: mirrored(np.zeros(slots), torch.int32) for name in names}
+
+
+class LogitBiasState:
+    """Its lists still have the ids of the requests that were in the slots before; `least_length` is of the text."""
+
+    def __init__(self, slots, vocab, most=32):
+        names = "num_allowed_token_ids", "num_logit_bias", "num_stop_token_ids", "min_lens", "restore_when_all_masked"
+        self.__dict__ |= numbers_of(slots, *names)
+        for name in ("allowed_token_ids", "logit_bias_token_ids", "stop_token_ids"):
+            setattr(self, name, Namespace(gpu=torch.randint(0, vocab, (slots, most), dtype=torch.int32)))
+        self.logit_bias = Namespace(gpu=torch.full((slots, most), 99.0))
+
+    def add_request(self, slot, params):
+        biases = getattr(params, "logit_bias", {})
+        lists = {"allowed_token_ids": [], "stop_token_ids": [], "logit_bias_token_ids": list(biases)} | vars(params)
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias_token_ids"):
+            getattr(self, "num_logit_bias" if "bias" in name else f"num_{name}").np[slot] = len(lists[name])
+            getattr(self, name).gpu[slot, : len(lists[name])] = torch.tensor(lists[name], dtype=torch.int32)
+        self.logit_bias.gpu[slot, : len(biases)] = torch.tensor(list(biases.values()))
+        self.min_lens.np[slot] = getattr(params, "least_length", 0)
+        self.restore_when_all_masked.np[slot] = hasattr(params, "structured_outputs")
+        return True
+
+
+class BadWordsState:
+    def __init__(self, states, slots):
+        self.req_states, self.num_bad_words = states, mirrored(np.zeros(slots), torch.int32)
+        self.bad_word_token_ids, self.bad_word_offsets = (
+            Namespace(gpu=torch.zeros(slots, count, dtype=torch.int32)) for count in (30, 9)
+        )
+
+    def add_request(self, slot, params):
+        words = getattr(params, "bad_words", [])
+        tokens, ends = [token for word in words for token in word], np.cumsum([0, *map(len, words)])
+        self.num_bad_words.np[slot] = len(words)
+        self.bad_word_token_ids.gpu[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.bad_word_offsets.gpu[slot, : len(ends)] = torch.from_numpy(ends)
+        return bool(words)
+
+
+class ThinkingBudgetState:
+    """Without lists of ids it is switched off, as in vLLM."""
+
+    def __init__(self, states, slots, start_ids=(), end_ids=(), forced_ids=()):
+        self.req_states, self.enabled = states, bool(start_ids)
+        if not self.enabled:
+            return
+        self.thinking_token_budget = mirrored(np.full(slots, -1), torch.int32)
+        self.cached_last_start, self.cached_last_end = torch.full((2, slots), -7, dtype=torch.int32)
+        self.reasoning_start_token_ids = torch.tensor(start_ids, dtype=torch.int32)
+        self.natural_reasoning_end_token_ids = torch.tensor(end_ids, dtype=torch.int32)
+        self.reasoning_end_token_ids = torch.tensor(forced_ids, dtype=torch.int32)
+
+    def add_request(self, slot, params):
+        if self.enabled:
+            self.thinking_token_budget.np[slot] = getattr(params, "thinking_token_budget", -1)
+        return self.enabled and hasattr(params, "thinking_token_budget")
+
+    def apply(self, logits, context):
+        """Look for where requests begin and end to think, in what is committed, and change no row."""
+        assert len(logits) == 0
+        for slot in context.idx_mapping_np if self.enabled else ():
+            if self.thinking_token_budget.np[slot] >= 0:
+                text = self.req_states.all_token_ids.gpu[slot, : self.req_states.total_len.gpu[slot]].tolist()
+                self.cached_last_start[slot] = last_in(text, self.reasoning_start_token_ids.tolist())
+                self.cached_last_end[slot] = last_in(text, self.natural_reasoning_end_token_ids.tolist())
+
+
+def last_in(text, ids):
+    """Return where ids are last in a text, -1 for nowhere."""
+    return max((i for i in range(len(text) - len(ids) + 1) if text[i : i + len(ids)] == ids), default=-1)
+
+
+def request_states(slots, most=40):
+    """The texts of requests."""
+    return Namespace(
+        all_token_ids=Namespace(gpu=torch.zeros(slots, most, dtype=torch.int32)),
+        prompt_len=mirrored(np.ones(slots), torch.int32),
+        total_len=Namespace(gpu=torch.ones(slots, dtype=torch.int32)),
+    )
+
+
+class Custom:
+    """A processor of an engine's own, of the requests that say so."""
+
+    def add_request(self, slot, params):
+        return hasattr(params, "custom")
+
+
+class PlainSampler:
+    """What vLLM's `Sampler` has."""
+
+    def __init__(self, slots=64, vocab=50, thinking=()):
+        self.needs_logits_processing = np.zeros(slots, dtype=bool)
+        self.sampling_states = sampling_states(slots, vocab, temperature=0.0)
+        self.sampling_states.add_request = lambda slot, params: False
+        self.req_states, self.penalties_state = request_states(slots), PenaltiesState(slots, vocab)
+        bad_words = BadWordsState(self.req_states, slots)
+        self.logits_processors = [LogitBiasState(slots, vocab), self.penalties_state, bad_words, Custom()]
+        self.thinking_budget_state = ThinkingBudgetState(self.req_states, slots, *thinking)
+        self.logprobs_mode, self.return_sampling_mask = "raw_logprobs", False
+
+    def add_request(self, slot, params):
+        needs = self.sampling_states.add_request(slot, params) | self.thinking_budget_state.add_request(slot, params)
+        for processor in self.logits_processors:
+            needs |= processor.add_request(slot, params)
+        self.needs_logits_processing[slot] = needs
+
+
+LimitedSampler = type("Sampler", (TokenSampling, PlainSampler), {})
+
+
+class PlainWorker:
+    """What vLLM's `StructuredOutputsWorker` does."""
+
+    def __init__(self, most_rows, vocab, mask_stride):
+        self.logits_indices = torch.zeros(most_rows, dtype=torch.int32)
+        self.grammar_bitmask = torch.zeros(most_rows, -(-vocab // 32), dtype=torch.int32)
+        self.mask_stride, self.copy_stream, self.applied = mask_stride, None, []
+
+    def apply_grammar_bitmask(self, logits, input_batch, grammar_req_ids, grammar_bitmask):
+        places = [input_batch.req_ids.index(each) for each in grammar_req_ids]
+        mapping = [place * self.mask_stride + offset for place in places for offset in range(self.mask_stride)]
+        self.grammar_bitmask[: len(mapping)] = torch.from_numpy(grammar_bitmask)
+        self.logits_indices[: len(mapping)] = torch.tensor(mapping)
+        starts, bits = input_batch.cu_num_logits.tolist(), grammar_bitmask[:, :, None] >> np.arange(32) & 1
+        is_masked = torch.from_numpy(bits.reshape(len(mapping), -1)[:, : logits.shape[1]] == 0)
+        for each, where in zip(is_masked, mapping):
+            row = starts[where // self.mask_stride] + where % self.mask_stride
+            if row < starts[where // self.mask_stride + 1]:
+                logits[row].masked_fill_(each, -torch.inf)
+        self.applied.append(logits.shape[1])
+
+
+Worker = type("StructuredOutputsWorker", (KeptGrammars, PlainWorker), {})
+
+
+def grammar_of(requests, mask_stride, vocab, seed=0, share=0.5):
+    """A step's grammars, as vLLM's scheduler sends them: masks of some requests, each of which has many rows."""
+    words = torch.rand(len(requests) * mask_stride, -(-vocab // 32), 32, generator=torch.Generator().manual_seed(seed))
+    bits = (words < share).numpy().astype(np.int64) << np.arange(32)
+    ids = [f"request {place}" for place in requests]
+    return Namespace(structured_output_request_ids=ids, grammar_bitmask=bits.sum(2).astype(np.uint32).view(np.int32))
 
 
 def processed(states):

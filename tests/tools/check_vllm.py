@@ -19,7 +19,8 @@ each of the comparisons that `--compare` names, without it of the first four:
   p-values that the second token of sampled ones, which is verified, has the distribution of a first one, which is not. It
   needs a tokenizer in the model's folder, which `--write-tokenizer` writes, and then does nothing else.
 
-Each line has the steps that were left to vLLM, the mean number of drafts of a request in a step, and how often a request was
+Each line has the steps that were verified, those of them that were left to vLLM (with several GPUs also those whose logits
+were gathered), the mean number of drafts of a request in a step, and how often a request was
 preempted (`"num_gpu_blocks_override"` makes too little room for all). With `--price` vLLM's
 adaptive verification is told that rows are expensive, so that it leaves drafts out.
 
@@ -69,15 +70,22 @@ class Pricing(Measuring):
         drafting, verifying = (np.arange(len(table), dtype=np.float64) for table in manager.cost_tables)
         manager.cost_tables = 3 * drafting, verifying + 1e-6
 
+    def gathered(self) -> dict[str, int]:
+        """Return how many steps' logits have been gathered on this rank, by reason."""
+        columns = vars(self.model_runner.rejection_sampler).get("columns")  # type: ignore[attr-defined]
+        return {} if columns is None else dict(columns.gathered)
+
 
 def served(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return what the engine returns of requests under one verification, and what was counted."""
+    before = collections.Counter(engine.collective_rpc("gathered")[0])
     engine.collective_rpc("begin_measuring", args=("default", -1, (mode,), 1, False))
     results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     ranks = engine.collective_rpc("end_measuring")
     counted = {key: ranks[0][key] for key in ("verified", "drafts", "left", "preempted")}
     if len(ranks) > 1:
         counted["each rank"] = [[rank["verified"], rank["left"]] for rank in ranks]
+        counted["gathered"] = dict(collections.Counter(engine.collective_rpc("gathered")[0]) - before)
     return [result.outputs[0] for result in results], counted
 
 
@@ -149,21 +157,20 @@ def p_value(first: list[int], second: list[int]) -> float:
 
 
 def tokens(engine: Any) -> Results:
-    """Compare sampled tokens. Of limits only every eighth request has any: else vLLM's own verification is what is seen."""
+    """Compare sampled tokens."""
     plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
-    common, samplings = common_tokens(plain), {}
+    common = common_tokens(plain)
+    samplings: dict[str, dict[str, Any]] = {}
     for name, kind in penalties_and_biases(plain[0], common).items():
-        samplings[f"T .8, {name}"] = {"temperature": 0.8, **kind}, 1
-    for name in ("allowed", "bad words"):
-        samplings[f"T .8, few {name}"] = {"temperature": 0.8, **limits(plain[0], common)[name]}, 8
-    samplings |= {name: (sampling, 1) for name, sampling in list(SAMPLING.items())[1:]}
-    for name, (sampling, every) in samplings.items():
-        prompts = prompts_of(1) * (MANY if every == 1 else MANY // 4 * every)
-        either = params_of(**sampling, max_tokens=3), params_of(temperature=0.8, max_tokens=3)
-        params = [either[i % every > 0] for i in range(len(prompts))]
+        samplings[f"T .8, {name}"] = {"temperature": 0.8, **kind}
+    for name in ("allowed", "bad words", "bad pair"):
+        samplings[f"T .8, {name}"] = {"temperature": 0.8, **limits(plain[0], common)[name]}
+    samplings |= dict(list(SAMPLING.items())[1:])
+    for name, sampling in samplings.items():
+        prompts, params = prompts_of(1) * MANY, params_of(**sampling, max_tokens=3)
         (theirs, _), (ours, counted) = (generated(engine, mode, prompts, params) for mode in ("vllm", "ours"))
-        at = [([text[i] for text in theirs[::every]], [text[i] for text in ours[::every]]) for i in (1, 2)]
-        yield name, {"p": [round(p_value(*samples), 5) for samples in at], "left": counted["left"]}
+        at = [([text[i] for text in theirs], [text[i] for text in ours]) for i in (1, 2)]
+        yield name, {"p": [round(p_value(*samples), 5) for samples in at], **counted}
 
 
 def lists(engine: Any) -> Results:

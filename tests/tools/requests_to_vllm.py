@@ -67,6 +67,7 @@ def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
         "minimum": {"min_tokens": 8, "stop_token_ids": sorted(set(text[2:8]))},
         "bad words": {"bad_words_token_ids": [[text[2]], [text[5]]]},
         "bad pair": {"bad_words_token_ids": [[text[2], text[3]]]},
+        "bad three": {"bad_words_token_ids": [text[3:6], [text[7]]]},
         "allowed, repetition": {"allowed_token_ids": common[:300], "repetition_penalty": 1.2},
     }
 

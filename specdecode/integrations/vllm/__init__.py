@@ -4,12 +4,16 @@
 |---|---|
 | `installation` | what the switch does in each process: classes are replaced, a refusal is lifted |
 | `contract` | what this package knows of vLLM: versions, and the names that its methods consult |
-| `sampling` | what requests ask for; the tokens of steps without drafts |
+| `needs` | what requests ask for |
+| `sampling` | what is noted of requests; the tokens of steps without drafts |
 | `verification` | a step with drafts |
+| `compiling` | which kernels are compiled ahead |
 | `splitting` | a step of which some requests need logits that vLLM prepares |
 | `columns` | tensor parallelism: a rank's part of the logits |
 | `listing` | what vLLM returns of rows: processed log-probabilities, sampling masks |
-| `adjusting` | penalties and biases |
+| `adjusting` | penalties, biases and masks, from vLLM's own state by slot |
+| `masking` | the kernel that writes the masks of a step's rows |
+| `grammars` | the masks of grammars, kept for the step |
 | `reporting` | what an operator sees: the log and the counters |
 """
 

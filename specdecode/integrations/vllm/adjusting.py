@@ -1,55 +1,146 @@
-"""Penalties and biases of requests, which the sampler applies from vLLM's own state by slot.
+"""What changes the logits of requests, and is applied by the sampler from vLLM's own state by slot.
 
-vLLM keeps them in two of its logits processors, and applies them to a float32 copy of a step's logits. Here they are
-`specdecode.Adjustments`, and nothing is copied. What else these processors may do to a request (allowed tokens, stop tokens
-before a minimum length), and all other processors, need vLLM's copy.
+vLLM keeps it in logits processors, and applies these to a float32 copy of a step's logits. Here all of it is
+`specdecode.Adjustments`, and nothing is copied: penalties, biases, and a mask of each row's tokens, for lists of allowed
+tokens, minimum lengths, bad words, thinking budgets and grammars. Other processors need vLLM's copy.
 """
 
+import importlib
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdecode import Adjustments
+from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.contract import unknown_attributes
+from specdecode.integrations.vllm.grammars import StepGrammar
 
 
-class Known(NamedTuple):
-    """The two logits processors of vLLM whose work is done here."""
+class StepRows(NamedTuple):
+    """The rows of a step, as vLLM's logits processors get them."""
 
-    penalties: Any  # its `PenaltiesState`
-    bias: Any  # its `LogitBiasState`
+    expanded_idx_mapping: Tensor  # [num_rows] the slot of each row's request
+    idx_mapping: Tensor  # [batch] each request's slot
+    idx_mapping_np: Any  # the same on the host
+    pos: Tensor  # [num_rows] the position of the token that is fed at each row
+    input_ids: Tensor  # [num_rows] that token: a request's last, then its drafts
+    expanded_local_pos: Tensor  # [num_rows] each row's place in its request
 
-    def add_request(self, slot: int, params: Any) -> tuple[bool, bool]:
-        """Let both know a request; return whether it has penalties or biases, and whether it needs vLLM's copy."""
+
+class Known:
+    """The logits processors of vLLM whose work is done here.
+
+    Args:
+        penalties: its `PenaltiesState`.
+        bias: its `LogitBiasState`.
+        bad_words: its `BadWordsState`.
+        thinking: its `ThinkingBudgetState`, which vLLM does not count among its processors.
+        vocab_size: how many tokens there are.
+    """
+
+    def __init__(self, penalties: Any, bias: Any, bad_words: Any, thinking: Any, *, vocab_size: int) -> None:
+        self.penalties, self.bias, self.bad_words, self.thinking = penalties, bias, bad_words, thinking
+        self.processors, self.vocab_size = (penalties, bias, bad_words), vocab_size
+        self.added: Adjustments | None = None
+        self.limits: Any = None
+        self.masks: Tensor | None = None
+        self.every: Tensor | None = None
+
+    def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
+        """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
+
+        And whether it may keep stop tokens before its least length, if a grammar leaves no other.
+        """
+        self.added = self.limits = None
         has_penalties = bool(self.penalties.add_request(slot, params))
         self.bias.add_request(slot, params)
+        has_words = bool(self.bad_words.add_request(slot, params))
+        has_budget = bool(self.thinking.add_request(slot, params))
+        has_lists = self.bias.num_allowed_token_ids.np[slot] > 0 or self.bias.num_stop_token_ids.np[slot] > 0
         has_bias = self.bias.num_logit_bias.np[slot] > 0
-        others = self.bias.num_allowed_token_ids.np[slot] > 0 or self.bias.num_stop_token_ids.np[slot] > 0
-        return has_penalties or bool(has_bias), bool(others)
+        restores = self.bias.restore_when_all_masked.np[slot] > 0
+        return has_penalties or bool(has_bias), bool(has_lists) or has_words or has_budget, bool(restores)
 
-    def adjustments(self) -> Adjustments:
-        """Return what requests ask for, by slot; small values are copied, because vLLM keeps them in the host's memory.
+    def adjustments(self, allowed_mask: Tensor) -> Adjustments:
+        """Return penalties and biases, by slot, beside a mask; small values are copied again only after a request has come.
 
         All of it is passed if any request of a step needs any: each selection would need kernels of its own.
         """
-        penalties: Any = [
-            getattr(self.penalties, name).gpu.clone()
-            for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        ]
-        most = max(1, int(self.bias.num_logit_bias.np.max()))
-        ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
-        is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
-        ids = ids.masked_fill(~is_there, -1)  # behind them are those of requests that were in the slot before
-        seen = self.penalties.prompt_bin_mask, self.penalties.output_bin_counts
-        return Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
+        if self.added is None:
+            penalties: Any = self.on_device(
+                self.penalties, "repetition_penalty", "frequency_penalty", "presence_penalty"
+            )
+            most = max(1, int(self.bias.num_logit_bias.np.max()))
+            ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
+            is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
+            ids = ids.masked_fill(~is_there, -1)  # behind them are those of requests that were in the slot before
+            seen = self.penalties.prompt_bin_mask, self.penalties.output_bin_counts
+            self.added = Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
+        return self.added._replace(allowed_mask=allowed_mask)
+
+    @staticmethod
+    def on_device(holder: Any, *names: str) -> list[Tensor]:
+        """Return copies of values that vLLM keeps in the host's memory."""
+        return [getattr(holder, name).gpu.clone() for name in names]
+
+    def masks_of(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return memory of masks, [num_rows, words], which the next step uses again."""
+        if self.masks is None or len(self.masks) < num_rows:
+            self.masks = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
+        return self.masks[:num_rows]
+
+    def all_tokens(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return masks of rows without limits: all in the memory of one."""
+        if self.every is None:
+            self.every = torch.full((1, -(-self.vocab_size // WORD)), -1, dtype=torch.int32, device=device)
+        return self.every.expand(num_rows, -1)
+
+    def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
+        """Return the masks of a step's rows."""
+        masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
+        if self.limits is None:
+            self.limits = self.limits_by_slot(masking)
+        # Of no rows vLLM does nothing but note how far it has looked for where requests began and ended to think.
+        self.thinking.apply(rows.pos.new_empty((0, 1), dtype=torch.float32), SimpleNamespace(**rows._asdict()))
+        words = self.masks_of(len(rows.pos), rows.pos.device)
+        where = masking.Rows(rows.expanded_idx_mapping, rows.pos, rows.expanded_local_pos, rows.input_ids)
+        masks = None if grammar is None else masking.Grammar(*grammar[:3])
+        masking.mask_rows(words, where, *self.limits, masks, 1 if grammar is None else grammar.stride, self.vocab_size)
+        if grammar is not None:
+            grammar.used()
+        return words
+
+    def limits_by_slot(self, masking: Any) -> tuple[Any, Any]:
+        """Return what limits the tokens of requests."""
+        bias, words, thinking, states = self.bias, self.bad_words, self.thinking, self.bad_words.req_states
+        budget = thinking.thinking_token_budget.gpu if thinking.enabled else None
+        lists = bias.num_allowed_token_ids, bias.num_stop_token_ids, bias.min_lens, bias.restore_when_all_masked
+        numbers = [each.gpu for each in (*lists, words.num_bad_words, states.prompt_len)]
+        numbers.append(torch.full_like(numbers[0], -1) if budget is None else budget)
+        tensors = bias.allowed_token_ids, bias.stop_token_ids, words.bad_word_token_ids, words.bad_word_offsets
+        by_slot = [part for each in (*tensors, states.all_token_ids) for part in (each.gpu, each.gpu.stride(0))]
+        limits = masking.Limits(torch.stack(numbers, dim=1), *by_slot, states.total_len.gpu)
+        if budget is None:
+            return limits, None
+        names = "reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids"
+        parts = [part for name in names for part in (getattr(thinking, name), len(getattr(thinking, name)))]
+        return limits, masking.Thinking(thinking.cached_last_start, thinking.cached_last_end, *parts)
 
 
 def known_processors(sampler: Any) -> Known | None:
-    """Return vLLM's states of penalties and biases, or None if they are not what they were in the versions that were run."""
-    penalties = getattr(sampler, "penalties_state", None)
-    biases = [each for each in getattr(sampler, "logits_processors", ()) if type(each).__name__ == "LogitBiasState"]
-    if penalties is None or len(biases) != 1:
+    """Return the processors of vLLM that are known, or None if any is not what it was in the versions that were run."""
+    processors = getattr(sampler, "logits_processors", ())
+    states: list[Any] = [getattr(sampler, "penalties_state", None)]
+    for kind in ("LogitBiasState", "BadWordsState"):
+        of_kind = [each for each in processors if type(each).__name__ == kind]
+        states.append(of_kind[0] if len(of_kind) == 1 else None)
+    states.append(getattr(sampler, "thinking_budget_state", None))
+    if any(state is None for state in states):
         return None
-    unknown = [*unknown_attributes(penalties, "PenaltiesState"), *unknown_attributes(biases[0], "LogitBiasState")]
-    is_whole = penalties.output_bin_counts.shape[1] == sampler.sampling_states.vocab_size
-    return None if unknown or not is_whole else Known(penalties, biases[0])
+    kinds = "PenaltiesState", "LogitBiasState", "BadWordsState", "ThinkingBudgetState"
+    unknown = [name for state, kind in zip(states, kinds) for name in unknown_attributes(state, kind)]
+    vocab_size = sampler.sampling_states.vocab_size
+    is_whole = states[0].output_bin_counts.shape[1] == vocab_size
+    return None if unknown or not is_whole else Known(*states, vocab_size=vocab_size)

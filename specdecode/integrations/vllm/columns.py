@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from specdecode import Adjustments, RejectionSampler, SamplerOutput, VocabShard
 from specdecode.adjustments import WORD
 from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm.adjusting import StepRows
+from specdecode.integrations.vllm.compiling import compile_all
 from specdecode.integrations.vllm.contract import PARALLEL, unknown_names
-from specdecode.integrations.vllm.reporting import logger
-from specdecode.integrations.vllm.sampling import (
-    ADJUSTS,
+from specdecode.integrations.vllm.needs import (
     LOGPROBS,
     PROCESSORS,
     TRUNCATES,
     adjusted,
-    compile_all,
     for_drafts,
     needs_in,
     requested,
     values_of,
+    with_masked_drafts,
 )
+from specdecode.integrations.vllm.reporting import logger
 from specdecode.noise import BLOCK_SIZE
 
 LAYERS = "vllm.model_executor.layers.vocab_parallel_embedding"
@@ -80,14 +81,16 @@ class Columns:
         return rows[..., self.start : self.end]
 
     def of_adjustments(self, added: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's columns of what requests add to logits, as `adjusted` returns it: views."""
+        """Return this rank's columns of what changes logits, as `adjusted` returns it: views."""
         if not added:
             return added
         whole: Adjustments = added["adjustments"]
-        assert whole.prompt_mask is not None
-        assert whole.output_counts is not None
-        words = whole.prompt_mask[:, self.start // WORD : -(-self.end // WORD)]
-        return {"adjustments": whole._replace(prompt_mask=words, output_counts=self.of(whole.output_counts))}
+        words = slice(self.start // WORD, -(-self.end // WORD))
+        masks = (None if mask is None else mask[:, words] for mask in (whole.prompt_mask, whole.allowed_mask))
+        counts = None if whole.output_counts is None else self.of(whole.output_counts)
+        return {
+            "adjustments": whole._replace(**dict(zip(("prompt_mask", "allowed_mask"), masks)), output_counts=counts)
+        }
 
 
 class VerifiedColumns:
@@ -108,7 +111,9 @@ class VerifiedColumns:
             plain, truncated = compile_all(self.columns.verifier, *given)
             self.columns.why_not = plain, truncated or why_not_cut(self.columns.verifier.shard, call["target_logits"])
 
-    def verify_columns(self, logits: Tensor, drafts: Tensor, where: tuple[Any, ...], needs: int) -> SamplerOutput:
+    def verify_columns(
+        self, logits: Tensor, drafts: Tensor, where: tuple[Any, ...], needs: int, rows: StepRows
+    ) -> SamplerOutput:
         """Verify a step.
 
         Args:
@@ -116,12 +121,16 @@ class VerifiedColumns:
             drafts: as `call_of` takes them.
             where: likewise; its draft logits are whole rows.
             needs: of the requests.
+            rows: of the step.
         """
         columns = self.columns
         assert columns is not None
         draft_rows = None if where[0] is None else columns.of(where[0])
         sampling = for_drafts(requested(values_of(self.sampler), needs), draft_rows)
-        sampling |= columns.of_adjustments(adjusted(self.sampler, needs))
+        added = adjusted(self.sampler, needs, rows)
+        if draft_rows is not None and rows.input_ids[1:].data_ptr() != drafts.data_ptr():
+            drafts = with_masked_drafts(drafts, rows.input_ids[1:], None, added.get("adjustments"))
+        sampling |= columns.of_adjustments(added)
         return self.output_of(self.call_of(logits, drafts, draft_rows, *where[1:]), sampling, None, columns.verifier)
 
 
@@ -169,7 +178,7 @@ class ColumnSampling:
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
         """Return why a step needs whole rows, or None."""
-        if grammar_output is not None:
+        if grammar_output is not None and not getattr(self.sampler, "reads_grammars", False):
             return "grammars"
         if self.sampler.compute_nans:
             return "VLLM_COMPUTE_NANS_IN_LOGITS"
@@ -177,8 +186,6 @@ class ColumnSampling:
         for need, reason in NEED_ROWS.items():
             if needs & need:
                 return reason
-        if needs & ADJUSTS and needs & TRUNCATES:
-            return "penalties or biases beside truncation"
         assert self.columns is not None
         return self.columns.why_not[bool(needs & TRUNCATES)]
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from specdecode import SamplerOutput
-from specdecode.integrations.vllm.sampling import LISTED_MODE, LOGPROBS
+from specdecode.integrations.vllm.grammars import apply_grammar
+from specdecode.integrations.vllm.needs import LISTED_MODE, LOGPROBS
 from specdecode.report import MOST_TOP_LOGPROBS
 
 
@@ -68,6 +69,8 @@ class ListedRows:
         """
         given = sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np
         of_vllm = super()._get_logprobs_tensors  # type: ignore[misc]
+        if max_num_logprobs >= 0:
+            apply_grammar(self.sampler)
         if self.listed is None or self.listed.logprobs is None or max_num_logprobs < 0:
             return of_vllm(*given, max_num_logprobs)
         return with_listed(of_vllm(*given, 0), self.listed, cu_num_logits, max_num_logprobs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdecode import SamplerOutput
-from specdecode.integrations.vllm.sampling import of_processed, values_of, with_masked_drafts
+from specdecode.integrations.vllm.needs import PROCESSORS, needs_each, of_processed, values_of, with_masked_drafts
 
 MOST_PREPARED = 0.25
 """The most of a step's requests: so copies of their rows, and of their drafts', take no more memory than vLLM's."""
@@ -34,6 +34,16 @@ class Prepared(NamedTuple):
         parts = [requests, rows, np.concatenate([[0], np.cumsum(counts)])]
         values = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device, non_blocking=True)  # in one copy
         return cls._make([*torch.split(values, [len(part) for part in parts]), requests])
+
+
+def prepared_in(sampler: Any, slots: np.ndarray, starts: np.ndarray | None, logits: Tensor) -> Prepared | None:
+    """Return the requests of a step that need vLLM's copy, if they are few, and it is known where all rows start."""
+    if starts is None or len(starts) != len(slots) + 1:
+        return None
+    some = (needs_each(sampler, slots) & PROCESSORS) > 0
+    if not 0 < some.sum() <= len(some) * MOST_PREPARED or starts[-1] != len(logits):
+        return None
+    return Prepared.of(some, starts, logits.device)
 
 
 def without(call: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
@@ -59,7 +69,7 @@ def verify_prepared(verification: Any, prepared: Prepared, given: tuple[Any, ...
     values, drafts = values_of(verification.sampler), to_verify[rows][1:]
     if draft_logits is not None and verification.verifier.method != "strict":
         draft_rows = drawn_at_one(draft_logits, slots, values.temperature[slots])
-        drafts = with_masked_drafts(drafts, fed[1:], logits)
+        drafts = with_masked_drafts(drafts, fed[1:], logits, None)
     call = verification.call_of(logits, drafts, draft_rows, pos[rows], row_starts, slots)
     call |= {"seeds": values.seeds[slots], "slots": None}
     output: SamplerOutput = verification.verifier.packed(**call, temperature=of_processed(values)["temperature"][slots])

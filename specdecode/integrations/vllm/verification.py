@@ -10,34 +10,31 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
-| the states of penalties and biases | `adjustments`, if a request of the step has any |
+| the states of logits processors that are known | `adjustments`, if a request of the step has any |
 """
 
 import functools
-import importlib
 import os
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 import specdecode
 from specdecode import RejectionSampler, SamplerOutput, backends
 from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.columns import VerifiedColumns
-from specdecode.integrations.vllm.contract import PARALLEL, RUN_WITH, as_reason, unknown_attributes, version_of
+from specdecode.integrations.vllm.compiling import batch_of, compile_all, first_ids, kind_of
+from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
+from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
-from specdecode.integrations.vllm.reporting import Report, log_interval, logger, prometheus, times_are_asked_for
-from specdecode.integrations.vllm.sampling import (
+from specdecode.integrations.vllm.needs import (
     LOGPROBS,
-    PROCESSORS,
+    MASKS,
     TRUNCATES,
     adjusted,
-    batch_of,
-    compile_all,
     for_drafts,
-    needs_each,
     needs_in,
     of_processed,
     requested,
@@ -45,7 +42,15 @@ from specdecode.integrations.vllm.sampling import (
     why_processed,
     with_masked_drafts,
 )
-from specdecode.integrations.vllm.splitting import MOST_PREPARED, Prepared, joined, verify_prepared, without
+from specdecode.integrations.vllm.reporting import (
+    Report,
+    log_interval,
+    logger,
+    prometheus,
+    reports_here,
+    times_are_asked_for,
+)
+from specdecode.integrations.vllm.splitting import Prepared, joined, prepared_in, verify_prepared, without
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
@@ -133,7 +138,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
         """Verify one step, with vLLM's arguments and results.
 
         Args:
-            logits: [num_rows, vocab] in the model's dtype, grammar masks applied.
+            logits: [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler.
             draft_logits: [max_requests, num_draft_tokens, vocab] by slot, as the draft model wrote them; None means that
                 drafts are deterministic.
             draft_sampled: [num_rows] the token that was fed at each row: a request's last token, then its drafts.
@@ -158,29 +163,26 @@ class DraftVerification(VerifiedColumns, ListedRows):
             self.report.begin(logits)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
+        step_rows = StepRows(expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos)
         if self.columns is not None and self.columns.are_computed:
-            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np))
+            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np), step_rows)
             return self.verified(logits, output)
         kind = kind_of(logits, draft_rows)
         if kind not in self.kinds and self.other_rule() is None:
             call = self.call_of(logits, drafts, *where)
             self.prepare(kind, call)
             self.prepare_columns(call)
-        needs = needs_in(self.sampler, idx_mapping_np)
-        asked = self.asked_of(needs)
-        prepared = None if asked else self.prepared_in(idx_mapping_np, logits)
-        if prepared is not None:
-            needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(idx_mapping_np, prepared.on_host))
+        needs, asked, prepared = self.asked_and_prepared(logits, idx_mapping_np)
         rule, processed = self.why_left(needs, kind, self.can_list)
         if rule is not None or (processed is not None and not is_strict):
             return self.leave(rule or str(processed), given)
         if processed is None:
-            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs) | asked
+            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs, step_rows) | asked
         else:  # only strict: it promises that the noise is the same in every step
             logits, sampling = self.processed(processed, given)
             kind = kind_of(logits, draft_rows)
         if draft_rows is not None and verify_draft_sampled.data_ptr() != draft_sampled.data_ptr():
-            drafts = with_masked_drafts(drafts, draft_sampled[1:], logits)
+            drafts = with_masked_drafts(drafts, draft_sampled[1:], logits, sampling.get("adjustments"))
         call = self.call_of(logits, drafts, *where)
         if kind not in self.kinds:  # as the copy of vLLM's is
             self.prepare(kind, call)
@@ -193,6 +195,20 @@ class DraftVerification(VerifiedColumns, ListedRows):
             output = joined(output, verify_prepared(self, prepared, given), prepared)
         return self.verified(logits, output)
 
+    def asked_and_prepared(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
+        """Return what a step needs, what calls are to list of it, and the requests that vLLM prepares rows for."""
+        needs, prepared = needs_in(self.sampler, slots), None
+        asked = self.asked_of(needs)
+        # What limits may leave depends on the masks of grammars: then these are not applied to logits.
+        is_kept = needs & MASKS and getattr(self.sampler, "grammar", None) is not None
+        if not asked and not is_kept:
+            prepared = prepared_in(self.sampler, slots, self.host_starts, logits)
+        if prepared is not None:
+            needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(slots, prepared.on_host))
+        if (asked or prepared is not None) and not is_kept:
+            apply_grammar(self.sampler)
+        return needs, asked, prepared
+
     def verified(self, logits: Tensor, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
         """Count a step that was verified here; return what `_verify` does."""
         if self.report is not None:
@@ -204,8 +220,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
         verifier = self.verifier if verifier is None else verifier
-        asked = [name in sampling for name in ("top_p", "adjustments", "logprobs", "kept_sets")]
-        checked = verifier is self.verifier, kind, *asked
+        asked = [name in sampling for name in ("top_p", "logprobs", "kept_sets")]
+        added = [each is None for each in sampling.get("adjustments", ())]
+        checked = verifier is self.verifier, kind, *asked, *added
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
@@ -213,18 +230,10 @@ class DraftVerification(VerifiedColumns, ListedRows):
         output: SamplerOutput = backends.to_verify(verifier.backend, method, batch).verify(method, batch, None)
         return output
 
-    def prepared_in(self, idx_mapping_np: np.ndarray, logits: Tensor) -> Prepared | None:
-        """Return the requests of a step that need vLLM's copy, if they are few, and it is known where all rows are."""
-        if self.host_starts is None or len(self.host_starts) != len(idx_mapping_np) + 1:
-            return None
-        some = (needs_each(self.sampler, idx_mapping_np) & PROCESSORS) > 0
-        if not 0 < some.sum() <= len(some) * MOST_PREPARED or self.host_starts[-1] != len(logits):
-            return None
-        return Prepared.of(some, self.host_starts, logits.device)
-
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
         self.fallbacks.add(reason, LEFT_TO_VLLM)
+        apply_grammar(self.sampler)
         if self.report is not None:
             self.report.tick()
         return super()._verify(*given)  # type: ignore[misc, no-any-return]
@@ -232,6 +241,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
     def processed(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, dict[str, Any]]:
         """Let vLLM process the logits of a step; return them, and how requests sample from them."""
         self.fallbacks.add(reason, "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that")
+        apply_grammar(self.sampler)
         logits, _, fed, pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more = given
         where = expanded_idx_mapping, idx_mapping, idx_mapping_np
         logits = self.sampler.apply_sampling_params(logits, *where, pos, fed, *more[:2])
@@ -326,26 +336,3 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if self.fly_window_size > 0:
             return "rejection_sample_method 'fly'"
         return self.unknown
-
-
-def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
-    """Return what steps have in common that the same kernels verify."""
-    return logits.dtype, None if draft_logits is None else draft_logits.dtype
-
-
-@functools.cache
-def first_ids(count: int, device: torch.device) -> Tensor:
-    """Return the ids from 0 on."""
-    with torch.inference_mode(False):
-        return torch.arange(count, device=device)
-
-
-def reports_here(sampler: Any) -> bool:
-    """Return whether this rank reports: the first one, or each, if each verifies other requests."""
-    if getattr(sampler, "shards_batches", False):
-        return True
-    try:
-        group = importlib.import_module(PARALLEL).get_tp_group()
-    except (ImportError, AssertionError):  # there is no group
-        return True
-    return bool(group.rank_in_group == 0)

@@ -1,0 +1,117 @@
+"""From a step's arguments to kernels: which are compiled ahead, and the call of those whose arguments need no check."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdecode import Adjustments, RejectionSampler, backends, eager
+from specdecode.batch import VerificationBatch
+from specdecode.integrations.vllm.adjusting import Known, StepRows
+from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, values_of
+from specdecode.integrations.vllm.reporting import logger
+from specdecode.packing import Packing
+from specdecode.sampling import Truncation
+
+
+def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
+    """Return what steps have in common that the same kernels verify."""
+    return logits.dtype, None if draft_logits is None else draft_logits.dtype
+
+
+@functools.cache
+def first_ids(count: int, device: torch.device) -> Tensor:
+    """Return the ids from 0 on."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
+def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:
+    """Return what `packed` passes to a backend once it has checked these arguments."""
+    temperature, draft_logits = sampling["temperature"], call["draft_logits"]
+    limits = [sampling.get(name) for name in ("top_k", "top_p", "min_p")]
+    starts, most, slots = call["row_starts"], call["num_draft_tokens"], call["slots"]
+    return VerificationBatch(
+        target_logits=call["target_logits"],
+        draft_token_ids=call["draft_token_ids"],
+        draft_logits=draft_logits,
+        draft_logsumexp=None,
+        temperature=temperature,
+        seeds=call["seeds"],
+        positions=None,
+        truncation=Truncation(*limits) if "top_p" in sampling else None,
+        draft_temperature=temperature if "draft_sampling" in sampling else None,
+        packing=Packing(starts, most, slots, temperature.shape[0], False, call["row_positions"]),
+        draft_vocab_ids=call.get("draft_vocab_ids"),
+        adjustments=sampling.get("adjustments"),
+        logprobs=sampling.get("logprobs"),
+        top_logprobs=sampling.get("top_logprobs", 0),
+        kept_sets=sampling.get("kept_sets", False),
+    )
+
+
+def compile_all(
+    verifier: RejectionSampler,
+    call: dict[str, Any],
+    sampler: Any,
+    of_rank: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> tuple[str | None, str | None]:
+    """Compile the kernels of steps like a call: truncated or not, with adjustments or not, with what they may list.
+
+    Args:
+        verifier: compiles.
+        call: the arguments of its `packed`, but how requests sample.
+        sampler: has that.
+        of_rank: what of what changes logits, as `adjusted` returns it, the verifier takes.
+
+    Returns:
+        Why the kernels do not take steps that are not truncated, and those that are; None where they do.
+    """
+    start = time.monotonic()
+    one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
+    values = values_of(sampler)
+    samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
+    others: list[dict[str, Any]] = [{}]
+    if verifier.shard is None and call["num_draft_tokens"] > 0:
+        others += listings(sampler)
+    if (known := getattr(sampler, "known", None)) is not None:
+        mask = known.all_tokens(len(call["target_logits"]), call["target_logits"].device)
+        others += [of_rank({"adjustments": each}) for each in (known.adjustments(mask), Adjustments(allowed_mask=mask))]
+        warm_up_masks(known, call)
+    why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
+    kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
+    warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
+    if warmups and call["target_logits"].is_cuda and verifier.shard is None:
+        backends.kernels().at_once(warmups)
+    else:
+        for warm_up in warmups:
+            warm_up()
+    which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
+    logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
+    return why_not[0], why_not[1]
+
+
+def warm_up_masks(known: Known, call: dict[str, Any]) -> None:
+    """Compile the kernel that writes masks, and take its memory: of a step like a call."""
+    logits = call["target_logits"]
+    known.masks_of(len(logits), logits.device)
+    if logits.is_cuda:
+        slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
+        known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots))
+
+
+def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:
+    """Return why the eager backend would verify a call, or None: it takes more time and memory than vLLM's own method."""
+    logits = call["target_logits"]
+    backend = backends.choose(verifier.backend, logits)
+    if backend is not eager:
+        batch = VerificationBatch.check(
+            **{"draft_logits": None, "draft_logsumexp": None, "positions": None, "shard": verifier.shard, **call}
+        )
+        why_not: str | None = backend.why_not_verified(verifier.method, batch)
+        return why_not
+    return None if logits.is_cpu else backends.obstacle(logits.device)

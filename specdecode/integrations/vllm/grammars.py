@@ -1,0 +1,85 @@
+"""Grammars: vLLM's masks are kept for the step, and become a part of its rows' masks; no logit is changed.
+
+vLLM copies the masks of a step's grammars to the device, and then sets logits to -inf in place. Here its own method does the
+first alone. Whoever needs logits as vLLM has them calls `apply_grammar` before: to leave a step to vLLM, to let it prepare
+logits, to return raw log-probabilities.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class StepGrammar(NamedTuple):
+    """The masks of a step's grammars, on the device."""
+
+    masks: Tensor  # [num_masks, width] int32
+    mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
+    requests: Tensor  # [batch] int32: each request's slot
+    stride: int  # how many masks there are of each request
+    apply: Callable[[], None]  # does what vLLM's method does
+    used: Callable[[], None]  # to be called after the masks have been read
+
+
+def apply_grammar(sampler: Any) -> None:
+    """Let vLLM apply the masks that are kept to the step's logits, and keep them no longer."""
+    grammar: StepGrammar | None = getattr(sampler, "grammar", None)
+    if grammar is not None:
+        sampler.grammar = None
+        grammar.apply()
+
+
+class KeptGrammars:
+    """Mixed into vLLM's `StructuredOutputsWorker`: it keeps masks for a sampler that reads them."""
+
+    sampler: Any = None
+    """Of the step; None: masks are applied at once."""
+
+    # What vLLM's class has:
+    copy_stream: Any
+    grammar_bitmask: Tensor
+    logits_indices: Tensor
+    mask_stride: int
+
+    def apply_grammar_bitmask(
+        self, logits: Tensor, input_batch: Any, grammar_req_ids: list[str], grammar_bitmask: Any
+    ) -> None:
+        """Keep the masks of a step, or apply them to its logits, with vLLM's arguments."""
+        given = input_batch, grammar_req_ids, grammar_bitmask
+        apply, sampler = super().apply_grammar_bitmask, self.sampler  # type: ignore[misc]
+        if not grammar_req_ids or sampler is None or not sampler.reads_masks(input_batch.num_draft_tokens):
+            apply(logits, *given)
+            return
+        apply(logits[:, :0], *given)  # of no columns: nothing but copies
+        count = len(grammar_bitmask)
+        where = self.grammar_bitmask[:count], self.logits_indices[:count], input_batch.idx_mapping
+        sampler.grammar = StepGrammar(*where, self.mask_stride, lambda: apply(logits, *given), self.masks_are_used)
+
+    def masks_are_used(self) -> None:
+        """Have the next copies wait until the masks have been read."""
+        if self.copy_stream is not None:
+            self.copy_stream.wait_stream(torch.cuda.current_stream())
+
+
+class GrammarSteps:
+    """Mixed into vLLM's V2 model runner: it says whose step it is, and drops what is kept at its end."""
+
+    # What vLLM's class has:
+    rejection_sampler: Any
+    sampler: Any
+    structured_outputs_worker: Any
+
+    def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """Sample a step, with vLLM's arguments and results."""
+        given, worker = (hidden_states, input_batch, grammar_output), self.structured_outputs_worker
+        are_ours = isinstance(worker, KeptGrammars) and hasattr(self.sampler, "reads_masks")
+        are_ours = are_ours and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
+        if grammar_output is None or not are_ours:
+            return super().sample(*given)  # type: ignore[misc]
+        worker.sampler = self.sampler
+        try:
+            return super().sample(*given)  # type: ignore[misc]
+        finally:
+            worker.sampler = self.sampler.grammar = None

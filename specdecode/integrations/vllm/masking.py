@@ -1,0 +1,269 @@
+"""Which tokens each row of a step may have, in bits: one kernel writes them from vLLM's own state.
+
+vLLM sets the logits of tokens that a request may not have to -inf, some of them before it adds biases and penalties. These
+leave -inf as it is, so all of it may come last, as `Adjustments.allowed_mask`. In vLLM's order, for each row:
+
+1. the request's list of allowed tokens, if it has one, and those of its grammar;
+2. without its stop tokens, as long as its text is shorter than it has to be. If that leaves none, they stay;
+3. without the last token of each bad word, if the row's text ends with the others;
+4. a token alone, where a thinking budget forces it: vLLM gives it a logit of 1e9, whatever its own was.
+
+A row's text is what is committed, which vLLM holds by slot, and then the drafts before the row. One program writes the
+words of one row, vocab / 8 bytes, and reads no logits.
+"""
+# Triton compiles what has no types here.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdecode import adjustments
+
+WORD = tl.constexpr(adjustments.WORD)
+TILE = tl.constexpr(1024)
+"""Words that are written at once."""
+LANES = tl.constexpr(128)
+"""Tokens, or words of text, that are looked at at once."""
+VALUES = tl.constexpr(7)
+"""What there is of each slot in `Limits.numbers`."""
+
+
+class Rows(NamedTuple):
+    """The rows of a step, as vLLM has them."""
+
+    slots: Tensor  # [num_rows] int32, each row's request's slot
+    positions: Tensor  # [num_rows] int64, of the token that is fed
+    offsets: Tensor  # [num_rows] int32, each row's place in its request
+    fed: Tensor  # [num_rows] int32, the token that is fed: a request's last, then its drafts
+
+
+class Limits(NamedTuple):
+    """What limits the tokens of requests, by slot."""
+
+    numbers: Tensor  # [num_slots, 7] int32: see `of_slot`
+    allowed: Tensor  # [num_slots, ...] int32, ids
+    allowed_stride: int
+    stops: Tensor  # likewise
+    stops_stride: int
+    bad_tokens: Tensor  # [num_slots, ...] int32: the tokens of all bad words, one word after the other
+    bad_tokens_stride: int
+    bad_starts: Tensor  # [num_slots, ...] int32: where each word starts among them, and where the last one ends
+    bad_starts_stride: int
+    text: Tensor  # [num_slots, ...] int32, committed tokens
+    text_stride: int
+    text_length: Tensor  # [num_slots] int32
+
+
+class Thinking(NamedTuple):
+    """How requests think, and where they last began and ended to."""
+
+    last_start: Tensor  # [num_slots] int32, -1 for never, in what is committed
+    last_end: Tensor
+    start_ids: Tensor  # [num_start] int32: the tokens by which it begins
+    num_start: int
+    end_ids: Tensor  # those by which it ends by itself
+    num_end: int
+    forced_ids: Tensor  # those that end it where the budget is spent
+    num_forced: int
+
+
+class Grammar(NamedTuple):
+    """The masks of a step's grammars, as vLLM has them."""
+
+    masks: Tensor  # [num_masks, width] int32
+    mapping: Tensor  # [num_masks] int32: of which request, times the most rows of one, plus the row's place in it
+    requests: Tensor  # [batch] int32, each request's slot
+
+
+class Text(NamedTuple):
+    """The text of a row."""
+
+    ptr: Any
+    num_committed: Any
+    drafts_ptr: Any
+
+
+@triton.jit
+def text_at(text, places, wanted):
+    """Return the tokens of a text at some places."""
+    offsets = places - text.num_committed
+    committed = tl.load(text.ptr + places, mask=wanted & (offsets < 0), other=-1)
+    return tl.where(offsets < 0, committed, tl.load(text.drafts_ptr + offsets, mask=wanted & (offsets >= 0), other=-1))
+
+
+@triton.jit
+def ends_with(text, length, ids_ptr, count):
+    """Return whether the first tokens of a text, so many, end with so many of a list."""
+    mismatch = (length < count).to(tl.int32)
+    for first in range(0, count, LANES):
+        lanes = first + tl.arange(0, LANES)
+        wanted = (lanes < count) & (length >= count)
+        ids = tl.load(ids_ptr + lanes, mask=wanted, other=-1)
+        differs = wanted & (ids != text_at(text, length - count + lanes, wanted))
+        mismatch = tl.maximum(mismatch, tl.max(differs.to(tl.int32), 0))
+    return mismatch == 0
+
+
+@triton.jit
+def forced_token(text, length, slot, budget, thinking):
+    """Return the token that a thinking budget forces after the text of a length, -1 for none."""
+    last_start, last_end = tl.load(thinking.last_start + slot), tl.load(thinking.last_end + slot)
+    for end in range(text.num_committed + 1, length + 1):  # the drafts may begin or end it
+        begins = ends_with(text, end, thinking.start_ids, thinking.num_start)
+        last_start = tl.where(begins, end - thinking.num_start, last_start)
+        ends = ends_with(text, end, thinking.end_ids, thinking.num_end)
+        last_end = tl.where(ends, end - thinking.num_end, last_end)
+    token = tl.full([], -1, tl.int32)
+    spent = length - (last_start + thinking.num_start)
+    if (last_start >= 0) & (last_start > last_end) & (spent >= budget):
+        there = tl.full([], 0, tl.int32)  # how many of the forced tokens the text ends with
+        for count in range(1, thinking.num_forced):
+            there = tl.where(ends_with(text, length, thinking.forced_ids, count), count, there)
+        token = tl.load(thinking.forced_ids + there)
+    return token
+
+
+@triton.jit
+def grammar_of(slot, offset, grammar, num_masks, mask_stride):
+    """Return which mask is a row's, -1 for none."""
+    found = tl.full([], -1, tl.int32)
+    for first in range(0, num_masks, LANES):
+        lanes = first + tl.arange(0, LANES)
+        mapping = tl.load(grammar.mapping + lanes, mask=lanes < num_masks, other=-1)
+        request = mapping // mask_stride
+        slots = tl.load(grammar.requests + request, mask=mapping >= 0, other=-1)
+        is_own = (slots == slot) & (mapping - request * mask_stride == offset)
+        found = tl.maximum(found, tl.max(tl.where(is_own, lanes, -1), 0))
+    return found
+
+
+@triton.jit
+def change_bits(words_ptr, ids, ALLOWED: tl.constexpr, VOCAB_SIZE: tl.constexpr):
+    """Set or clear the bits of tokens; ids outside the vocabulary are none."""
+    is_token, bits = (ids >= 0) & (ids < VOCAB_SIZE), (ids * 0 + 1) << (ids & (WORD - 1))
+    if ALLOWED:
+        tl.atomic_or(words_ptr + ids // WORD, bits, mask=is_token, sem="relaxed")
+    else:
+        tl.atomic_and(words_ptr + ids // WORD, ~bits, mask=is_token, sem="relaxed")
+
+
+@triton.jit
+def begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE: tl.constexpr):
+    """Write a row's words: a token that is forced, else those that a list and a grammar allow."""
+    for first in range(0, VOCAB_SIZE, TILE * WORD):
+        places = first // WORD + tl.arange(0, TILE)
+        rest = VOCAB_SIZE - places * WORD  # none of a word's bits is of a token beyond the vocabulary
+        words = tl.where(rest >= WORD, -1, (1 << tl.minimum(tl.maximum(rest, 0), WORD - 1)) - 1)
+        if forced >= 0:
+            words = tl.where(places == forced // WORD, 1 << (forced & (WORD - 1)), 0)
+        elif num_allowed > 0:
+            words = tl.zeros_like(words)
+        else:
+            words &= tl.load(masks_ptr + places, mask=places < width, other=-1)
+        tl.store(words_ptr + places, words, mask=rest > 0)
+    tl.debug_barrier()
+    if (forced < 0) & (num_allowed > 0):
+        for first in range(0, num_allowed, LANES):
+            lanes = first + tl.arange(0, LANES)
+            ids = tl.load(allowed_ptr + lanes, mask=lanes < num_allowed, other=-1)
+            places = ids // WORD
+            masks = tl.load(masks_ptr + places, mask=(ids >= 0) & (places < width), other=-1)
+            ids = tl.where((masks >> (ids & (WORD - 1))) & 1 != 0, ids, -1)
+            change_bits(words_ptr, ids, True, VOCAB_SIZE)
+        tl.debug_barrier()
+
+
+@triton.jit
+def is_empty(words_ptr, VOCAB_SIZE: tl.constexpr):
+    """Return whether a row allows no token."""
+    found = tl.zeros([TILE], tl.int32)
+    for first in range(0, VOCAB_SIZE, TILE * WORD):
+        places = first // WORD + tl.arange(0, TILE)
+        found |= tl.load(words_ptr + places, mask=places * WORD < VOCAB_SIZE, other=0)
+    return tl.max((found != 0).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def forbid_bad_words(words_ptr, text, length, num_output, tokens_ptr, starts_ptr, num_words, VOCAB_SIZE: tl.constexpr):
+    """Clear the last token of each bad word whose others a text ends with, not counting the prompt."""
+    for first in range(0, num_words, LANES):
+        lanes = first + tl.arange(0, LANES)
+        is_word = lanes < num_words
+        start = tl.load(starts_ptr + lanes, mask=is_word, other=0)
+        last = tl.load(starts_ptr + lanes + 1, mask=is_word, other=0) - 1
+        count = last - start  # of the others
+        matches = is_word & (count >= 0) & (count <= num_output)
+        for back in range(1, tl.max(tl.where(matches, count, 0), 0) + 1):
+            token = text_at(text, length - back, True)
+            is_compared = matches & (back <= count)
+            matches &= tl.load(tokens_ptr + last - back, mask=is_compared, other=0) == tl.where(is_compared, token, 0)
+        change_bits(words_ptr, tl.load(tokens_ptr + last, mask=matches, other=-1), False, VOCAB_SIZE)
+
+
+@triton.jit(do_not_specialize=["num_masks", "width", "mask_stride"])
+def mask_rows_kernel(
+    words_ptr, rows, limits, thinking, grammar, num_masks, width, mask_stride, VOCAB_SIZE: tl.constexpr
+):
+    """Write the words of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, offset = tl.load(rows.slots + row).to(tl.int64), tl.load(rows.offsets + row)
+    words_ptr += row * ((VOCAB_SIZE + WORD - 1) // WORD)
+    of_slot = limits.numbers + slot * VALUES
+    num_allowed, num_stops, min_length = tl.load(of_slot), tl.load(of_slot + 1), tl.load(of_slot + 2)
+    restores, num_words = tl.load(of_slot + 3), tl.load(of_slot + 4)
+    num_prompt, budget = tl.load(of_slot + 5), tl.load(of_slot + 6)
+    num_committed = tl.load(limits.text_length + slot)
+    text = Text(limits.text + slot * limits.text_stride, num_committed, rows.fed + row - offset + 1)
+    length, forced = num_committed + offset, tl.full([], -1, tl.int32)
+    if thinking is not None:  # noqa: SIM102 (Triton compiles it away only where it stands alone)
+        if budget >= 0:
+            forced = forced_token(text, length, slot, budget, thinking)
+    mask = grammar_of(slot, offset, grammar, num_masks, mask_stride)
+    masks_ptr, width = grammar.masks + tl.maximum(mask, 0).to(tl.int64) * width, tl.where(mask < 0, 0, width)
+    allowed_ptr = limits.allowed + slot * limits.allowed_stride
+    begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE)
+    if forced < 0:
+        if (num_stops > 0) & (tl.load(rows.positions + row) + 1 < min_length):
+            for first in range(0, num_stops, LANES):
+                lanes = first + tl.arange(0, LANES)
+                stops = tl.load(limits.stops + slot * limits.stops_stride + lanes, mask=lanes < num_stops, other=-1)
+                change_bits(words_ptr, stops, False, VOCAB_SIZE)
+            if restores != 0:
+                tl.debug_barrier()
+                if is_empty(words_ptr, VOCAB_SIZE):  # then nothing but stop tokens was there
+                    begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE)
+        if num_words > 0:
+            tokens_ptr = limits.bad_tokens + slot * limits.bad_tokens_stride
+            starts_ptr = limits.bad_starts + slot * limits.bad_starts_stride
+            num_output = length - num_prompt
+            forbid_bad_words(words_ptr, text, length, num_output, tokens_ptr, starts_ptr, num_words, VOCAB_SIZE)
+
+
+def mask_rows(
+    words: Tensor,
+    rows: Rows,
+    limits: Limits,
+    thinking: Thinking | None,
+    grammar: Grammar | None,
+    mask_stride: int,
+    vocab_size: int,
+) -> None:
+    """Write the words of a step's rows.
+
+    Args:
+        words: [num_rows, ceil(vocab_size / 32)] int32, contiguous.
+        rows: of the step.
+        limits: of all slots.
+        thinking: None: no request has a budget.
+        grammar: None: no request has one.
+        mask_stride: the most rows of a request that `grammar` has masks of.
+        vocab_size: how many tokens there are.
+    """
+    num_masks, width = (0, 0) if grammar is None else grammar.masks.shape
+    nothing = Grammar(*[limits.numbers] * 3)  # whose values are not looked at
+    mask_rows_kernel[(len(rows.slots),)](
+        words, rows, limits, thinking, grammar or nothing, num_masks, width, mask_stride, VOCAB_SIZE=vocab_size
+    )
