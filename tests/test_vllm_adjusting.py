@@ -98,11 +98,12 @@ def test_a_step_with_penalties_and_biases_emits_what_adjusted_rows_say(method):
 
 def test_what_requests_ask_for_is_copied_again_when_one_has_come():
     sampler = Sampler()
-    mask = sampler.known.all_tokens(3, torch.device("cpu"))
-    before = sampler.known.adjustments(mask)
-    assert sampler.known.adjustments(mask).repetition_penalty is before.repetition_penalty
+    before, mask = sampler.known.adjustments(None), torch.zeros(3, 2, dtype=torch.int32)
+    beside = sampler.known.adjustments(mask)
+    assert beside.repetition_penalty is before.repetition_penalty
+    assert (beside.allowed_mask, before.allowed_mask) == (mask, None)
     sampler.add_request(5, Namespace(repetition_penalty=1.3, logit_bias={3: 2.0}))
-    after = sampler.known.adjustments(mask)
+    after = sampler.known.adjustments(None)
     assert after.repetition_penalty[5] == torch.tensor(1.3) != before.repetition_penalty[5]
     assert (after.bias_ids[5, 0], after.bias[5, 0]) == (3, 2)
 
@@ -132,7 +133,7 @@ def test_states_that_are_not_as_known_are_left_to_vllm(change):
     assert sampler.needs[5] == PROCESSORS
 
 
-def test_kernels_are_compiled_with_all_adjustments_and_with_masks_alone_too():
+def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too():
     case, _, _ = ragged_case()
     sampler = Sampler()
     result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
@@ -144,7 +145,9 @@ def test_kernels_are_compiled_with_all_adjustments_and_with_masks_alone_too():
     result._verify(draft_logits=None, **case)
     fields = [call.get("adjustments", Adjustments()) for call in calls]
     assert [("top_p" in call, each.penalizes, each.allowed_mask is not None) for call, each in zip(calls, fields)] == [
-        (truncates, *kind) for truncates in (False, True) for kind in ((False, False), (True, True), (False, True))
+        (truncates, *kind)
+        for truncates in (False, True)
+        for kind in ((False, False), (True, False), (True, True), (False, True))
     ]
     for call in calls:
         real.packed(**call)

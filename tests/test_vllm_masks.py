@@ -253,9 +253,8 @@ def test_a_step_emits_what_rows_say_whose_other_tokens_have_no_probability(metho
     assert logits.equal(before)
     assert not result.fallbacks
     case["logits"] = logits.float().masked_fill(~mask, -torch.inf)
-    with mock.patch.object(
-        sampler.known, "limited_tokens", lambda step, _: sampler.known.all_tokens(len(step.pos), "cpu")
-    ):
+    all_tokens = torch.full((len(logits), 2), -1, dtype=torch.int32)
+    with mock.patch.object(sampler.known, "limited_tokens", return_value=all_tokens):
         _, *expected = plain._verify(draft_logits=draft_logits, **case)
     assert emitted(*tokens) == emitted(*expected)
     case["logits"] = logits

@@ -62,5 +62,6 @@ from several threads and in graphs share no memory that is written. Arithmetic i
 
 from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import at_once
+from specdecode.kernels.sharding.launches import compile_ahead
 
-__all__ = ["at_once", "sample", "verify", "warm_up", "why_not_verified"]
+__all__ = ["at_once", "compile_ahead", "sample", "verify", "warm_up", "why_not_verified"]

@@ -47,6 +47,7 @@ from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
 from specdecode.kernels.sharding import plan as shard_plan
 from specdecode.kernels.sharding import rows as shard_rows
+from specdecode.kernels.sharding.launches import compile_ahead
 from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
@@ -323,11 +324,7 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
         batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
-    if batch.shard is None:
-        at_once(steps)
-    else:  # each is a step of all ranks
-        for step in steps:
-            step()
+    (at_once if batch.shard is None else compile_ahead)(steps)
 
 
 def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdecode import RejectionSampler
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, logger
-from specdecode.integrations.vllm.sampling import needs_of
+from specdecode.integrations.vllm.needs import needs_of
 from tests.benchmarks.inputs import Inputs
 
 

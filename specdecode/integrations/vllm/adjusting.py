@@ -46,7 +46,6 @@ class Known:
         self.added: Adjustments | None = None
         self.limits: Any = None
         self.masks: Tensor | None = None
-        self.every: Tensor | None = None
 
     def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
         """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
@@ -63,8 +62,10 @@ class Known:
         restores = self.bias.restore_when_all_masked.np[slot] > 0
         return has_penalties or bool(has_bias), bool(has_lists) or has_words or has_budget, bool(restores)
 
-    def adjustments(self, allowed_mask: Tensor) -> Adjustments:
-        """Return penalties and biases, by slot, beside a mask; small values are copied again only after a request has come.
+    def adjustments(self, allowed_mask: Tensor | None) -> Adjustments:
+        """Return penalties and biases, by slot, beside a mask if there is one.
+
+        Small values are copied again only after a request has come.
 
         All of it is passed if any request of a step needs any: each selection would need kernels of its own.
         """
@@ -90,12 +91,6 @@ class Known:
         if self.masks is None or len(self.masks) < num_rows:
             self.masks = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
         return self.masks[:num_rows]
-
-    def all_tokens(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return masks of rows without limits: all in the memory of one."""
-        if self.every is None:
-            self.every = torch.full((1, -(-self.vocab_size // WORD)), -1, dtype=torch.int32, device=device)
-        return self.every.expand(num_rows, -1)
 
     def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows."""

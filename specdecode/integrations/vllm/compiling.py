@@ -79,14 +79,16 @@ def compile_all(
     if verifier.shard is None and call["num_draft_tokens"] > 0:
         others += listings(sampler)
     if (known := getattr(sampler, "known", None)) is not None:
-        mask = known.all_tokens(len(call["target_logits"]), call["target_logits"].device)
-        others += [of_rank({"adjustments": each}) for each in (known.adjustments(mask), Adjustments(allowed_mask=mask))]
+        mask = known.masks_of(len(call["target_logits"]), call["target_logits"].device)
+        added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
+        others += [of_rank({"adjustments": each}) for each in added]
         warm_up_masks(known, call)
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
-    if warmups and call["target_logits"].is_cuda and verifier.shard is None:
-        backends.kernels().at_once(warmups)
+    if warmups and call["target_logits"].is_cuda:
+        kernels = backends.kernels()
+        (kernels.at_once if verifier.shard is None else kernels.compile_ahead)(warmups)
     else:
         for warm_up in warmups:
             warm_up()
@@ -96,10 +98,8 @@ def compile_all(
 
 
 def warm_up_masks(known: Known, call: dict[str, Any]) -> None:
-    """Compile the kernel that writes masks, and take its memory: of a step like a call."""
-    logits = call["target_logits"]
-    known.masks_of(len(logits), logits.device)
-    if logits.is_cuda:
+    """Compile the kernel that writes masks: of a step like a call."""
+    if call["target_logits"].is_cuda:
         slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
         known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots))
 

@@ -113,13 +113,14 @@ def requested(values: SlotValues, needs: int) -> dict[str, Any]:
 
 
 def adjusted(sampler: Any, needs: int, rows: StepRows) -> dict[str, Any]:
-    """Return what changes the logits of a step's rows, if anything does: masks alone, or all that there is."""
-    grammar = getattr(sampler, "grammar", None)
-    if not needs & (ADJUSTS | MASKS) and grammar is None:
-        return {}
-    known, is_limited = sampler.known, needs & MASKS or grammar is not None
-    mask = known.limited_tokens(rows, grammar) if is_limited else known.all_tokens(len(rows.pos), rows.pos.device)
-    return {"adjustments": known.adjustments(mask) if needs & ADJUSTS else Adjustments(allowed_mask=mask)}
+    """Return what changes the logits of a step's rows: masks, all penalties and biases, both, or nothing."""
+    known: Any = getattr(sampler, "known", None)
+    grammar, mask = getattr(sampler, "grammar", None), None
+    if needs & MASKS or grammar is not None:
+        mask = known.limited_tokens(rows, grammar)
+    if needs & ADJUSTS:
+        return {"adjustments": known.adjustments(mask)}
+    return {} if mask is None else {"adjustments": Adjustments(allowed_mask=mask)}
 
 
 def truncated(values: SlotValues) -> dict[str, Any]:
