@@ -6,6 +6,7 @@ launches, and in which file, is in the two tables of `specdecode.kernels`.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -324,7 +325,12 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
         batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
-    (at_once if batch.shard is None else compile_ahead)(steps)
+    warm_up_by(steps, over_shards=batch.shard is not None)
+
+
+def warm_up_by(calls: Sequence[Callable[[], object]], over_shards: bool) -> None:
+    """Make calls for what they compile: all at once, but those over shards one by one, each a step of all ranks."""
+    (compile_ahead if over_shards else at_once)(calls)
 
 
 def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:

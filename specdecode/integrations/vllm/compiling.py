@@ -87,8 +87,7 @@ def compile_all(
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda:
-        kernels = backends.kernels()
-        (kernels.at_once if verifier.shard is None else kernels.compile_ahead)(warmups)
+        backends.kernels().warm_up_by(warmups, over_shards=verifier.shard is not None)
     else:
         for warm_up in warmups:
             warm_up()
