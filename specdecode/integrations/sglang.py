@@ -18,6 +18,7 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -317,6 +318,12 @@ def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
 def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`."""
     token_ids = output.token_ids
-    rows = torch.arange(token_ids.numel(), dtype=torch.int32, device=token_ids.device).view_as(token_ids)
-    accept_index = rows.masked_fill_(token_ids < 0, -1)
-    return token_ids.clamp(min=0).to(torch.int32).view(-1), output.num_tokens, accept_index
+    accept_index = torch.where(token_ids < 0, -1, rows_of(token_ids.shape, token_ids.device))
+    return token_ids.to(torch.int32).clamp_(min=0).view(-1), output.num_tokens, accept_index
+
+
+@functools.lru_cache(maxsize=1024)
+def rows_of(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Return the numbers of the rows of so many requests and places."""
+    with torch.inference_mode(False):
+        return torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device).view(shape)
