@@ -17,6 +17,7 @@ from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
 from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
+from specdecode.integrations.vllm.compiling import share_of
 from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
@@ -291,14 +292,21 @@ def test_batch_invariance_is_warned_of_where_noise_depends_on_the_batch(method, 
 
 
 @pytest.mark.parametrize(("rank", "shards", "reports"), [(0, False, True), (1, False, False), (1, True, True)])
-def test_one_rank_reports_or_each_that_verifies_other_requests(rank, shards, reports, start, monkeypatch):
-    group = Namespace(get_tp_group=lambda: Namespace(rank_in_group=rank))
+def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_requests_does_all(
+    rank, shards, reports, start, monkeypatch
+):
+    ranks = Namespace(rank_in_group=rank, world_size=2, barrier=Mock())
+    group = Namespace(get_tp_group=lambda: ranks)
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", group)
     result, messages = start(sampler={"shards_batches": shards})
     assert (result.report is not None) == bool(messages) == reports
     assert dict(result.fallbacks) == {}
+    share = share_of(result.sampler)
+    assert share[:2] == ((0, 1) if shards else (rank, 2))
+    share.barrier()
+    assert ranks.barrier.called != shards
 
 
 # ---- The pages -------------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ a shard's symmetric memory is written by each of its steps, so these must follow
 from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
 """
 
-from specdecode.kernels.call import sample, verify, warm_up, warm_up_by, why_not_verified
+from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
+from specdecode.kernels.launch import Share, compile_ahead
 
-__all__ = ["sample", "verify", "warm_up", "warm_up_by", "why_not_verified"]
+__all__ = ["Share", "compile_ahead", "sample", "verify", "warm_up", "why_not_verified"]

@@ -6,7 +6,6 @@ launches, and in which file, is in the two tables of `specdecode.kernels`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from specdecode.kernels.bundles import (
     outputs_in,
     sizes_in,
 )
-from specdecode.kernels.launch import Plan, at_once
+from specdecode.kernels.launch import Plan, compile_ahead
 from specdecode.kernels.methods import STRICT, Method, method_of
 from specdecode.kernels.plan import (
     MANY_REQUESTS,
@@ -48,7 +47,6 @@ from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
 from specdecode.kernels.sharding import plan as shard_plan
 from specdecode.kernels.sharding import rows as shard_rows
-from specdecode.kernels.sharding.launches import compile_ahead
 from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
@@ -325,12 +323,7 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
         batches = [with_fewer_drafts(batch, number) for number in {0, min(most, 1), *of_other_sizes, most}]
     ways = [{"large": False, "many": False}, {"large": False, "many": True}, {"large": True, "many": False}]
     steps = [functools.partial(verify, name, each, schedule, **way) for each in batches for way in ways]
-    warm_up_by(steps, over_shards=batch.shard is not None)
-
-
-def warm_up_by(calls: Sequence[Callable[[], object]], over_shards: bool) -> None:
-    """Make calls for what they compile: all at once, but those over shards one by one, each a step of all ranks."""
-    (compile_ahead if over_shards else at_once)(calls)
+    compile_ahead(steps)
 
 
 def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:

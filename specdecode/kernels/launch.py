@@ -133,16 +133,22 @@ class Launch(NamedTuple):
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
-    def compile(self, device: torch.device) -> Any:
-        """Compile its kernel and load it, if that has not been done for the same signature."""
+    def key(self, device: torch.device) -> tuple[object, ...]:
+        """Return all that compiled code depends on."""
         signature = Signature(self.kernel.arg_names, self.bundles)
-        with _hashing:  # before `key`, which hashes the kernel, and alone: a hash half done looks like one that is done
+        with (
+            _hashing
+        ):  # before `Signature.key`, which hashes the kernel, and alone: a hash half done looks like one done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
                 hash_callees_first(function)
-            key = device, self.kernel, *self.options.items(), *signature.key()
-            compiling = _compiling.setdefault(key, threading.Lock())
-        with compiling:  # by one thread, for which others wait
+            return device, self.kernel, *self.options.items(), *signature.key()
+
+    def compile(self, device: torch.device) -> Any:
+        """Compile its kernel and load it, if that has not been done for the same signature."""
+        key = self.key(device)
+        with _compiling.setdefault(key, threading.Lock()):  # by one thread, for which others wait
             if key not in _variants:
+                signature = Signature(self.kernel.arg_names, self.bundles)
                 source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
                 with on_device(device):  # the current device belongs to a thread
                     variant = triton.compile(source, options=self.options)
@@ -174,23 +180,53 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
     return type(bundle)(*fields)
 
 
-def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the results of calls that compile, each made by a thread: it takes as long as the slowest."""
-    if is_interpreted():  # in which one kernel can run at a time
-        return [call() for call in calls]
-    mode = torch.is_inference_mode_enabled()  # by thread
-
-    def make(call: Callable[[], Any]) -> Any:
-        with torch.inference_mode(mode):
-            return call()
-
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(make, calls))
+def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
+    """Compile launches, each by a thread: it takes as long as the slowest."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
+        return list(threads.map(lambda launch: launch.compile(device), launches))
 
 
-def compile_all(launches: list[Launch], device: torch.device) -> list[Any]:
-    """Compile launches."""
-    return at_once([functools.partial(launch.compile, device) for launch in launches])
+class Share(NamedTuple):
+    """Which part this process compiles of what several need, whose cache of compiled kernels is one."""
+
+    rank: int = 0
+    ranks: int = 1
+    barrier: Callable[[], object] = lambda: None
+    """Waits until all of them have come to it."""
+
+
+def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
+    """Make calls one after the other; what all of them launch is compiled before, at once.
+
+    Over shards each is a step of all ranks, which have to make the same calls.
+    """
+    global _collected
+    if _collected is None and not is_interpreted():
+        plans: list[Any] = []
+        _collected = plans
+        try:
+            for call in calls:
+                call()
+        finally:
+            _collected = None
+        launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
+        ours = list(launches.values())[share.rank :: share.ranks]
+        if ours:
+            compile_all([launch for launch, _ in ours], ours[0][1])
+        share.barrier()
+    for call in calls:
+        call()
+
+
+def is_collected(plan: Any) -> bool:
+    """Return whether a plan is collected, and not to be run."""
+    if _collected is not None:
+        _collected.append(plan)
+    return _collected is not None
+
+
+_collected: list[Any] | None = None
+"""The plans of calls that are not made, while these are collected."""
 
 
 class Plan:
@@ -246,12 +282,20 @@ class Plan:
         with on_device(self.device):
             fill = self.fill
             if fill is None:
+                if is_collected(self):
+                    return
                 if is_interpreted():
                     workspace = self.allocate(value_of(self.length, numbers), value_of(self.zeros, numbers))
-                    return self.interpret({**tensors, **self.views(workspace, numbers), **numbers})
+                    self.interpret({**tensors, **self.views(workspace, numbers), **numbers})
+                    return
                 fill = self.prepare([*tensors, *numbers])
             workspace, launches = fill(self.allocate, *tensors.values(), *numbers.values())
             self.launch(launches)
+
+    @property
+    def all_launches(self) -> list[Launch]:
+        """All that is to be compiled."""
+        return self.launches
 
     def allocate(self, length: int, zeros: int) -> Tensor:
         """Return memory for a workspace of so many elements of 32 bits, of which the first few are zeros."""

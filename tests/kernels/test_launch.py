@@ -310,3 +310,32 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
     gc.collect()
     assert [tensor() for tensor in held if tensor() is not None] == []
     assert plan_step.cache_info().currsize == 2
+
+
+@pytest.mark.parametrize(("rank", "compiled"), [(0, "ac"), (1, "b")])
+def test_what_several_calls_launch_is_compiled_before_the_first_of_them_each_kernel_by_one_process(
+    rank, compiled, monkeypatch
+):
+    """In the interpreter nothing is compiled: plans stand in, of launches that are letters."""
+    events = []
+
+    def run(letters):
+        plan = SimpleNamespace(
+            device="gpu", all_launches=[SimpleNamespace(key=lambda _, each=each: each) for each in letters]
+        )
+        if not launch.is_collected(plan):
+            events.append(f"{letters} runs")
+
+    def compile_all(launches, device):
+        events.append("".join(each.key(device) for each in launches))
+
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    monkeypatch.setattr(launch, "compile_all", compile_all)
+    share = launch.Share(rank, 2, lambda: events.append("all have come"))
+    launch.compile_ahead([partial(run, "ab"), lambda: launch.compile_ahead([partial(run, "bc")])], share)
+    assert events[:3] == [compiled, "all have come", "ab runs"]
+    assert events[-1] == "bc runs"
+    with pytest.raises(ZeroDivisionError):
+        launch.compile_ahead([lambda: 1 / 0])
+    run("d")
+    assert events[-1] == "d runs"

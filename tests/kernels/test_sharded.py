@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace as Namespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from torch import Tensor, distributed
 
 from specdecode import VocabShard, backends, kernels, sample, transports
 from specdecode.kernels.launch import Plan
-from specdecode.kernels.sharding import launches
 from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
 from tests.support.differential import case, like_a_device
@@ -404,34 +402,3 @@ def test_a_captured_call_is_replayed_with_new_inputs(method):
                 assert_bits(output, sampler_of(method)(**call))
     finally:
         distributed.destroy_process_group()
-
-
-def test_what_several_calls_launch_is_compiled_before_the_first_of_them(monkeypatch):
-    """In the interpreter nothing is compiled: plans stand in that only say what becomes of them."""
-    events = []
-
-    class Plan(launches.ShardedPlan):
-        def __init__(self, name):
-            self.plans, self.spare, self.device = [Namespace(launches=[name])], Namespace(launches=[]), "gpu"
-
-        @property
-        def sizes_of(self):
-            raise RuntimeError(f"{self.plans[0].launches[0]} runs")
-
-    def call(plan):
-        try:
-            plan.run({}, {}, None)
-        except RuntimeError as error:
-            events.append(str(error))
-
-    def inner():
-        launches.compile_ahead([partial(call, Plan("b")), partial(call, Plan("c"))])
-
-    monkeypatch.setattr(launches, "is_interpreted", lambda: False)
-    monkeypatch.setattr(launches, "compile_all", lambda names, device: events.append(f"{''.join(names)} for {device}"))
-    launches.compile_ahead([partial(call, Plan("a")), inner])
-    assert events == ["abc for gpu", "a runs", "bc for gpu", "b runs", "c runs"]
-    with pytest.raises(ZeroDivisionError):
-        launches.compile_ahead([lambda: 1 / 0])
-    call(Plan("d"))
-    assert events[-1] == "d runs"

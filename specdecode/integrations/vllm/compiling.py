@@ -12,6 +12,7 @@ from torch import Tensor
 from specdecode import Adjustments, RejectionSampler, backends, eager
 from specdecode.batch import VerificationBatch
 from specdecode.integrations.vllm.adjusting import Known, StepRows
+from specdecode.integrations.vllm.contract import group_of
 from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, values_of
 from specdecode.integrations.vllm.reporting import logger
 from specdecode.packing import Packing
@@ -87,13 +88,19 @@ def compile_all(
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda:
-        backends.kernels().warm_up_by(warmups, over_shards=verifier.shard is not None)
+        backends.kernels().compile_ahead(warmups, share_of(sampler))
     else:
         for warm_up in warmups:
             warm_up()
     which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
     logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]
+
+
+def share_of(sampler: Any) -> Any:
+    """Return which part of what all ranks launch this one compiles: ranks of a host have one cache of compiled kernels."""
+    group, share = group_of(sampler), backends.kernels().Share
+    return share() if group is None else share(group.rank_in_group, group.world_size, group.barrier)
 
 
 def warm_up_masks(known: Known, call: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ methods consult are compared with those of the versions that were run. If there 
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable
@@ -116,6 +117,16 @@ ATTRIBUTES = {
     },
 }
 """What vLLM's objects hold, by class, and what `TokenSampling` adds."""
+
+
+def group_of(sampler: Any) -> Any:
+    """Return vLLM's group of the ranks that verify the same requests, or None: there is none, or each verifies its own."""
+    if getattr(sampler, "shards_batches", False):
+        return None
+    try:
+        return importlib.import_module(PARALLEL).get_tp_group()
+    except (ImportError, AssertionError):  # there is none
+        return None
 
 
 @functools.cache

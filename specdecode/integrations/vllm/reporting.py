@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm.contract import PARALLEL
+from specdecode.integrations.vllm.contract import group_of
 
 logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
 
@@ -210,13 +210,8 @@ def recorded(device: torch.device) -> Any:
 
 def reports_here(sampler: Any) -> bool:
     """Return whether this rank reports: the first one, or each, if each verifies other requests."""
-    if getattr(sampler, "shards_batches", False):
-        return True
-    try:
-        group = importlib.import_module(PARALLEL).get_tp_group()
-    except (ImportError, AssertionError):  # there is no group
-        return True
-    return bool(group.rank_in_group == 0)
+    group = group_of(sampler)
+    return group is None or bool(group.rank_in_group == 0)
 
 
 @functools.cache

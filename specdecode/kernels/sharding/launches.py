@@ -5,7 +5,7 @@ The launches between two exchanges are one `Plan`; all work on one workspace. Wo
 symmetric memory, to which kernels write themselves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode import sharding
 from specdecode.kernels.formulas import Argument, Number, Writer
-from specdecode.kernels.launch import Launch, Plan, compile_all, is_interpreted, on_device
+from specdecode.kernels.launch import Launch, Plan, compile_all, is_collected, is_interpreted, on_device
 from specdecode.kernels.sharding.arguments import Channel
 from specdecode.kernels.sharding.memory import Parts
 
@@ -68,8 +68,7 @@ class ShardedPlan:
 
     def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any], transport: sharding.Transport) -> None:
         """Make the launches and exchanges: see `Plan.run`."""
-        if _collected is not None:
-            _collected.append(self)
+        if is_collected(self):
             return
         if self.sizes_of is None:
             extents = tuple([self.last.extent(name) if name else (0, 0) for name in self.sent])
@@ -115,24 +114,3 @@ class ShardedPlan:
 def received_after(plan: int) -> str:
     """Return the name of what is received in the exchange after a plan."""
     return f"received_{plan}"
-
-
-_collected: list[ShardedPlan] | None = None
-"""The plans of calls that are not made, while these are collected."""
-
-
-def compile_ahead(calls: Sequence[Callable[[], object]]) -> None:
-    """Make calls over shards, one after the other, as all ranks have to; what they launch is compiled before, at once."""
-    global _collected
-    if _collected is None and not is_interpreted():
-        plans: list[ShardedPlan] = []
-        _collected = plans
-        try:
-            for call in calls:
-                call()
-        finally:
-            _collected = None
-        if plans:
-            compile_all([launch for plan in plans for launch in plan.all_launches], plans[0].device)
-    for call in calls:
-        call()
