@@ -82,7 +82,8 @@ def compile_all(
         mask = known.masks_of(len(call["target_logits"]), call["target_logits"].device)
         added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
         others += [of_rank({"adjustments": each}) for each in added]
-        warm_up_masks(known, call)
+        if call["target_logits"].is_cuda:
+            warm_up_masks(known, call)
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
@@ -97,10 +98,9 @@ def compile_all(
 
 
 def warm_up_masks(known: Known, call: dict[str, Any]) -> None:
-    """Compile the kernel that writes masks: of a step like a call."""
-    if call["target_logits"].is_cuda:
-        slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
-        known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots))
+    """Compile the kernel that writes masks: of no rows, of the types that those of a step like a call have."""
+    slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
+    known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots.int()))
 
 
 def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ class StepGrammar(NamedTuple):
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
-    requests: Tensor  # [batch] int32: each request's slot
+    requests: Tensor  # [batch] int64: each request's slot
     stride: int  # how many masks there are of each request
     apply: Callable[[], None]  # does what vLLM's method does
     used: Callable[[], None]  # to be called after the masks have been read

@@ -34,7 +34,7 @@ VALUES = tl.constexpr(7)
 class Rows(NamedTuple):
     """The rows of a step, as vLLM has them."""
 
-    slots: Tensor  # [num_rows] int32, each row's request's slot
+    slots: Tensor  # [num_rows] int64, each row's request's slot
     positions: Tensor  # [num_rows] int64, of the token that is fed
     offsets: Tensor  # [num_rows] int32, each row's place in its request
     fed: Tensor  # [num_rows] int32, the token that is fed: a request's last, then its drafts
@@ -75,7 +75,7 @@ class Grammar(NamedTuple):
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: of which request, times the most rows of one, plus the row's place in it
-    requests: Tensor  # [batch] int32, each request's slot
+    requests: Tensor  # [batch] int64, each request's slot
 
 
 class Text(NamedTuple):
@@ -209,7 +209,7 @@ def mask_rows_kernel(
 ):
     """Write the words of one row."""
     row = tl.program_id(0).to(tl.int64)
-    slot, offset = tl.load(rows.slots + row).to(tl.int64), tl.load(rows.offsets + row)
+    slot, offset = tl.load(rows.slots + row).to(tl.int64), tl.load(rows.offsets + row).to(tl.int32)
     words_ptr += row * ((VOCAB_SIZE + WORD - 1) // WORD)
     of_slot = limits.numbers + slot * VALUES
     num_allowed, num_stops, min_length = tl.load(of_slot), tl.load(of_slot + 1), tl.load(of_slot + 2)
@@ -263,7 +263,7 @@ def mask_rows(
         vocab_size: how many tokens there are.
     """
     num_masks, width = (0, 0) if grammar is None else grammar.masks.shape
-    nothing = Grammar(*[limits.numbers] * 3)  # whose values are not looked at
+    nothing = Grammar(limits.numbers, limits.numbers, rows.slots)  # of a grammar's types; no value is looked at
     mask_rows_kernel[(len(rows.slots),)](
         words, rows, limits, thinking, grammar or nothing, num_masks, width, mask_stride, VOCAB_SIZE=vocab_size
     )
