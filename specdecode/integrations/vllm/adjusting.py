@@ -101,7 +101,7 @@ class Known:
         self.thinking.apply(rows.pos.new_empty((0, 1), dtype=torch.float32), SimpleNamespace(**rows._asdict()))
         words = self.masks_of(len(rows.pos), rows.pos.device)
         where = masking.Rows(rows.expanded_idx_mapping, rows.pos, rows.expanded_local_pos, rows.input_ids)
-        masks = None if grammar is None else masking.Grammar(*grammar[:3])
+        masks = None if grammar is None else masking.Grammar(grammar.masks, grammar.mapping, grammar.requests)
         masking.mask_rows(words, where, *self.limits, masks, 1 if grammar is None else grammar.stride, self.vocab_size)
         if grammar is not None:
             grammar.used()

@@ -2,18 +2,20 @@
 
 vLLM copies the masks of a step's grammars to the device, and then sets logits to -inf in place. Here its own method does the
 first alone. Whoever needs logits as vLLM has them calls `apply_grammar` before: to leave a step to vLLM, to let it prepare
-logits, to return raw log-probabilities.
+logits, to return log-probabilities.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class StepGrammar(NamedTuple):
-    """The masks of a step's grammars, on the device."""
+@dataclasses.dataclass
+class StepGrammar:
+    """The masks of a step's grammars, on the device: until it ends, whether they have been applied or not."""
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
@@ -21,13 +23,14 @@ class StepGrammar(NamedTuple):
     stride: int  # how many masks there are of each request
     apply: Callable[[], None]  # does what vLLM's method does
     used: Callable[[], None]  # to be called after the masks have been read
+    is_applied: bool = False  # to the step's logits
 
 
 def apply_grammar(sampler: Any) -> None:
-    """Let vLLM apply the masks that are kept to the step's logits, and keep them no longer."""
+    """Let vLLM apply the masks that are kept to the step's logits, once."""
     grammar: StepGrammar | None = getattr(sampler, "grammar", None)
-    if grammar is not None:
-        sampler.grammar = None
+    if grammar is not None and not grammar.is_applied:
+        grammar.is_applied = True
         grammar.apply()
 
 

@@ -50,7 +50,7 @@ class TokenSampling:
 
     copies: SlotValues | None = None
     grammar: StepGrammar | None = None
-    """The masks of the step's grammars, if its logits do not have them."""
+    """The masks of the step's grammars, where they were not applied to its logits at once."""
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]

@@ -31,7 +31,6 @@ from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.needs import (
     LOGPROBS,
-    MASKS,
     TRUNCATES,
     adjusted,
     for_drafts,
@@ -197,15 +196,12 @@ class DraftVerification(VerifiedColumns, ListedRows):
 
     def asked_and_prepared(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
         """Return what a step needs, what calls are to list of it, and the requests that vLLM prepares rows for."""
-        needs, prepared = needs_in(self.sampler, slots), None
+        needs = needs_in(self.sampler, slots)
         asked = self.asked_of(needs)
-        # What limits may leave depends on the masks of grammars: then these are not applied to logits.
-        is_kept = needs & MASKS and getattr(self.sampler, "grammar", None) is not None
-        if not asked and not is_kept:
-            prepared = prepared_in(self.sampler, slots, self.host_starts, logits)
+        prepared = None if asked else prepared_in(self.sampler, slots, self.host_starts, logits)
         if prepared is not None:
             needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(slots, prepared.on_host))
-        if (asked or prepared is not None) and not is_kept:
+        if prepared is not None or "logprobs" in asked:
             apply_grammar(self.sampler)
         return needs, asked, prepared
 
