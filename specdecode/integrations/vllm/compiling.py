@@ -75,13 +75,13 @@ def compile_all(
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
-    others: list[dict[str, Any]] = [{}]
-    if verifier.shard is None and call["num_draft_tokens"] > 0:
-        others += listings(sampler)
+    lists = verifier.shard is None and call["num_draft_tokens"] > 0
+    others: list[dict[str, Any]] = [{}, *(listings(sampler) if lists else [])]
     if (known := getattr(sampler, "known", None)) is not None:
         mask = known.masks_of(len(call["target_logits"]), call["target_logits"].device)
         added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
-        others += [of_rank({"adjustments": each}) for each in added]
+        kept = {"kept_sets": True} if lists and sampler.return_sampling_mask else {}  # which all steps list then
+        others += [kept | of_rank({"adjustments": each}) for each in added]
         if call["target_logits"].is_cuda:
             warm_up_masks(known, call)
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
