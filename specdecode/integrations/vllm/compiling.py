@@ -82,12 +82,12 @@ def compile_all(
         added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
         kept = {"kept_sets": True} if lists and sampler.return_sampling_mask else {}  # which all steps list then
         others += [kept | of_rank({"adjustments": each}) for each in added]
-        if call["target_logits"].is_cuda:
-            warm_up_masks(known, call)
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda:
+        if known is not None:
+            warm_up_masks(known, call)
         backends.kernels().warm_up_by(warmups, over_shards=verifier.shard is not None)
     else:
         for warm_up in warmups:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode import adjustments
+from specdecode.integrations.vllm.grammars import StepGrammar
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
@@ -71,11 +72,11 @@ class Thinking(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """The masks of a step's grammars, as vLLM has them."""
+    """What a kernel takes of a `StepGrammar`."""
 
-    masks: Tensor  # [num_masks, width] int32
-    mapping: Tensor  # [num_masks] int32: of which request, times the most rows of one, plus the row's place in it
-    requests: Tensor  # [batch] int64, each request's slot
+    masks: Tensor
+    mapping: Tensor
+    requests: Tensor
 
 
 class Text(NamedTuple):
@@ -243,13 +244,7 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor,
-    rows: Rows,
-    limits: Limits,
-    thinking: Thinking | None,
-    grammar: Grammar | None,
-    mask_stride: int,
-    vocab_size: int,
+    words: Tensor, rows: Rows, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
 ) -> None:
     """Write the words of a step's rows.
 
@@ -259,11 +254,9 @@ def mask_rows(
         limits: of all slots.
         thinking: None: no request has a budget.
         grammar: None: no request has one.
-        mask_stride: the most rows of a request that `grammar` has masks of.
         vocab_size: how many tokens there are.
     """
-    num_masks, width = (0, 0) if grammar is None else grammar.masks.shape
-    nothing = Grammar(limits.numbers, limits.numbers, rows.slots)  # of a grammar's types; no value is looked at
-    mask_rows_kernel[(len(rows.slots),)](
-        words, rows, limits, thinking, grammar or nothing, num_masks, width, mask_stride, VOCAB_SIZE=vocab_size
-    )
+    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, not looked at
+    if grammar is not None:
+        given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
+    mask_rows_kernel[(len(rows.slots),)](words, rows, limits, thinking, given, *sizes, VOCAB_SIZE=vocab_size)
