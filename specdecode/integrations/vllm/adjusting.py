@@ -44,7 +44,7 @@ class Known:
         self.processors, self.vocab_size = (penalties, bias, bad_words), vocab_size
         self.added: Adjustments | None = None
         self.limits: Any = None
-        self.masks: Tensor | None = None
+        self.mask_memory: Tensor | None = None
 
     def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
         """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
@@ -81,9 +81,9 @@ class Known:
 
     def masks_of(self, num_rows: int, device: torch.device) -> Tensor:
         """Return memory of masks, [num_rows, words], which the next step, of the same stream, uses again."""
-        if self.masks is None or len(self.masks) < num_rows:
-            self.masks = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
-        return self.masks[:num_rows]
+        if self.mask_memory is None or len(self.mask_memory) < num_rows:
+            self.mask_memory = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
+        return self.mask_memory[:num_rows]
 
     def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows."""

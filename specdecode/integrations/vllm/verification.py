@@ -256,9 +256,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
         slots, draft_rows = input_batch.idx_mapping_np, None if self.verifier.method == "strict" else draft_logits
-        kind, has_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
+        kind, returns_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
         is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
-        if is_divided or has_masks:
+        if is_divided or returns_masks:
             is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
         if is_divided and is_ours:
             max_chunk_logits = len(logits)
@@ -266,9 +266,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
             self.host_starts = input_batch.cu_num_logits_np  # not so if the device alone knows where rows are
         self.num_listed = max_num_logprobs
-        with self.making_masks(has_masks and is_ours and kind in self.kinds):
+        with self.making_sampling_masks(returns_masks and is_ours and kind in self.kinds):
             try:
-                return self.with_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
+                return self.with_sampling_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
             finally:
                 self.host_starts, self.num_listed = None, -1
 
