@@ -77,8 +77,11 @@ class GrammarSteps:
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Sample a step, with vLLM's arguments and results."""
         given, worker = (hidden_states, input_batch, grammar_output), self.structured_outputs_worker
-        are_ours = isinstance(worker, KeptGrammars) and hasattr(self.sampler, "reads_grammars_in")
-        are_ours = are_ours and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
+        are_ours = (
+            isinstance(worker, KeptGrammars)
+            and hasattr(self.sampler, "reads_grammars_in")
+            and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
+        )
         if grammar_output is None or not are_ours:
             return super().sample(*given)  # type: ignore[misc]
         worker.sampler = self.sampler

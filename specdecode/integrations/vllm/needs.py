@@ -1,4 +1,4 @@
-"""What requests ask for, as vLLM's sampling states have it."""
+"""What requests ask for, as vLLM's states have it, and the arguments of calls that say so."""
 
 from typing import Any, NamedTuple
 

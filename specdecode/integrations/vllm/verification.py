@@ -10,7 +10,7 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
-| the states of logits processors that are known | `adjustments`, if a request of the step has any |
+| the states of logits processors that are known, the masks of grammars | `adjustments`, if a request of the step has any |
 """
 
 import functools
