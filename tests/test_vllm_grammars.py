@@ -118,6 +118,20 @@ def test_a_step_emits_what_masked_logits_say_and_no_logit_is_changed(method, wit
     assert other.sample(masked(before, batch), batch, None) == got
 
 
+@pytest.mark.parametrize("kinds", ["alone", "all"])
+@pytest.mark.parametrize("method", METHODS)
+def test_kept_sets_are_listed_of_what_masks_leave_and_no_logit_is_changed(method, kinds):
+    runner, batch, logits = made(method, ALL[kinds])
+    before, other = logits.clone(), made(method, ALL[kinds])[0]
+    for each in (runner, other):
+        each.rejection_sampler.mask_outputs = []
+    assert runner.sample(logits, batch, GRAMMAR) == other.sample(masked(before, batch), batch, None)
+    assert logits.equal(before)
+    (got,), (want,) = (each.rejection_sampler.mask_outputs for each in (runner, other))
+    assert got.kept_token_ids.equal(want.kept_token_ids)
+    assert (want.num_kept[::3, 0] < want.num_kept[1::3, 0]).any()
+
+
 NEED_LOGITS = {
     "raw log-probabilities": lambda runner: setattr(runner, "num_logprobs", 0),
     "processed log-probabilities": lambda runner: (
