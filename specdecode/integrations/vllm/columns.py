@@ -177,7 +177,7 @@ class ColumnSampling:
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
         """Return why a step needs whole rows, or None."""
-        if grammar_output is not None and not getattr(self.sampler, "reads_grammars", False):
+        if grammar_output is not None and not getattr(self, "reads_grammars", False):
             return "grammars"
         if self.sampler.compute_nans:
             return "VLLM_COMPUTE_NANS_IN_LOGITS"

@@ -52,7 +52,7 @@ class KeptGrammars:
         """Keep the masks of a step, or apply them to its logits, with vLLM's arguments."""
         given = input_batch, grammar_req_ids, grammar_bitmask
         apply, sampler = super().apply_grammar_bitmask, self.sampler  # type: ignore[misc]
-        if not grammar_req_ids or sampler is None or not sampler.reads_grammars_in(input_batch.num_draft_tokens):
+        if not grammar_req_ids or sampler is None or not sampler.takes(input_batch.num_draft_tokens):
             apply(logits, *given)
             return
         apply(logits[:, :0], *given)  # of no columns: nothing but copies
@@ -74,15 +74,17 @@ class GrammarSteps:
     sampler: Any
     structured_outputs_worker: Any
 
+    @property
+    def reads_grammars(self) -> bool:
+        """Whether all is this package's that keeps the masks of grammars or reads them."""
+        verification, is_kept = self.rejection_sampler, isinstance(self.structured_outputs_worker, KeptGrammars)
+        is_read = getattr(self.sampler, "reads_grammars", False)
+        return is_kept and is_read and (verification is None or hasattr(verification, "verifier"))
+
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Sample a step, with vLLM's arguments and results."""
         given, worker = (hidden_states, input_batch, grammar_output), self.structured_outputs_worker
-        are_ours = (
-            isinstance(worker, KeptGrammars)
-            and hasattr(self.sampler, "reads_grammars_in")
-            and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
-        )
-        if grammar_output is None or not are_ours:
+        if grammar_output is None or not self.reads_grammars:
             return super().sample(*given)  # type: ignore[misc]
         worker.sampler = self.sampler
         try:
