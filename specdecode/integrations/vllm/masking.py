@@ -29,7 +29,8 @@ TILE = tl.constexpr(1024)
 LANES = tl.constexpr(128)
 """Tokens, or words of text, that are looked at at once."""
 VALUES = tl.constexpr(7)
-"""What there is of each slot in `Limits.numbers`."""
+"""The numbers of a slot: of allowed tokens and of stop tokens, the least length, whether stop tokens are restored; of bad
+words and of the prompt's tokens; the thinking budget, -1 for none."""
 
 
 class Rows(NamedTuple):
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
 class Limits(NamedTuple):
     """What limits the tokens of requests, by slot."""
 
-    numbers: Tensor  # [num_slots, 7] int32: see `of_slot`
+    numbers: Tensor  # [num_slots, 7] int32: see `VALUES`
     allowed: Tensor  # [num_slots, ...] int32, ids
     allowed_stride: int
     stops: Tensor  # likewise
