@@ -133,9 +133,11 @@ def test_states_that_are_not_as_known_are_left_to_vllm(change):
     assert sampler.needs[5] == PROCESSORS
 
 
-def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too():
+@pytest.mark.parametrize("kept_sets", [False, True])
+def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too(kept_sets):
     case, _, _ = ragged_case()
     sampler = Sampler()
+    sampler.return_sampling_mask = kept_sets
     result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
     calls = []
     real = result.verifier
@@ -143,11 +145,19 @@ def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too():
         method="probabilistic", backend="auto", shard=None, warmup=lambda **call: calls.append(call), packed=real.packed
     )
     result._verify(draft_logits=None, **case)
-    fields = [call.get("adjustments", Adjustments()) for call in calls]
-    assert [("top_p" in call, each.penalizes, each.allowed_mask is not None) for call, each in zip(calls, fields)] == [
+    kinds = [
+        ("top_p" in call, "kept_sets" in call, each.penalizes, each.allowed_mask is not None)
+        for call in calls
+        for each in [call.get("adjustments", Adjustments())]
+    ]
+    assert kinds == [
         (truncates, *kind)
         for truncates in (False, True)
-        for kind in ((False, False), (True, False), (True, True), (False, True))
+        for kind in (
+            (False, False, False),
+            *([(True, False, False)] if kept_sets else []),
+            *[(kept_sets, *each) for each in ((True, False), (True, True), (False, True))],
+        )
     ]
     for call in calls:
         real.packed(**call)

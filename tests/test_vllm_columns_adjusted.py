@@ -154,3 +154,12 @@ def test_grammars_are_applied_to_a_ranks_columns(group_of_thread, method):
 
     for results in on_two_ranks(group_of_thread, steps):
         assert all(one.equal(other) for got, of_whole in zip(results, want) for one, other in zip(got, of_whole))
+
+
+@pytest.mark.parametrize(("worker", "why"), [(Worker, None), (PlainWorker, "grammars")])
+def test_rows_are_gathered_where_vllms_own_worker_would_mask_a_ranks_columns(worker, why):
+    case, *_ = ragged_case(batch=16, vocab=VOCAB, num_draft_tokens=DRAFTS)
+    runner = of_rank(0, "block")
+    runner.sampler, runner.structured_outputs_worker = GrammarSampler(SLOTS, VOCAB), worker(400, VOCAB, DRAFTS + 1)
+    runner.columns = Namespace(why_not=(None, None))
+    assert runner.why_whole(batch_of(case), grammar_of(range(16), DRAFTS + 1, VOCAB)) == why

@@ -118,6 +118,20 @@ def test_a_step_emits_what_masked_logits_say_and_no_logit_is_changed(method, wit
     assert other.sample(masked(before, batch), batch, None) == got
 
 
+@pytest.mark.parametrize("kinds", ["alone", "all"])
+@pytest.mark.parametrize("method", METHODS)
+def test_kept_sets_are_listed_of_what_masks_leave_and_no_logit_is_changed(method, kinds):
+    runner, batch, logits = made(method, ALL[kinds])
+    before, other = logits.clone(), made(method, ALL[kinds])[0]
+    for each in (runner, other):
+        each.rejection_sampler.mask_outputs = []
+    assert runner.sample(logits, batch, GRAMMAR) == other.sample(masked(before, batch), batch, None)
+    assert logits.equal(before)
+    (got,), (want,) = (each.rejection_sampler.mask_outputs for each in (runner, other))
+    assert got.kept_token_ids.equal(want.kept_token_ids)
+    assert (want.num_kept[::3, 0] < want.num_kept[1::3, 0]).any()
+
+
 NEED_LOGITS = {
     "raw log-probabilities": lambda runner: setattr(runner, "num_logprobs", 0),
     "processed log-probabilities": lambda runner: (
@@ -163,13 +177,44 @@ def test_masks_are_applied_before_anything_reads_logits_that_needs_them(method, 
     assert runner.structured_outputs_worker.applied == [0, VOCAB]
 
 
-def test_limits_that_depend_on_a_grammar_are_vllms_where_it_prepares_rows():
-    runner, batch, logits = made("block", KINDS)
-    runner.sampler.needs[batch.idx_mapping_np[3]] = PROCESSORS
-    runner.rejection_sampler.host_starts = batch.cu_num_logits.numpy()
+@pytest.mark.parametrize("method", METHODS)
+def test_what_limits_leave_depends_on_masks_that_have_been_applied(method):
+    """Of a batch in two parts: for the log-probabilities of the first one masks are applied to the logits of both."""
+    runner, batch, logits = made(method, [{"stop_token_ids": [4], "least_length": 99, "structured_outputs": None}])
+    grammar = grammar_of(range(18), DRAFTS + 1, VOCAB, share=0)
+    grammar.grammar_bitmask[:, 0] = 1 << 4  # a stop token alone
+
+    def sample(self, logits, input_batch, grammar_output):
+        given = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+        self.structured_outputs_worker.apply_grammar_bitmask(logits, input_batch, *given)
+        case, tokens, starts = input_batch.case, [], input_batch.cu_num_logits
+        for first, last in ((0, 9), (9, 18)):
+            rows, requests = slice(starts[first], starts[last]), slice(first, last)
+            part = {name: each[requests if len(each) == 18 else rows] for name, each in case.items()}
+            part["cu_num_logits"] = starts[first : last + 1] - starts[first]
+            _, *result = self.rejection_sampler._verify(logits=logits[rows], draft_logits=None, **part)
+            where = part["cu_num_logits"], part["cu_num_logits"].numpy(), 0
+            self.rejection_sampler._get_logprobs_tensors(*result, logits[rows], *where)
+            tokens += emitted(*result)
+        return tokens
+
+    with mock.patch.object(PlainRunner, "sample", sample):
+        got = runner.sample(logits, batch, grammar)
+    assert {token for tokens in got for token in tokens} == {4}
+    assert runner.structured_outputs_worker.applied == [0, VOCAB]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vllm_prepares_rows_of_requests_beside_those_with_a_grammar_and_limits(method):
+    runner, batch, logits = made(method, KINDS)
+    want, other = masked(logits, batch), made(method, KINDS)[0]
+    for each in (runner, other):
+        each.sampler.needs[batch.idx_mapping_np[3]] = PROCESSORS
+        each.rejection_sampler.host_starts = batch.cu_num_logits.numpy()
     with like_a_device():
-        assert runner.sample(logits.clone(), batch, None) is not LEFT
-        assert runner.sample(logits, batch, GRAMMAR) is LEFT
+        got = runner.sample(logits, batch, GRAMMAR)
+        assert got == other.sample(want, batch, None) is not LEFT
+    assert logits.equal(want)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_log_probabilities_and_masks_are_those_of_the_truncated_rows(method, mos
     sampled, num_sampled, logprobs, masks = run(result, case, most)
     assert not result.fallbacks
     assert result.sampler.return_sampling_mask
-    assert (result.masks, result.num_listed, masks[3:]) == (None, -1, (VOCAB, DRAFTS + 1))
+    assert (result.mask_outputs, result.num_listed, masks[3:]) == (None, -1, (VOCAB, DRAFTS + 1))
     starts, compared = case["cu_num_logits"].tolist(), 0
     for request, slot in enumerate(case["idx_mapping_np"]):
         sampling = Sampling(float(states.temperature.np[slot]), *options[slot % 4])
@@ -229,7 +229,7 @@ def test_an_error_in_a_step_leaves_vllms_switch_as_it_was():
     result._verify = fail
     with pytest.raises(RuntimeError, match="no memory"):
         run(result, case)
-    assert (result.sampler.return_sampling_mask, result.masks, result.num_listed) == (True, None, -1)
+    assert (result.sampler.return_sampling_mask, result.mask_outputs, result.num_listed) == (True, None, -1)
 
 
 def test_gaps_are_filled_with_tokens_that_are_not_listed():

@@ -69,7 +69,7 @@ def step_of(sampler, requests):
         rows += [(slot, len(text) - 1 + i, i, token) for i, token in enumerate([text[-1], *drafts])]
     slots, positions, offsets, fed = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows))
     order = np.array([slot for slot, *_ in requests])
-    return StepRows(slots, torch.from_numpy(order).int(), order, positions.long(), fed, offsets)
+    return StepRows(slots.long(), torch.from_numpy(order), order, positions.long(), fed, offsets)
 
 
 def bits_of(masks, vocab=VOCAB):
@@ -159,24 +159,26 @@ def test_a_vocabulary_of_several_tiles_is_written_in_full():
 
 
 COMPILED = """
-import torch, triton
+import numpy as np, torch, triton
+from tests.support.vllm import LimitedSampler
 from tests.tools import portability
-from specdecode.integrations.vllm import masking
+from specdecode.integrations.vllm import compiling
+from specdecode.integrations.vllm.adjusting import StepRows
+from specdecode.integrations.vllm.grammars import StepGrammar
 portability.tell_calls_apart()
 triton.runtime.driver.set_active(driver := portability.Driver(90))
-ids = lambda *shape: torch.zeros(shape, dtype=torch.int32)
-lists = [part for count in (1024, 128, 1024, 129, 4096) for part in (ids(2, count), count)]
-limits, rows = masking.Limits(ids(2, 7), *lists, ids(2)), masking.Rows(ids(1), ids(1).long(), ids(1), ids(1))
-for counts in (None, (1, 2, 3)):
-    patterns = [part for count in counts or () for part in (ids(count), count)]
-    thinking = masking.Thinking(ids(2), ids(2), *patterns) if counts else None
-    for grammar in (None, masking.Grammar(ids(5, 4748), ids(5), ids(1))):
-        masking.mask_rows(ids(1, 4748), rows, limits, thinking, grammar, 5, 151_936)
+ids, long = lambda *shape: torch.zeros(shape, dtype=torch.int32), lambda *shape: torch.zeros(shape, dtype=torch.int64)
+for thinking in ((), ([3], [5, 6], [4, 5, 6])):
+    known = LimitedSampler(2, 151_936, thinking).known
+    compiling.warm_up_masks(known, {"slots": long(2), "row_positions": long(6), "draft_token_ids": ids(7)[1:]})
+    rows = StepRows(long(6), long(2), np.zeros(2, dtype=np.int64), long(6), ids(6), ids(6))
+    for grammar in (None, StepGrammar(ids(5, 4748), ids(5), rows.idx_mapping, 5, None, lambda: None)):
+        known.limited_tokens(rows, grammar)
 print(*driver.compiled)
 """
 
 
-def test_the_kernel_compiles_for_gpus_that_are_not_here_and_not_again_for_grammars():
+def test_the_kernel_compiles_for_gpus_that_are_not_here_and_not_again_once_it_is_warmed_up():
     root, environment = Path(__file__).parent.parent, {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

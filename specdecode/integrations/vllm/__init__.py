@@ -4,11 +4,11 @@
 |---|---|
 | `installation` | what the switch does in each process: classes are replaced, a refusal is lifted |
 | `contract` | what this package knows of vLLM: versions, and the names that its methods consult |
-| `needs` | what requests ask for |
+| `needs` | what requests ask for, as arguments of calls |
 | `sampling` | what is noted of requests; the tokens of steps without drafts |
 | `verification` | a step with drafts |
-| `compiling` | which kernels are compiled ahead |
-| `splitting` | a step of which some requests need logits that vLLM prepares |
+| `compiling` | which kernels are compiled ahead; calls whose arguments need no check |
+| `splitting` | a step of which a few requests need logits that vLLM prepares |
 | `columns` | tensor parallelism: a rank's part of the logits |
 | `listing` | what vLLM returns of rows: processed log-probabilities, sampling masks |
 | `adjusting` | penalties, biases and masks, from vLLM's own state by slot |

@@ -6,7 +6,6 @@ tokens, minimum lengths, bad words, thinking budgets and grammars. Other process
 """
 
 import importlib
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from specdecode.integrations.vllm.grammars import StepGrammar
 
 
 class StepRows(NamedTuple):
-    """The rows of a step, as vLLM's logits processors get them."""
+    """The rows of a step, by the names that vLLM's logits processors know."""
 
     expanded_idx_mapping: Tensor  # [num_rows] the slot of each row's request
     idx_mapping: Tensor  # [batch] each request's slot
@@ -45,7 +44,7 @@ class Known:
         self.processors, self.vocab_size = (penalties, bias, bad_words), vocab_size
         self.added: Adjustments | None = None
         self.limits: Any = None
-        self.masks: Tensor | None = None
+        self.mask_memory: Tensor | None = None
 
     def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
         """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
@@ -65,14 +64,13 @@ class Known:
     def adjustments(self, allowed_mask: Tensor | None) -> Adjustments:
         """Return penalties and biases, by slot, beside a mask if there is one.
 
-        Small values are copied again only after a request has come.
+        vLLM keeps small values in the host's memory: they are copied to the device, again only after a request has come.
 
         All of it is passed if any request of a step needs any: each selection would need kernels of its own.
         """
         if self.added is None:
-            penalties: Any = self.on_device(
-                self.penalties, "repetition_penalty", "frequency_penalty", "presence_penalty"
-            )
+            names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+            penalties = [getattr(self.penalties, name).gpu.clone() for name in names]
             most = max(1, int(self.bias.num_logit_bias.np.max()))
             ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
             is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
@@ -81,28 +79,22 @@ class Known:
             self.added = Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
         return self.added._replace(allowed_mask=allowed_mask)
 
-    @staticmethod
-    def on_device(holder: Any, *names: str) -> list[Tensor]:
-        """Return copies of values that vLLM keeps in the host's memory."""
-        return [getattr(holder, name).gpu.clone() for name in names]
-
     def masks_of(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return memory of masks, [num_rows, words], which the next step uses again."""
-        if self.masks is None or len(self.masks) < num_rows:
-            self.masks = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
-        return self.masks[:num_rows]
+        """Return memory of masks, [num_rows, words], which the next step, of the same stream, uses again."""
+        if self.mask_memory is None or len(self.mask_memory) < num_rows:
+            self.mask_memory = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
+        return self.mask_memory[:num_rows]
 
     def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
         """Return the masks of a step's rows."""
         masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
         if self.limits is None:
             self.limits = self.limits_by_slot(masking)
-        # Of no rows vLLM does nothing but note how far it has looked for where requests began and ended to think.
-        self.thinking.apply(rows.pos.new_empty((0, 1), dtype=torch.float32), SimpleNamespace(**rows._asdict()))
+        # Of no rows vLLM does nothing but note where requests have last begun and ended to think.
+        self.thinking.apply(rows.pos.new_empty((0, self.vocab_size), dtype=torch.float32), rows)
         words = self.masks_of(len(rows.pos), rows.pos.device)
         where = masking.Rows(rows.expanded_idx_mapping, rows.pos, rows.expanded_local_pos, rows.input_ids)
-        masks = None if grammar is None else masking.Grammar(*grammar[:3])
-        masking.mask_rows(words, where, *self.limits, masks, 1 if grammar is None else grammar.stride, self.vocab_size)
+        masking.mask_rows(words, where, *self.limits, grammar, self.vocab_size)
         if grammar is not None:
             grammar.used()
         return words

@@ -85,12 +85,11 @@ class Columns:
         if not added:
             return added
         whole: Adjustments = added["adjustments"]
-        words = slice(self.start // WORD, -(-self.end // WORD))
-        masks = (None if mask is None else mask[:, words] for mask in (whole.prompt_mask, whole.allowed_mask))
-        counts = None if whole.output_counts is None else self.of(whole.output_counts)
-        return {
-            "adjustments": whole._replace(**dict(zip(("prompt_mask", "allowed_mask"), masks)), output_counts=counts)
-        }
+        words, tokens = slice(self.start // WORD, -(-self.end // WORD)), slice(self.start, self.end)
+        places = {"prompt_mask": words, "output_counts": tokens, "allowed_mask": words}
+        rows = {name: getattr(whole, name) for name in places}
+        own = {name: each[:, places[name]] for name, each in rows.items() if each is not None}
+        return {"adjustments": whole._replace(**own)}
 
 
 class VerifiedColumns:
@@ -178,7 +177,7 @@ class ColumnSampling:
 
     def why_whole(self, input_batch: Any, grammar_output: Any) -> str | None:
         """Return why a step needs whole rows, or None."""
-        if grammar_output is not None and not getattr(self.sampler, "reads_grammars", False):
+        if grammar_output is not None and not getattr(self, "reads_grammars", False):
             return "grammars"
         if self.sampler.compute_nans:
             return "VLLM_COMPUTE_NANS_IN_LOGITS"

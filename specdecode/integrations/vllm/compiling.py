@@ -76,18 +76,19 @@ def compile_all(
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
-    others: list[dict[str, Any]] = [{}]
-    if verifier.shard is None and call["num_draft_tokens"] > 0:
-        others += listings(sampler)
+    lists = verifier.shard is None and call["num_draft_tokens"] > 0
+    others: list[dict[str, Any]] = [{}, *(listings(sampler) if lists else [])]
     if (known := getattr(sampler, "known", None)) is not None:
         mask = known.masks_of(len(call["target_logits"]), call["target_logits"].device)
         added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
-        others += [of_rank({"adjustments": each}) for each in added]
-        warm_up_masks(known, call)
+        kept = {"kept_sets": True} if lists and sampler.return_sampling_mask else {}  # which all steps list then
+        others += [kept | of_rank({"adjustments": each}) for each in added]
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
     if warmups and call["target_logits"].is_cuda:
+        if known is not None:
+            warm_up_masks(known, call)
         backends.kernels().compile_ahead(warmups, share_of(sampler))
     else:
         for warm_up in warmups:
@@ -104,10 +105,9 @@ def share_of(sampler: Any) -> Any:
 
 
 def warm_up_masks(known: Known, call: dict[str, Any]) -> None:
-    """Compile the kernel that writes masks: of a step like a call."""
-    if call["target_logits"].is_cuda:
-        slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
-        known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots))
+    """Compile the kernel that writes masks: of no rows, of the types that those of a step like a call have."""
+    slots, positions, tokens = (call[name][:0] for name in ("slots", "row_positions", "draft_token_ids"))
+    known.limited_tokens(StepRows(slots, slots, np.zeros(0, dtype=np.int64), positions, tokens, slots.int()))
 
 
 def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:

@@ -41,28 +41,10 @@ CONSULTED = {
         *("random", "seed", "seeds", "seeds_set", "temperature", "top_k", "top_p", "vocab_size"),
     },
     "apply_grammar_bitmask": {
-        *(
-            "GRAMMAR_BITMASK_BLOCK_SIZE",
-            "PIN_MEMORY",
-            "_apply_grammar_bitmask_kernel",
-            "async_tensor_h2d",
-            "cdiv",
-            "copy_",
-        ),
-        *("copy_stream", "cu_num_logits", "cuda", "current_stream", "enumerate", "grammar_bitmask", "int32", "len"),
-        *(
-            "logits_indices",
-            "mask_stride",
-            "range",
-            "req_ids",
-            "shape",
-            "stream",
-            "stride",
-            "tensor",
-            "torch",
-            "triton",
-        ),
-        "wait_stream",
+        *("GRAMMAR_BITMASK_BLOCK_SIZE", "PIN_MEMORY", "_apply_grammar_bitmask_kernel", "async_tensor_h2d", "cdiv"),
+        *("copy_", "copy_stream", "cu_num_logits", "cuda", "current_stream", "enumerate", "grammar_bitmask", "int32"),
+        *("len", "logits_indices", "mask_stride", "range", "req_ids", "shape", "stream", "stride", "tensor", "torch"),
+        *("triton", "wait_stream"),
     },
     "forward": {"_get_logits", "logits_as_input", "scale", "soft_cap", "tanh", "torch"},
     "_get_logits": {"_apply_head", "_gather_logits", "org_vocab_size", "tp_size"},
@@ -82,7 +64,7 @@ ATTRIBUTES = {
     "RejectionSampler": {
         *("sampler", "watermark_key", "num_speculative_steps", "enable_adaptive_verification", "fly_window_size"),
         *("use_block_verification", "fly_entropy_threshold", "fly_entropy_top_k", "synthetic_conditional_rates"),
-        *("columns", "host_starts", "listed", "masks", "num_listed"),
+        *("columns", "host_starts", "listed", "mask_outputs", "num_listed"),
     },
     "Sampler": {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
@@ -100,14 +82,8 @@ ATTRIBUTES = {
     },
     "LogitBiasState": {
         *("prompt_len_np", "num_allowed_token_ids", "allowed_token_ids", "num_logit_bias", "logit_bias_token_ids"),
-        *(
-            "logit_bias",
-            "min_lens",
-            "num_stop_token_ids",
-            "restore_when_all_masked",
-            "stop_token_ids",
-            "use_logit_bias",
-        ),
+        *("logit_bias", "min_lens", "num_stop_token_ids", "restore_when_all_masked", "stop_token_ids"),
+        "use_logit_bias",
     },
     "BadWordsState": {"req_states", "bad_word_token_ids", "bad_word_offsets", "num_bad_words"},
     "ThinkingBudgetState": {
@@ -116,7 +92,7 @@ ATTRIBUTES = {
         *("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids"),
     },
 }
-"""What vLLM's objects hold, by class, and what `TokenSampling` adds."""
+"""What vLLM's objects hold, by class, and what `DraftVerification` and `TokenSampling` add."""
 
 
 def group_of(sampler: Any) -> Any:

@@ -2,32 +2,35 @@
 
 vLLM copies the masks of a step's grammars to the device, and then sets logits to -inf in place. Here its own method does the
 first alone. Whoever needs logits as vLLM has them calls `apply_grammar` before: to leave a step to vLLM, to let it prepare
-logits, to return raw log-probabilities.
+logits, to return log-probabilities.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class StepGrammar(NamedTuple):
-    """The masks of a step's grammars, on the device."""
+@dataclasses.dataclass
+class StepGrammar:
+    """The masks of a step's grammars, on the device: until it ends, whether they have been applied or not."""
 
     masks: Tensor  # [num_masks, width] int32
     mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
-    requests: Tensor  # [batch] int32: each request's slot
+    requests: Tensor  # [batch] int64: each request's slot
     stride: int  # how many masks there are of each request
     apply: Callable[[], None]  # does what vLLM's method does
     used: Callable[[], None]  # to be called after the masks have been read
+    is_applied: bool = False  # to the step's logits
 
 
 def apply_grammar(sampler: Any) -> None:
-    """Let vLLM apply the masks that are kept to the step's logits, and keep them no longer."""
+    """Let vLLM apply the masks that are kept to the step's logits, once."""
     grammar: StepGrammar | None = getattr(sampler, "grammar", None)
-    if grammar is not None:
-        sampler.grammar = None
+    if grammar is not None and not grammar.is_applied:
+        grammar.is_applied = True
         grammar.apply()
 
 
@@ -49,7 +52,7 @@ class KeptGrammars:
         """Keep the masks of a step, or apply them to its logits, with vLLM's arguments."""
         given = input_batch, grammar_req_ids, grammar_bitmask
         apply, sampler = super().apply_grammar_bitmask, self.sampler  # type: ignore[misc]
-        if not grammar_req_ids or sampler is None or not sampler.reads_masks(input_batch.num_draft_tokens):
+        if not grammar_req_ids or sampler is None or not sampler.takes(input_batch.num_draft_tokens):
             apply(logits, *given)
             return
         apply(logits[:, :0], *given)  # of no columns: nothing but copies
@@ -71,12 +74,17 @@ class GrammarSteps:
     sampler: Any
     structured_outputs_worker: Any
 
+    @property
+    def reads_grammars(self) -> bool:
+        """Whether all is this package's that keeps the masks of grammars or reads them."""
+        verification, is_kept = self.rejection_sampler, isinstance(self.structured_outputs_worker, KeptGrammars)
+        is_read = getattr(self.sampler, "reads_grammars", False)
+        return is_kept and is_read and (verification is None or hasattr(verification, "verifier"))
+
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Sample a step, with vLLM's arguments and results."""
         given, worker = (hidden_states, input_batch, grammar_output), self.structured_outputs_worker
-        are_ours = isinstance(worker, KeptGrammars) and hasattr(self.sampler, "reads_masks")
-        are_ours = are_ours and (self.rejection_sampler is None or hasattr(self.rejection_sampler, "verifier"))
-        if grammar_output is None or not are_ours:
+        if grammar_output is None or not self.reads_grammars:
             return super().sample(*given)  # type: ignore[misc]
         worker.sampler = self.sampler
         try:

@@ -28,7 +28,7 @@ class ListedRows:
     num_listed: int = -1
     """How many of the likeliest tokens vLLM returns of each row of the step, 0 if the emitted one alone; -1: none."""
 
-    masks: list[SamplerOutput] | None = None
+    mask_outputs: list[SamplerOutput] | None = None
     """The outputs that sampling masks are made of; None: vLLM makes them itself, or returns none."""
 
     # What vLLM's class has:
@@ -45,13 +45,13 @@ class ListedRows:
         asked: dict[str, Any] = {}
         if needs & LOGPROBS and self.sampler.logprobs_mode == LISTED_MODE and self.can_list:
             asked = {"logprobs": "processed", "top_logprobs": self.num_listed}
-        return asked if self.masks is None else asked | {"kept_sets": True}
+        return asked if self.mask_outputs is None else asked | {"kept_sets": True}
 
     def keep(self, output: SamplerOutput) -> None:
         """Keep what a call has listed until vLLM asks for it."""
         self.listed = output
-        if self.masks is not None:
-            self.masks.append(output)
+        if self.mask_outputs is not None:
+            self.mask_outputs.append(output)
 
     def _get_logprobs_tensors(
         self,
@@ -76,26 +76,26 @@ class ListedRows:
         return with_listed(of_vllm(*given, 0), self.listed, cu_num_logits, max_num_logprobs)
 
     @contextmanager
-    def making_masks(self, can_list: bool) -> Iterator[None]:
+    def making_sampling_masks(self, can_list: bool) -> Iterator[None]:
         """Have calls list what sampling masks are made of, if they can, and vLLM make none."""
         if not can_list:
             yield
             return
-        self.masks, self.sampler.return_sampling_mask = [], False
+        self.mask_outputs, self.sampler.return_sampling_mask = [], False
         try:
             yield
         finally:
-            self.masks, self.sampler.return_sampling_mask = None, True
+            self.mask_outputs, self.sampler.return_sampling_mask = None, True
 
-    def with_masks(self, result: Any, slots: np.ndarray) -> Any:
+    def with_sampling_masks(self, result: Any, slots: np.ndarray) -> Any:
         """Return what `_verify_in_chunks` of vLLM returns, with the sampling masks of all chunks, if they were listed."""
-        if self.masks is None:
+        if self.mask_outputs is None:
             return result
         kind = importlib.import_module("vllm.v1.worker.gpu.sample.output").SamplingMaskTensors
         vocab_size = self.sampler.sampling_states.vocab_size
         width = int(self.sampler.sampling_states.top_k.np[slots].max(initial=1))
         more = vocab_size, self.num_speculative_steps + 1
-        parts = [kind(*sampling_mask(output, vocab_size, width), *more) for output in self.masks]
+        parts = [kind(*sampling_mask(output, vocab_size, width), *more) for output in self.mask_outputs]
         return *result[:3], parts[0] if len(parts) == 1 else kind.cat(parts)
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdecode import adjustments
+from specdecode.integrations.vllm.grammars import StepGrammar
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
@@ -28,13 +29,14 @@ TILE = tl.constexpr(1024)
 LANES = tl.constexpr(128)
 """Tokens, or words of text, that are looked at at once."""
 VALUES = tl.constexpr(7)
-"""What there is of each slot in `Limits.numbers`."""
+"""The numbers of a slot: of allowed tokens and of stop tokens, the least length, whether stop tokens are restored; of bad
+words and of the prompt's tokens; the thinking budget, -1 for none."""
 
 
 class Rows(NamedTuple):
     """The rows of a step, as vLLM has them."""
 
-    slots: Tensor  # [num_rows] int32, each row's request's slot
+    slots: Tensor  # [num_rows] int64, each row's request's slot
     positions: Tensor  # [num_rows] int64, of the token that is fed
     offsets: Tensor  # [num_rows] int32, each row's place in its request
     fed: Tensor  # [num_rows] int32, the token that is fed: a request's last, then its drafts
@@ -43,7 +45,7 @@ class Rows(NamedTuple):
 class Limits(NamedTuple):
     """What limits the tokens of requests, by slot."""
 
-    numbers: Tensor  # [num_slots, 7] int32: see `of_slot`
+    numbers: Tensor  # [num_slots, 7] int32: see `VALUES`
     allowed: Tensor  # [num_slots, ...] int32, ids
     allowed_stride: int
     stops: Tensor  # likewise
@@ -71,11 +73,11 @@ class Thinking(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """The masks of a step's grammars, as vLLM has them."""
+    """What a kernel takes of a `StepGrammar`."""
 
-    masks: Tensor  # [num_masks, width] int32
-    mapping: Tensor  # [num_masks] int32: of which request, times the most rows of one, plus the row's place in it
-    requests: Tensor  # [batch] int32, each request's slot
+    masks: Tensor
+    mapping: Tensor
+    requests: Tensor
 
 
 class Text(NamedTuple):
@@ -209,7 +211,7 @@ def mask_rows_kernel(
 ):
     """Write the words of one row."""
     row = tl.program_id(0).to(tl.int64)
-    slot, offset = tl.load(rows.slots + row).to(tl.int64), tl.load(rows.offsets + row)
+    slot, offset = tl.load(rows.slots + row).to(tl.int64), tl.load(rows.offsets + row).to(tl.int32)
     words_ptr += row * ((VOCAB_SIZE + WORD - 1) // WORD)
     of_slot = limits.numbers + slot * VALUES
     num_allowed, num_stops, min_length = tl.load(of_slot), tl.load(of_slot + 1), tl.load(of_slot + 2)
@@ -243,13 +245,7 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor,
-    rows: Rows,
-    limits: Limits,
-    thinking: Thinking | None,
-    grammar: Grammar | None,
-    mask_stride: int,
-    vocab_size: int,
+    words: Tensor, rows: Rows, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
 ) -> None:
     """Write the words of a step's rows.
 
@@ -259,11 +255,9 @@ def mask_rows(
         limits: of all slots.
         thinking: None: no request has a budget.
         grammar: None: no request has one.
-        mask_stride: the most rows of a request that `grammar` has masks of.
         vocab_size: how many tokens there are.
     """
-    num_masks, width = (0, 0) if grammar is None else grammar.masks.shape
-    nothing = Grammar(*[limits.numbers] * 3)  # whose values are not looked at
-    mask_rows_kernel[(len(rows.slots),)](
-        words, rows, limits, thinking, grammar or nothing, num_masks, width, mask_stride, VOCAB_SIZE=vocab_size
-    )
+    given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, not looked at
+    if grammar is not None:
+        given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
+    mask_rows_kernel[(len(rows.slots),)](words, rows, limits, thinking, given, *sizes, VOCAB_SIZE=vocab_size)

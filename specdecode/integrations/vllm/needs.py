@@ -1,4 +1,4 @@
-"""What requests ask for, as vLLM's sampling states have it."""
+"""What requests ask for, as vLLM's states have it, and the arguments of calls that say so."""
 
 from typing import Any, NamedTuple
 
@@ -116,8 +116,8 @@ def adjusted(sampler: Any, needs: int, rows: StepRows) -> dict[str, Any]:
     """Return what changes the logits of a step's rows: masks, all penalties and biases, both, or nothing."""
     known: Any = getattr(sampler, "known", None)
     grammar, mask = getattr(sampler, "grammar", None), None
-    if needs & MASKS or grammar is not None:
-        mask = known.limited_tokens(rows, grammar)
+    if needs & MASKS or not (grammar is None or grammar.is_applied):
+        mask = known.limited_tokens(rows, grammar)  # what is left of limits may depend on masks that have been applied
     if needs & ADJUSTS:
         return {"adjustments": known.adjustments(mask)}
     return {} if mask is None else {"adjustments": Adjustments(allowed_mask=mask)}

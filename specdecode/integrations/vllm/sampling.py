@@ -50,7 +50,7 @@ class TokenSampling:
 
     copies: SlotValues | None = None
     grammar: StepGrammar | None = None
-    """The masks of the step's grammars, if its logits do not have them."""
+    """The masks of the step's grammars, where they were not applied to its logits at once."""
 
     # What vLLM's class has:
     apply_sampling_params: Callable[..., Tensor]
@@ -85,10 +85,9 @@ class TokenSampling:
         """Whether masks of grammars are read where steps are verified here: vLLM counts NaN after it has applied them."""
         return self.keeps_grammars and self.known is not None and not getattr(self, "compute_nans", False)
 
-    def reads_masks(self, num_draft_tokens: int) -> bool:
-        """Return whether masks of grammars are read in a step of so many drafts, unless it turns out to be left to vLLM."""
-        is_ours = self.unknown is None and (num_draft_tokens > 0 or self.verifier.method == "strict")
-        return is_ours and self.reads_grammars
+    def takes(self, num_draft_tokens: int) -> bool:
+        """Return whether a step of so many drafts is this package's, unless its requests need what vLLM does."""
+        return self.unknown is None and (num_draft_tokens > 0 or self.verifier.method == "strict")
 
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
         """Note what a request needs: vLLM's copy of logits, what is applied here, truncation, log-probabilities."""

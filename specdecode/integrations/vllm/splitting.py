@@ -1,4 +1,4 @@
-"""A step of which some requests need logits that vLLM prepares: their rows alone are copied, and all are verified here.
+"""A step of which a few requests need logits that vLLM prepares: their rows alone are copied, and all are verified here.
 
 What a request emits depends on nothing of others. So the requests of a step may be verified by two calls, with the same
 method and noise: those that need vLLM's copy from that, and the others from the model's logits as they are.

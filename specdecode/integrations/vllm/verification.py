@@ -10,7 +10,7 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
-| the states of logits processors that are known | `adjustments`, if a request of the step has any |
+| the states of logits processors that are known, the masks of grammars | `adjustments`, if a request of the step has any |
 """
 
 import functools
@@ -31,7 +31,6 @@ from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.needs import (
     LOGPROBS,
-    MASKS,
     TRUNCATES,
     adjusted,
     for_drafts,
@@ -197,15 +196,12 @@ class DraftVerification(VerifiedColumns, ListedRows):
 
     def asked_and_prepared(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
         """Return what a step needs, what calls are to list of it, and the requests that vLLM prepares rows for."""
-        needs, prepared = needs_in(self.sampler, slots), None
+        needs = needs_in(self.sampler, slots)
         asked = self.asked_of(needs)
-        # What limits may leave depends on the masks of grammars: then these are not applied to logits.
-        is_kept = needs & MASKS and getattr(self.sampler, "grammar", None) is not None
-        if not asked and not is_kept:
-            prepared = prepared_in(self.sampler, slots, self.host_starts, logits)
+        prepared = None if asked else prepared_in(self.sampler, slots, self.host_starts, logits)
         if prepared is not None:
             needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(slots, prepared.on_host))
-        if (asked or prepared is not None) and not is_kept:
+        if prepared is not None or "logprobs" in asked:
             apply_grammar(self.sampler)
         return needs, asked, prepared
 
@@ -260,9 +256,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
         slots, draft_rows = input_batch.idx_mapping_np, None if self.verifier.method == "strict" else draft_logits
-        kind, has_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
+        kind, returns_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
         is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
-        if is_divided or has_masks:
+        if is_divided or returns_masks:
             is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
         if is_divided and is_ours:
             max_chunk_logits = len(logits)
@@ -270,9 +266,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
             self.host_starts = input_batch.cu_num_logits_np  # not so if the device alone knows where rows are
         self.num_listed = max_num_logprobs
-        with self.making_masks(has_masks and is_ours and kind in self.kinds):
+        with self.making_sampling_masks(returns_masks and is_ours and kind in self.kinds):
             try:
-                return self.with_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
+                return self.with_sampling_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
             finally:
                 self.host_starts, self.num_listed = None, -1
 
