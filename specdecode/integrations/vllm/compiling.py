@@ -99,7 +99,10 @@ def compile_all(
 
 
 def share_of(sampler: Any) -> Any:
-    """Return which part of what all ranks launch this one compiles: ranks of a host have one cache of compiled kernels."""
+    """Return which part of what all ranks launch this one compiles before it looks for what the others have.
+
+    If they have no cache of compiled kernels in common, as vLLM has it with torch.compile, it compiles that, too.
+    """
     group, share = group_of(sampler), backends.kernels().Share
     return share() if group is None else share(group.rank_in_group, group.world_size, group.barrier)
 
