@@ -9,6 +9,7 @@ from specdecode import RejectionSampler, sample
 from specdecode.eager import probabilistic
 from specdecode.eager.block import residual_mass
 from specdecode.eager.truncation import RowSampling
+from tests.conftest import combine
 from tests.support import distributions
 from tests.support.differential import assert_same_tokens, case
 
@@ -22,10 +23,10 @@ def noisier(batch):
     return type(batch)(**vars(batch) | {"draft_logits": (batch.draft_logits + noise).to(batch.draft_logits.dtype)})
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
-@pytest.mark.parametrize("drafts", [0, 1, 4, 7])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
+@pytest.mark.parametrize(
+    ("deterministic", "drafts", "vocab", "dtype"),
+    combine([False, True], [0, 1, 4, 7], [1, 2, 7, 1000, 1025, 5003], DTYPES),
+)
 def test_block_equals_the_reference_token_for_token(place, deterministic, drafts, vocab, dtype):
     backend, device = place
     batch = noisier(case(40, drafts, vocab, dtype, seed=vocab + drafts))

@@ -12,16 +12,17 @@ from specdecode.eager.residual import residual
 from specdecode.eager.selection import select
 from specdecode.eager.truncation import RowSampling
 from specdecode.noise import SELECT
+from tests.conftest import combine
 from tests.support import distributions
 from tests.support.differential import assert_same_tokens, case, like_a_device
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
-@pytest.mark.parametrize("drafts", [0, 1, 4])
-@pytest.mark.parametrize("deterministic", [False, True], ids=["draft logits", "deterministic"])
+@pytest.mark.parametrize(
+    ("deterministic", "drafts", "vocab", "dtype"),
+    combine([False, True], [0, 1, 4], [1, 2, 7, 1000, 1025, 5003], DTYPES),
+)
 def test_probabilistic_equals_the_reference_token_for_token(place, deterministic, drafts, vocab, dtype):
     backend, device = place
     batch = case(40, drafts, vocab, dtype, seed=vocab + drafts)

@@ -5,14 +5,13 @@ import torch
 
 from reference import oracle
 from specdecode import RejectionSampler
+from tests.conftest import combine
 from tests.support.differential import assert_same_tokens, case
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [1, 2, 7, 1000, 1025, 5003])
-@pytest.mark.parametrize("drafts", [0, 1, 4])
+@pytest.mark.parametrize(("drafts", "vocab", "dtype"), combine([0, 1, 4], [1, 2, 7, 1000, 1025, 5003], DTYPES))
 def test_strict_equals_the_reference_token_for_token(place, drafts, vocab, dtype):
     backend, device = place
     batch = case(40, drafts, vocab, dtype, seed=vocab + drafts)

@@ -16,7 +16,7 @@ from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, backends, eager, sample
 from specdecode import Sampling as PackageSampling
-from tests.conftest import ON_GPU
+from tests.conftest import ON_GPU, combine
 from tests.support import distributions
 from tests.support.differential import assert_same_tokens, case, like_a_device
 from tests.support.enumeration import Case as Models
@@ -202,9 +202,9 @@ def sampler_of(method: str) -> RejectionSampler:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("options", TRUNCATIONS)
-@pytest.mark.parametrize("method", VERIFY)
+@pytest.mark.parametrize(
+    ("method", "options", "dtype"), combine(VERIFY, list(TRUNCATIONS), [torch.float32, torch.bfloat16, torch.float64])
+)
 def test_tokens_are_the_references(method, options, dtype, device):
     options = TRUNCATIONS[options]
     for vocab in (7, 2100):
@@ -397,9 +397,7 @@ def test_strict_emits_what_sample_draws():
 def test_rows_that_hurt_are_cut_where_a_sort_in_float64_cuts_them(row, dtype, device):
     row = ROWS_THAT_HURT[row].to(dtype)
     vocab = len(row)
-    values = [
-        (k, p, m) for k in (None, 1, 2, vocab - 1) for p in (None, 1e-9, 0.5, 0.95, 1 - 2**-24) for m in (None, 0.3)
-    ]
+    values = combine((None, 1, 2, vocab - 1), (None, 1e-9, 0.5, 0.95, 1 - 2**-24), (None, 0.3))
     for top_k, top_p, min_p in values:
         options = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         if all(value in (None, 0) for value in options.values()):
