@@ -200,15 +200,13 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
 
     Over shards each is a step of all ranks, which have to make the same calls.
     """
-    global _collected
-    if _collected is None and not is_interpreted():
-        plans: list[Any] = []
-        _collected = plans
+    if not hasattr(_collected, "plans") and not is_interpreted():
+        plans = _collected.plans = list[Any]()
         try:
             for call in calls:
                 call()
         finally:
-            _collected = None
+            del _collected.plans
         launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
         ours = list(launches.values())[share.rank :: share.ranks]
         if ours:
@@ -220,13 +218,14 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
 
 def is_collected(plan: Any) -> bool:
     """Return whether a plan is collected, and not to be run."""
-    if _collected is not None:
-        _collected.append(plan)
-    return _collected is not None
+    plans = getattr(_collected, "plans", None)
+    if plans is not None:
+        plans.append(plan)
+    return plans is not None
 
 
-_collected: list[Any] | None = None
-"""The plans of calls that are not made, while these are collected."""
+_collected = threading.local()
+"""While it has `plans`, those of this thread's calls come there, and the calls are not made."""
 
 
 class Plan:

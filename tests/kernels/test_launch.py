@@ -3,6 +3,7 @@
 import gc
 import itertools
 import statistics
+import threading
 import time
 import weakref
 from functools import partial
@@ -329,12 +330,20 @@ def test_what_several_calls_launch_is_compiled_before_the_first_of_them_each_ker
     def compile_all(launches, device):
         events.append("".join(each.key(device) for each in launches))
 
+    def call_of_another_thread():
+        thread = threading.Thread(target=run, args=("e",))
+        thread.start()
+        thread.join()
+
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)
     monkeypatch.setattr(launch, "compile_all", compile_all)
     share = launch.Share(rank, 2, lambda: events.append("all have come"))
     launch.compile_ahead([partial(run, "ab"), lambda: launch.compile_ahead([partial(run, "bc")])], share)
     assert events[:3] == [compiled, "all have come", "ab runs"]
     assert events[-1] == "bc runs"
+    events.clear()
+    launch.compile_ahead([partial(run, "ab"), call_of_another_thread])
+    assert events == ["e runs", "ab", "ab runs", "e runs"]
     with pytest.raises(ZeroDivisionError):
         launch.compile_ahead([lambda: 1 / 0])
     run("d")
