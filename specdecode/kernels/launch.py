@@ -136,9 +136,7 @@ class Launch(NamedTuple):
     def key(self, device: torch.device) -> tuple[object, ...]:
         """Return all that compiled code depends on."""
         signature = Signature(self.kernel.arg_names, self.bundles)
-        with (
-            _hashing
-        ):  # before `Signature.key`, which hashes the kernel, and alone: a hash half done looks like one done
+        with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
                 hash_callees_first(function)
             return device, self.kernel, *self.options.items(), *signature.key()

@@ -110,9 +110,7 @@ def by_block(tables):
 def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
     first, second, third = thresholds
-    LANES: tl.constexpr = (
-        WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth
-    )  # of a block, which a warp has
+    LANES: tl.constexpr = WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth  # of a block, of a warp
     from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
