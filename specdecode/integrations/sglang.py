@@ -18,17 +18,17 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler, SamplerOutput, Sampling, backends
+from specdecode import RejectionSampler, SamplerOutput, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.checks import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
+from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.sampling import Truncation
 
 __all__ = ["EagleSample", "Engine", "install"]
@@ -204,9 +204,7 @@ class EagleSample:
         if kind not in self.checked:
             self.checked.add(kind)
             return self.verifier(**call)
-        batch, method = unchecked(call), self.verifier.method
-        output: SamplerOutput = backends.to_verify(self.verifier.backend, method, batch).verify(method, batch, None)
-        return output
+        return verify_unchecked(self.verifier, unchecked(call))
 
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
         """Compile all kernels at the first call: SGLang's own warm-up makes that, with a greedy request.
@@ -318,12 +316,6 @@ def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
 def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`."""
     token_ids = output.token_ids
-    accept_index = torch.where(token_ids < 0, -1, rows_of(token_ids.shape, token_ids.device))
+    rows = first_integers(token_ids.numel(), token_ids.device, torch.int32).view_as(token_ids)
+    accept_index = torch.where(token_ids < 0, -1, rows)
     return token_ids.to(torch.int32).clamp_(min=0).view(-1), output.num_tokens, accept_index
-
-
-@functools.lru_cache(maxsize=1024)
-def rows_of(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the numbers of the rows of so many requests and places."""
-    with torch.inference_mode(False):
-        return torch.arange(shape[0] * shape[1], dtype=torch.int32, device=device).view(shape)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specdecode import Adjustments, RejectionSampler, backends, eager
@@ -22,13 +21,6 @@ from specdecode.sampling import Truncation
 def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
     """Return what steps have in common that the same kernels verify."""
     return logits.dtype, None if draft_logits is None else draft_logits.dtype
-
-
-@functools.cache
-def first_ids(count: int, device: torch.device) -> Tensor:
-    """Return the ids from 0 on."""
-    with torch.inference_mode(False):
-        return torch.arange(count, device=device)
 
 
 def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:

@@ -21,11 +21,12 @@ import numpy as np
 from torch import Tensor
 
 import specdecode
-from specdecode import RejectionSampler, SamplerOutput, backends
+from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.columns import VerifiedColumns
-from specdecode.integrations.vllm.compiling import batch_of, compile_all, first_ids, kind_of
+from specdecode.integrations.vllm.compiling import batch_of, compile_all, kind_of
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
@@ -222,9 +223,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
-        batch, method = batch_of(call, sampling)._replace(shard=verifier.shard), verifier.method
-        output: SamplerOutput = backends.to_verify(verifier.backend, method, batch).verify(method, batch, None)
-        return output
+        return verify_unchecked(verifier, batch_of(call, sampling)._replace(shard=verifier.shard))
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
@@ -309,7 +308,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if draft_logits is not None and draft_logits.shape[-1] != logits.shape[-1]:
             call["draft_logits"] = draft_logits[..., : logits.shape[-1]]  # beyond it a draft is no token of the target
             if draft_logits.shape[-1] < logits.shape[-1]:
-                call["draft_vocab_ids"] = first_ids(draft_logits.shape[-1], logits.device)
+                call["draft_vocab_ids"] = first_integers(draft_logits.shape[-1], logits.device)
         return call
 
     def why_left(self, needs: int, kind: Any, lists: bool = False) -> tuple[str | None, str | None]:

@@ -1,0 +1,23 @@
+"""What the adapters of serving engines share that needs PyTorch: calls whose arguments need no check, and their tensors."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from specdecode import RejectionSampler, SamplerOutput, backends
+from specdecode.batch import VerificationBatch
+
+
+def verify_unchecked(verifier: RejectionSampler, batch: VerificationBatch) -> SamplerOutput:
+    """Verify a step as a sampler does, given what it makes of arguments that it has checked in a step of the same kind."""
+    backend = backends.to_verify(verifier.backend, verifier.method, batch)
+    output: SamplerOutput = backend.verify(verifier.method, batch, None)
+    return output
+
+
+@functools.lru_cache(maxsize=1024)
+def first_integers(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return the integers from 0 on, made once."""
+    with torch.inference_mode(False):
+        return torch.arange(count, dtype=dtype, device=device)
