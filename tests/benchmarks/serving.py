@@ -300,8 +300,8 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
     return cells
 
 
-def compared(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of each verification's steps, and the ratio of tokens a second, ours to vLLM's, with its interval.
+def compared(steps: list[dict[str, Any]], peer: str = "vllm") -> dict[str, Any]:
+    """Return the medians of each verification's steps, and the ratio of tokens a second, ours to a peer's, and its interval.
 
     >>> def step(stretch, mode, us):
     ...     return {"stretch": stretch, "mode": mode, "step_us": us, "emitted": 6, "requests": 2}
@@ -319,11 +319,11 @@ def compared(steps: list[dict[str, Any]]) -> dict[str, Any]:
     for first in range(0, max(means, default=0), 2):
         if first in means and first + 1 in means:
             by_mode = dict([means[first], means[first + 1]])
-            logs.append(math.log(by_mode["vllm"] / by_mode["ours"]))
+            logs.append(math.log(by_mode[peer] / by_mode["ours"]))
     result: dict[str, Any] = {"pairs": len(logs)}
     length = sum(step["emitted"] for step in steps) / sum(step["requests"] for step in steps)
     requests = max(step["requests"] for step in steps)  # batch-sharded, a GPU verifies some of them
-    for mode in ("vllm", "ours"):
+    for mode in (peer, "ours"):
         own = [step for step in steps if step["mode"] == mode]
         numbers = {key: statistics.median(step[key] for step in own) for key in own[0] if key.endswith("_us")}
         numbers["step_us"] = statistics.fmean(mean for of_mode, mean in means.values() if of_mode == mode)

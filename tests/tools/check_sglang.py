@@ -195,10 +195,7 @@ def timed(engine: SwitchedEngine, requests: int, name: str) -> dict[str, Any]:
         engine.serve(IN_TURN, prompts, CASES[name], LONG, held=True)
         own = counted(engine.report()["steps"], requests)
         steps += [step | {"stretch": step["stretch"] + 1000 * i} for step in own]
-    names = {OURS: "ours", SGLANG: "vllm"}  # what `compared` calls them
-    result = compared([step | {"mode": names[step["mode"]]} for step in steps])
-    result[SGLANG] = result.pop("vllm")
-    return {"requests": requests, "sampling": name} | result
+    return {"requests": requests, "sampling": name} | compared(steps, peer=SGLANG)
 
 
 HEADING = """SGLang / ours, step in ms, `eagle_sample` in us (host: median, 90th percentile)
