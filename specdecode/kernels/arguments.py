@@ -165,9 +165,7 @@ class Workspace(NamedTuple):
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
     known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.RowShard`; None: no shards
     progress_ptr: Pointer  # [rows, PROGRESS] float32, see `sharding.cut`; None: no shards, or nothing truncates rows
-    raw_known_ptr: Pointer = (
-        None  # [target rows, RAW_KNOWN] float32 likewise of rows without their adjustments, or None
-    )
+    raw_known_ptr: Pointer = None  # [target rows, RAW_KNOWN] float32 likewise, of rows without their adjustments
 
 
 class Shard(NamedTuple):
