@@ -1,6 +1,8 @@
-"""What the adapters of serving engines share that needs PyTorch: calls whose arguments need no check, and their tensors."""
+"""What the adapters of serving engines share that needs PyTorch: calls whose arguments need no check, first calls."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,3 +23,19 @@ def first_integers(count: int, device: torch.device, dtype: torch.dtype = torch.
     """Return the integers from 0 on, made once."""
     with torch.inference_mode(False):
         return torch.arange(count, dtype=dtype, device=device)
+
+
+def warm_up(calls: Sequence[Callable[[], object]], device: torch.device, share: Any = ()) -> None:
+    """Make calls whose kernels are to be compiled before a server needs them: on a GPU those of all calls at once.
+
+    Args:
+        calls: each makes one.
+        device: where their tensors are.
+        share: of the kernels, the part that this process compiles, if others compile the same: see `Share`.
+    """
+    if calls and device.type == "cuda":
+        kernels = backends.kernels()
+        kernels.compile_ahead(calls, kernels.Share(*share))
+    else:
+        for call in calls:
+            call()

@@ -18,6 +18,7 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -28,7 +29,7 @@ from specdecode import RejectionSampler, SamplerOutput, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.checks import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
-from specdecode.integrations.calls import first_integers, verify_unchecked
+from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up
 from specdecode.sampling import Truncation
 
 __all__ = ["EagleSample", "Engine", "install"]
@@ -228,8 +229,8 @@ class EagleSample:
             kinds.append(drawn | first_request(truncation(drawn, info)))
         else:
             kinds.append(first | first_request(truncation(first, info)))
-        for arguments in kinds:
-            self.verifier.warmup(**arguments)
+        warmups = [functools.partial(self.verifier.warmup, **arguments) for arguments in kinds]
+        warm_up(warmups, first["target_logits"].device)
 
 
 def penalize(logits: Tensor, info: Any, num_rows: int) -> None:

@@ -236,6 +236,10 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
     else:
         speculative |= {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     given = json.loads(options.engine)
+    if "reasoning_config" in given:
+        from vllm.config.reasoning import ReasoningConfig
+
+        given["reasoning_config"] = ReasoningConfig(**given["reasoning_config"])
     others = {
         "max_model_len": options.steps * (options.k + 1) + 256,
         "max_num_seqs": max(options.requests),

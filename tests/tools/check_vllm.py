@@ -18,6 +18,8 @@ each of the comparisons that `--compare` names, without it of the first four:
 - `grammar`: greedy requests with a regular expression, a choice or a JSON schema; how many texts that ended are valid; and
   p-values that the second token of sampled ones, which is verified, has the distribution of a first one, which is not. It
   needs a tokenizer in the model's folder, which `--write-tokenizer` writes, and then does nothing else.
+- `thinking`: greedy requests that think, with a budget of tokens for it or without one; of sampled ones, how many end their
+  thoughts where the budget does. It needs the same tokenizer.
 
 Each line has the steps that were verified, those of them that were left to vLLM (with several GPUs also those whose logits
 were gathered), the mean number of drafts of a request in a step, and how often a request was
@@ -247,6 +249,24 @@ def grammar(engine: Any) -> Results:
         yield f"{mode}, second token", {"p": [round(p_value(*samples), 5)]}
 
 
+def thinking(engine: Any) -> Results:
+    """Compare texts whose thoughts a budget ends."""
+    marks = engine.llm_engine.vllm_config.reasoning_config
+    end = marks.reasoning_end_token_ids
+    prompts = [[*prompt, *marks.reasoning_start_token_ids] for prompt in prompts_of(REQUESTS)]
+    budgets = [i % 8 for i in range(REQUESTS)]
+    kinds = [f"budget {budget}" if budget else "plain" for budget in budgets]
+    options = [{"thinking_token_budget": budget} if budget else {} for budget in budgets]
+    params = [params_of(temperature=0.0, **each) for each in options]
+    plain, _ = generated(engine, "vllm", prompts, params_of(temperature=0.0))
+    yield "thinking", compared(engine, prompts, params, kinds, plain)
+    params = [params_of(temperature=0.8, **each) for each in options]
+    for mode in ("vllm", "ours"):
+        texts, counted = generated(engine, mode, prompts, params)
+        ended = [text[n : n + len(end)] == end for text, n in zip(texts, budgets) if n]
+        yield f"{mode}, T 0.8", {"thoughts that ended": f"{sum(ended)}/{len(ended)}"} | counted
+
+
 def seeded(engine: Any) -> dict[str, Any]:
     """Return hashes of seeded texts."""
     prompts = prompts_of(REQUESTS, (3, 40, 170, 11))
@@ -263,7 +283,7 @@ def digest(texts: Texts) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:6]
 
 
-COMPARISONS = {each.__name__: each for each in (greedy, adjusted, mixed, tokens, lists, grammar)}
+COMPARISONS = {each.__name__: each for each in (greedy, adjusted, mixed, tokens, lists, grammar, thinking)}
 DEFAULT = "greedy", "adjusted", "mixed", "tokens"
 
 
@@ -283,10 +303,12 @@ def main() -> None:
     if options.write_tokenizer:
         return write_tokenizer(options.target)
     options.requests, options.steps = [256], 64
-    own = {
+    own: dict[str, Any] = {
         "worker_extension_cls": "tests.tools.check_vllm.Pricing",
-        "skip_tokenizer_init": "grammar" not in (options.compare or ()),
+        "skip_tokenizer_init": not {"grammar", "thinking"} & {*(options.compare or ())},
     }
+    if "thinking" in (options.compare or ()):
+        own["reasoning_config"] = {"reasoning_start_str": "ab", "reasoning_end_str": "cd"}
     options.engine = json.dumps(own | json.loads(options.engine))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     engine = engine_of(options, options.drafter)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdecode import Adjustments, RejectionSampler, backends, eager
 from specdecode.batch import VerificationBatch
+from specdecode.integrations.calls import warm_up
 from specdecode.integrations.vllm.adjusting import Known, StepRows
 from specdecode.integrations.vllm.contract import group_of
 from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, values_of
@@ -78,25 +79,21 @@ def compile_all(
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
-    if warmups and call["target_logits"].is_cuda:
-        if known is not None:
-            warm_up_masks(known, call)
-        backends.kernels().compile_ahead(warmups, share_of(sampler))
-    else:
-        for warm_up in warmups:
-            warm_up()
+    if warmups and known is not None and call["target_logits"].is_cuda:
+        warm_up_masks(known, call)
+    warm_up(warmups, call["target_logits"].device, share_of(sampler))
     which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
     logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]
 
 
-def share_of(sampler: Any) -> Any:
-    """Return which part of what all ranks launch this one compiles before it looks for what the others have.
+def share_of(sampler: Any) -> tuple[Any, ...]:
+    """Return which part of what all ranks launch this one compiles before it looks for what the others have: for `warm_up`.
 
     If they have no cache of compiled kernels in common, as vLLM has it with torch.compile, it compiles that, too.
     """
-    group, share = group_of(sampler), backends.kernels().Share
-    return share() if group is None else share(group.rank_in_group, group.world_size, group.barrier)
+    group = group_of(sampler)
+    return () if group is None else (group.rank_in_group, group.world_size, group.barrier)
 
 
 def warm_up_masks(known: Known, call: dict[str, Any]) -> None:
