@@ -230,6 +230,26 @@ def test_without_rejection_sampling_and_for_strict_no_draft_probability_is_read(
     assert "draft_logits" not in arguments("strict", batch_of(torch.ones(40)), rejection_sampling=True)
 
 
+def test_requests_have_other_noise_at_each_position_and_other_seeds_when_they_change():
+    hook, flat = EagleSample("strict", engine()), torch.zeros(200, 2, 50)
+    drafts, batch = torch.zeros(200, 1, dtype=torch.int64), batch_of(torch.full((200,), 0.8))
+
+    def tokens():
+        return hook(never, chain(drafts), batch, logits_output(flat))[0].view(200, 2)[:, 0].tolist()
+
+    first, requests = tokens(), hook.requests
+    batch.seq_lens = batch.seq_lens + 1
+    assert hook.of_requests(batch.sampling_info) is requests
+    assert tokens() != first
+    batch.seq_lens = batch.seq_lens - 1
+    assert tokens() == first
+    batch.sampling_info.top_ks = batch.sampling_info.top_ks.clone()
+    assert hook.of_requests(batch.sampling_info) is not requests
+    assert tokens() != first
+    batch.sampling_info.top_ks = torch.ones_like(batch.sampling_info.top_ks)
+    assert tokens() == [0] * 200  # greedy
+
+
 @pytest.mark.parametrize("width", [None, 47])
 @pytest.mark.parametrize("method", METHODS)
 def test_steps_of_greedy_requests_need_no_draft_probabilities(method, width):

@@ -340,9 +340,9 @@ def truncation_in_vllm_table(record: str) -> str:
     return html_table(["Requests", "T", *titles], pairs)
 
 
-def logprobs_table(record: str, method: str) -> str:
-    """Compare calls that return log-probabilities with the same call without them."""
-    results = [cell for cell in cells(record, kind="log-probabilities") if cell.provider.rpartition(", ")[0] == method]
+def logprobs_table(record: str, method: str, kind: str = "log-probabilities") -> str:
+    """Compare calls that return log-probabilities, or what else a `kind` of group is of, with the same call without them."""
+    results = [cell for cell in cells(record, kind=kind) if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
     kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
     rows: dict[tuple[str, str], dict[str, str]] = {}

@@ -20,6 +20,7 @@ KINDS = {
     "truncation in vLLM": "truncation in vLLM",
     "truncated": "truncated",
     "log-probabilities": "log-probabilities",
+    "reports": "reports",
     "small kernels": "small kernels",
     "sizes that change": "sizes",
 }

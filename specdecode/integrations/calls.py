@@ -25,6 +25,13 @@ def first_integers(count: int, device: torch.device, dtype: torch.dtype = torch.
         return torch.arange(count, dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=1024)
+def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return zeros in float32, made once."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, device=device)
+
+
 def warm_up(calls: Sequence[Callable[[], object]], device: torch.device, share: Any = ()) -> None:
     """Make calls whose kernels are to be compiled before a server needs them: on a GPU those of all calls at once.
 

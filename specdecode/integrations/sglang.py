@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from specdecode import RejectionSampler, SamplerOutput, Sampling
 from specdecode.batch import VerificationBatch
 from specdecode.checks import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
-from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up
+from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up, zeros
 from specdecode.sampling import Truncation
 
 __all__ = ["EagleSample", "Engine", "install"]
@@ -85,6 +85,15 @@ class Engine:
         return get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
 
 
+class OfRequests(NamedTuple):
+    """What the sampler takes of a batch's requests."""
+
+    given: tuple[Tensor | None, ...]
+    """What it is made from. SGLang never changes these tensors: when requests come or go it makes others."""
+    temperature: Tensor  # [batch] float32, 0 for greedy requests
+    seeds: Tensor  # [batch] int64: SGLang's, else random; the noise of each position is another
+
+
 class EagleSample:
     """The hook: verify a chain of drafts per request by this package, leave everything else to SGLang.
 
@@ -98,6 +107,8 @@ class EagleSample:
         self.engine = engine
         self.fallbacks = Fallbacks(logger)
         self.warm: set[Any] = set()
+        self.requests: OfRequests | None = None
+        """Of the last step, and of those after it until requests come or go."""
         self.checked: set[Any] = set()
         """Kinds of steps whose arguments have been checked: SGLang's are of the same types in each, and fit together."""
 
@@ -184,12 +195,12 @@ class EagleSample:
     def verify(self, verify_input: Any, batch: Any, logits: Tensor) -> SamplerOutput:
         """Verify a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, info = verify_input.draft_token_num, batch.sampling_info
-        temperature = torch.where(info.top_ks <= 1, 0, info.temperatures.view(-1))  # how SGLang says greedy
+        _, temperature, seeds = self.of_requests(info)
         call = {
             "target_logits": logits.view(len(temperature), num_rows, logits.shape[-1]),
             "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
             "temperature": temperature,
-            "seeds": info.sampling_seed,  # None unless SGLang's inference is deterministic
+            "seeds": seeds,
             "positions": batch.seq_lens.to(torch.int64) + 1,
         }
         self.warm_up_once(call, info)
@@ -199,9 +210,20 @@ class EagleSample:
             call |= truncation(call, info)
         return self.output_of(call)
 
+    def of_requests(self, info: Any) -> OfRequests:
+        """Return what the sampler takes of a batch's requests: made once, as each operation delays the step on the host."""
+        given = info.temperatures, info.top_ks, info.sampling_seed
+        if self.requests is None or any(old is not new for old, new in zip(self.requests.given, given)):
+            temperature = info.temperatures.view(-1) * (info.top_ks > 1)  # how SGLang says greedy
+            seeds = info.sampling_seed  # None unless SGLang's inference is deterministic
+            if seeds is None:
+                seeds = draw_seeds(temperature.shape, temperature.device)
+            self.requests = OfRequests(given, temperature, seeds)
+        return self.requests
+
     def output_of(self, call: dict[str, Any]) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        kind = *call, call["target_logits"].dtype, call["seeds"] is None
+        kind = *call, call["target_logits"].dtype, call["seeds"].dtype
         if kind not in self.checked:
             self.checked.add(kind)
             return self.verifier(**call)
@@ -288,14 +310,14 @@ def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
 
 def unchecked(call: dict[str, Any]) -> VerificationBatch:
     """Return what the sampler passes to a backend once it has checked these arguments."""
-    temperature, seeds = call["temperature"], call["seeds"]
+    temperature = call["temperature"]
     return VerificationBatch(
         target_logits=call["target_logits"],
         draft_token_ids=call["draft_token_ids"],
         draft_logits=call.get("draft_logits"),
         draft_logsumexp=call.get("draft_logsumexp"),
         temperature=temperature,
-        seeds=draw_seeds(temperature.shape, temperature.device) if seeds is None else seeds,
+        seeds=call["seeds"],
         positions=call["positions"],
         truncation=Truncation(call["top_k"], call["top_p"], call["min_p"]) if "top_p" in call else None,
         draft_temperature=temperature if "draft_sampling" in call else None,
@@ -310,13 +332,14 @@ def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
         temperature: [batch] float32, 0 for greedy requests, whose draft rows are not needed.
     """
     draft_logits = torch.xlogy(temperature[:, None, None], draft_probs)
-    draft_logsumexp = draft_logits.new_zeros(draft_probs.shape[:2])
-    return {"draft_logits": draft_logits, "draft_logsumexp": draft_logsumexp}
+    return {"draft_logits": draft_logits, "draft_logsumexp": zeros(draft_probs.shape[:2], draft_probs.device)}
 
 
 def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`."""
+    """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, by few operations."""
     token_ids = output.token_ids
-    rows = first_integers(token_ids.numel(), token_ids.device, torch.int32).view_as(token_ids)
-    accept_index = torch.where(token_ids < 0, -1, rows)
-    return token_ids.to(torch.int32).clamp_(min=0).view(-1), output.num_tokens, accept_index
+    rows = first_integers(token_ids.numel(), token_ids.device).view_as(token_ids)
+    predict, accept_index = (token_ids.new_empty(token_ids.shape, dtype=torch.int32) for _ in range(2))
+    torch.maximum(token_ids, rows[0, 0], out=predict)  # that is row 0
+    torch.bitwise_or(token_ids >> 63, rows, out=accept_index)  # all bits are set in -1, in it and in its sign
+    return predict.view(-1), output.num_tokens, accept_index

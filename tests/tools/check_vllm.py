@@ -22,9 +22,10 @@ each of the comparisons that `--compare` names, without it of the first four:
   thoughts where the budget does. It needs the same tokenizer.
 
 Each line has the steps that were verified, those of them that were left to vLLM (with several GPUs also those whose logits
-were gathered), the mean number of drafts of a request in a step, and how often a request was
-preempted (`"num_gpu_blocks_override"` makes too little room for all). With `--price` vLLM's
-adaptive verification is told that rows are expensive, so that it leaves drafts out.
+were gathered), the mean number of drafts of a request in a step, and how often a request was preempted
+(`"num_gpu_blocks_override"` makes too little room for all). Where plain greedy texts part, *gaps* says after how many
+tokens, and how far apart the logits of the two tokens are. With `--price` vLLM's adaptive verification is told that rows
+are expensive, so that it leaves drafts out.
 
 With `SPECDECODE_VLLM=strict` and no `--compare` it prints a hash of seeded texts instead, of a whole batch and of its first
 eight requests alone: it has to be the same for every drafter, number of drafts and mode of the engine, as far as the model's
@@ -111,9 +112,28 @@ def compared(engine: Any, prompts: Texts, params: list[Any], kinds: list[str], p
         of_kind = [i for i, each in enumerate(kinds) if each == kind]
         parts = [[texts[i] for i in of_kind] for texts in (theirs, ours, again, plain or theirs)]
         result[kind] = {"ours": equal(*parts[:2]), "again": equal(parts[0], parts[2])}
+        if kind == "plain" and parts[0] != parts[1]:
+            result[kind]["gaps"] = gaps(engine, [prompts[i] for i in of_kind], *parts[:2])
         if plain is not None:
             result[kind]["changed"] = sum(text != other[: len(text)] for text, other in zip(parts[0], parts[3]))
     return result | counted | {"vLLM verified": of_vllm["verified"], "shortest": min(map(len, ours))}
+
+
+def gaps(engine: Any, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
+    """Return, of plain greedy texts that part, where, and how much more likely one token is than the other, in logits.
+
+    Not more than rounding, if both verifications are right: a logit of 16 to 32 is rounded to eighths in bfloat16.
+    """
+    found = []
+    for prompt, text, other in zip(prompts, texts, others):
+        if text != other:
+            at = next(i for i, tokens in enumerate(zip(text, other)) if len({*tokens}) > 1)
+            [output], _ = served(
+                engine, "vllm", [[*prompt, *text[:at]]], params_of(temperature=0, max_tokens=1, logprobs=20)
+            )
+            first, second = (output.logprobs[0].get(each[at]) for each in (text, other))
+            found.append([at, round(first.logprob - second.logprob, 4) if first and second else "not among 20"])
+    return found
 
 
 def greedy(engine: Any) -> Results:
