@@ -4,7 +4,7 @@
 each of the comparisons that `--compare` names, without it of the first four:
 
 - `greedy`: of so many requests, how many texts are equal; beside it how many are when vLLM's own is run twice. A model
-  whose numbers depend on the batch need not repeat itself.
+  whose numbers depend on the batch need not repeat itself; with `VLLM_BATCH_INVARIANT=1` all have to be equal.
 - `adjusted`: the same of greedy requests with penalties, biases, lists of allowed tokens, minimum lengths and bad words, by
   kind; *changed* says how many texts differ from those of plain greedy requests. In one batch of penalties and biases, one
   of the others, and one in which few requests are like these.
