@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.tools import sglang_engine
-from tests.tools.check_sglang import ALARM, GREEDY, LONG, ROUNDS, errors_of, greedy, p_value, sampled, timed
+from tests.tools.check_sglang import ALARM, GREEDY, LONG, ROUNDS, errors_of, greedy, sampled, timed
+from tests.tools.requests_to_engines import p_value
 from tests.tools.sglang_engine import IN_TURN, MODES, OURS, SGLANG, Control, Hold, Switch, register, write_plugin
 
 

@@ -17,7 +17,6 @@ The exit status is 1 if there is an error, or if this package left a step to SGL
 """
 
 import argparse
-import collections
 import json
 import os
 import sys
@@ -28,7 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.benchmarks.serving import SAMPLING, compared, driver, in_process, random_models
-from tests.tools.requests_to_vllm import Texts, prompts_of
+from tests.tools.requests_to_engines import Texts, p_value, prompts_of
 from tests.tools.sglang_engine import (
     DRAFTS,
     IN_TURN,
@@ -156,31 +155,6 @@ def sampled(engine: SwitchedEngine, name: str, count: int) -> dict[str, Any]:
         samples = [[tuple(text[part]) for text in texts[mode]] for mode in (OURS, SGLANG)]
         p_values[key] = p_value(*samples)
     return {"requests": count, "p": p_values, "lengths": lengths}
-
-
-def p_value(first: list[tuple[int, ...]], second: list[tuple[int, ...]], least: int = 12, shared: int = 64) -> float:
-    """Return the p-value of a chi-square test that two samples have one distribution.
-
-    Args:
-        first: tuples of tokens.
-        second: likewise.
-        least: how often a tuple must be in both together to have a cell of its own.
-        shared: number of cells of all others, which are dealt out by their hash. Random models have many rare tokens.
-    """
-    from scipy import stats
-
-    samples = [collections.Counter(first), collections.Counter(second)]
-    often = {value for value, count in (samples[0] + samples[1]).items() if count >= least}
-    cells = [collections.Counter[Any](), collections.Counter[Any]()]
-    for sample, cell in zip(samples, cells):
-        for value, count in sample.items():
-            cell[value if value in often else hash(value) % shared] += count
-    columns = [[cell[key] for cell in cells] for key in {**cells[0], **cells[1]}]
-    small = [column for column in columns if sum(column) < least]
-    columns = [column for column in columns if sum(column) >= least]
-    if sum(map(sum, small)) >= least:
-        columns.append([sum(counts) for counts in zip(*small)])
-    return float(stats.chi2_contingency(list(zip(*columns)), correction=False)[1]) if len(columns) > 1 else 1.0
 
 
 # ---- Time ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ each of the comparisons that `--compare` names, without it of the first four:
 - `mixed`: the same of the greedy requests, plain and adjusted, in a batch with sampled, truncated and seeded ones, requests
   with log-probabilities and with all of the above, and prompts of many lengths. Some requests end early.
 - `tokens`: p-values of chi-square tests that the second and third token of many requests with one prompt have the same
-  distribution under both. They are the first that are verified. Rare tokens are put together.
+  distribution under both. They are the first that are verified. Rare tokens share cells.
 - `lists`: of rows with the same tokens before them, whether kept sets are equal and how far log-probabilities differ, beside
   the same of vLLM's own, twice. The engine's options have to be `"logprobs_mode": "processed_logprobs"` and
   `"return_sampling_mask": true`.
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.serving import DRAFTERS, SAMPLING, Measuring, engine_of
-from tests.tools.requests_to_vllm import (
+from tests.tools.requests_to_engines import (
     GRAMMARS,
     REQUESTS,
     TOKENS,
@@ -52,6 +52,7 @@ from tests.tools.requests_to_vllm import (
     is_valid,
     limits,
     mixed_params,
+    p_value,
     params_of,
     penalties_and_biases,
     prompts_of,
@@ -163,19 +164,6 @@ def mixed(engine: Any) -> Results:
     plain, _ = generated(engine, "vllm", prompts_of(REQUESTS), params_of(temperature=0.0))
     params, kinds = mixed_params(plain)
     yield "mixed", compared(engine, prompts_of(REQUESTS, (3, 40, 170, 11)), params, kinds)
-
-
-def p_value(first: list[int], second: list[int]) -> float:
-    """Return the p-value of a chi-square test that two samples have one distribution; rare tokens are one category."""
-    from scipy import stats
-
-    counts = [collections.Counter(sample) for sample in (first, second)]
-    often = [token for token in {*first, *second} if sum(each[token] for each in counts) >= 20]
-    table = [
-        [each[token] for token in often] + [sum(each.values()) - sum(each[token] for token in often)] for each in counts
-    ]
-    columns = [column for column in zip(*table) if sum(column)]
-    return float(stats.chi2_contingency(list(zip(*columns))).pvalue) if len(columns) > 1 else 1.0
 
 
 def tokens(engine: Any) -> Results:

@@ -1,4 +1,4 @@
-"""Requests to a vLLM engine that compare verifications: their prompts, parameters, grammars and tokenizer."""
+"""Requests to engines that compare verifications: prompts, parameters of vLLM, grammars, a tokenizer; a test of samples."""
 
 import collections
 import json
@@ -124,3 +124,28 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def p_value(first: list[Any], second: list[Any], least: int = 12, shared: int = 64) -> float:
+    """Return the p-value of a chi-square test that two samples have one distribution.
+
+    Args:
+        first: tokens, or tuples of them.
+        second: likewise.
+        least: how often one must be in both together to have a cell of its own.
+        shared: number of cells of all others, which are dealt out by their hash. Random models have many rare tokens.
+    """
+    from scipy import stats
+
+    samples = [collections.Counter(first), collections.Counter(second)]
+    often = {value for value, count in (samples[0] + samples[1]).items() if count >= least}
+    cells = [collections.Counter[Any](), collections.Counter[Any]()]
+    for sample, cell in zip(samples, cells):
+        for value, count in sample.items():
+            cell[value if value in often else -1 - hash(value) % shared] += count
+    columns = [[cell[key] for cell in cells] for key in {**cells[0], **cells[1]}]
+    small = [column for column in columns if sum(column) < least]
+    columns = [column for column in columns if sum(column) >= least]
+    if sum(map(sum, small)) >= least:
+        columns.append([sum(counts) for counts in zip(*small)])
+    return float(stats.chi2_contingency(list(zip(*columns)), correction=False)[1]) if len(columns) > 1 else 1.0
