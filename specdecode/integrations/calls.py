@@ -32,17 +32,19 @@ def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.zeros(shape, device=device)
 
 
-def warm_up(calls: Sequence[Callable[[], object]], device: torch.device, share: Any = ()) -> None:
+def warm_up(
+    calls: Sequence[Callable[[], object]], device: torch.device, share: Callable[[], tuple[Any, ...]] = tuple
+) -> None:
     """Make calls whose kernels are to be compiled before a server needs them: on a GPU those of all calls at once.
 
     Args:
         calls: each makes one.
         device: where their tensors are.
-        share: of the kernels, the part that this process compiles, if others compile the same: see `Share`.
+        share: says which part of the kernels this process compiles, if others compile the same: a `Share`'s fields.
     """
     if calls and device.type == "cuda":
         kernels = backends.kernels()
-        kernels.compile_ahead(calls, kernels.Share(*share))
+        kernels.compile_ahead(calls, kernels.Share(*share()))
     else:
         for call in calls:
             call()

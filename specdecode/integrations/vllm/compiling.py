@@ -79,9 +79,10 @@ def compile_all(
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
-    if warmups and known is not None and call["target_logits"].is_cuda:
+    device = call["target_logits"].device
+    if warmups and known is not None and device.type == "cuda":
         warm_up_masks(known, call)
-    warm_up(warmups, call["target_logits"].device, share_of(sampler))
+    warm_up(warmups, device, lambda: share_of(sampler))
     which = f"up to {call['num_draft_tokens']} drafts a request" if call["num_draft_tokens"] > 0 else "no drafts"
     logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
     return why_not[0], why_not[1]
