@@ -11,7 +11,8 @@ each request from the statistics and a few blocks, and writes the output.
 | `methods` | each method: what it decides while rows are read, how it decides, how it draws, when a batch is large for it |
 | `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
 | `bundles` | from the tensors of a call to these bundles |
-| `plan`, `launch` | the launches of a step, with the tuned numbers; signature, compilation, launch |
+| `plan`, `launch` | the launches of a step, with the tuned numbers; compilation, launch |
+| `signature` | what a kernel is compiled for |
 | `formulas` | what a plan does not know of a call: sizes, strides, addresses |
 | `read`, `emit` | the two kernels of every step |
 | `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |

@@ -1,4 +1,4 @@
-"""Launching: signature, compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
+"""Launching: compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
 
 Where a kernel is launched by its source, Triton finds out at each launch which compiled variant is meant, and looks at every
 pointer for that, which takes longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles
@@ -11,7 +11,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdecode.kernels.formulas import Argument, Number, Writer, address_of, rounded_up, value_of
+from specdecode.kernels.signature import Signature, is_constant, kinds
 
 
 @triton.jit
@@ -58,59 +59,6 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device)
 
 
-TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
-TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
-INTEGERS = {"stride": "i64", "count": "i32"}
-
-
-@functools.cache
-def kinds(bundle: Any) -> tuple[tuple[str, bool], ...]:
-    """Return what the annotations of a bundle say of each field: its type, and whether it may be aligned."""
-    annotations = get_type_hints(bundle, include_extras=True).values()
-    metadata = [getattr(annotation, "__metadata__", ("bundle",)) for annotation in annotations]
-    return tuple((kind, "aligned" in more) for kind, *more in metadata)
-
-
-def is_constant(kind: str, value: object) -> bool:
-    """Return whether a kernel is compiled for the value of a field."""
-    return kind == "constexpr" or value is None or (kind, value) in (("stride", 1), ("count", 0))
-
-
-class Signature:
-    """What a kernel is compiled for, given the bundles that it receives.
-
-    Attributes:
-        types: each parameter's type, bundles nested as the kernel has them.
-        constants: the values of constants and of absent pointers, by their path.
-        attributes: what the compiler may rely on, by path: multiples of 16.
-    """
-
-    def __init__(self, names: list[str], bundles: tuple[Any, ...]) -> None:
-        self.constants: dict[tuple[int, ...], Any] = {}
-        self.attributes: dict[tuple[int, ...], list[list[object]]] = {}
-        self.types = {name: self.types_of(bundle, (i,)) for i, (name, bundle) in enumerate(zip(names, bundles))}
-
-    def types_of(self, bundle: Any, path: tuple[int, ...]) -> Any:
-        """Return the types of a bundle's fields; note its constants and attributes."""
-        types: list[Any] = []
-        for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(bundle.__class__))):
-            here = (*path, i)
-            if kind == "bundle":
-                types.append(self.types_of(value, here))
-            elif is_constant(kind, value):
-                self.constants[here] = value
-                types.append("constexpr")
-            else:
-                types.append(TYPES[value.dtype] if kind == "pointer" else INTEGERS.get(kind, kind))
-                if may_be_aligned and bundle.ALIGNED:
-                    self.attributes[here] = [["tt.divisibility", 16]]
-        return type(bundle)(*types)
-
-    def key(self) -> tuple[object, ...]:
-        """Return the specialisation key: all that compiled code depends on."""
-        return str(self.types), tuple(self.constants.items()), tuple(self.attributes)
-
-
 def hash_callees_first(function: object) -> None:
     """Have Triton hash a kernel after all that it calls, by which it finds compiled code on disk.
 
@@ -123,6 +71,21 @@ def hash_callees_first(function: object) -> None:
             if callee is not function:  # as it seems where `argmax` calls `tl.argmax`
                 hash_callees_first(callee)
         function.cache_key  # noqa: B018 (a property that keeps what it finds)
+
+
+class Source(ASTSource):  # type: ignore[misc]
+    """What Triton compiles. Of several at once one is read at a time, as Python runs one thread, then the next.
+
+    All that are read at once would be ready for the compiler at the same time, the last one's: so the first would wait.
+    """
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the source; all other work of the compiler is done beside that of others."""
+        with _reading:
+            return super().make_ir(*args, **kwargs)
+
+
+_reading = threading.Lock()
 
 
 class Launch(NamedTuple):
@@ -147,7 +110,7 @@ class Launch(NamedTuple):
         with _compiling.setdefault(key, threading.Lock()):  # by one thread, for which others wait
             if key not in _variants:
                 signature = Signature(self.kernel.arg_names, self.bundles)
-                source = ASTSource(self.kernel, signature.types, signature.constants, signature.attributes)
+                source = Source(self.kernel, signature.types, signature.constants, signature.attributes)
                 with on_device(device):  # the current device belongs to a thread
                     variant = triton.compile(source, options=self.options)
                     variant.run  # noqa: B018 (loads it)
@@ -179,9 +142,14 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
-    """Compile launches, each by a thread: it takes as long as the slowest."""
+    """Compile launches, each by a thread: it takes as long as the slowest, begun first.
+
+    Which are the slowest is not known, but the more arguments a kernel has, the more it does with them.
+    """
+    slowest_first = sorted(launches, key=lambda each: -Signature(each.kernel.arg_names, each.bundles).num_arguments)
     with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
-        return list(threads.map(lambda launch: launch.compile(device), launches))
+        list(threads.map(lambda launch: launch.compile(device), slowest_first))
+    return [launch.compile(device) for launch in launches]
 
 
 class Share(NamedTuple):

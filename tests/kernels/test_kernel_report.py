@@ -12,7 +12,8 @@ import torch
 
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
-from specdecode.kernels.launch import Plan, Signature
+from specdecode.kernels.launch import Plan
+from specdecode.kernels.signature import Signature
 from tests.conftest import ON_GPU, combine
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.adjusted import adjusted_rows, adjustments_for, to

@@ -21,7 +21,8 @@ from specdecode.kernels import launch
 from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int32, Int64, Pointer, Stride
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, value_of
-from specdecode.kernels.launch import Launch, Plan, Signature
+from specdecode.kernels.launch import Launch, Plan
+from specdecode.kernels.signature import Signature
 from tests.support.differential import case
 from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
 
@@ -63,6 +64,7 @@ def test_a_signature_says_types_constants_and_what_is_aligned():
     assert strided_rows.types["bundle"].inner == Inner("*bf16", "i64", "constexpr")
     assert strided_rows.types["bundle"].other_ptr == "*i64"
     assert strided_rows.attributes == {}
+    assert (signature.num_arguments, strided_rows.num_arguments) == (4, 6)
 
 
 def test_a_variant_depends_on_types_constants_and_alignment_and_on_no_number():
@@ -311,6 +313,16 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
     gc.collect()
     assert [tensor() for tensor in held if tensor() is not None] == []
     assert plan_step.cache_info().currsize == 2
+
+
+def test_kernels_with_more_arguments_are_compiled_first_and_returned_in_their_place(monkeypatch):
+    begun, one_thread = [], partial(launch.concurrent.futures.ThreadPoolExecutor, 1)
+    launches = [SimpleNamespace(kernel=SimpleNamespace(arg_names=["a"]), bundles=(outer(stride=n),)) for n in (1, 2)]
+    for each in launches:
+        each.compile = lambda device, each=each: begun.append(each) or each
+    monkeypatch.setattr(launch.concurrent.futures, "ThreadPoolExecutor", lambda _: one_thread())
+    assert launch.compile_all(launches, "gpu") == launches
+    assert begun[:2] == launches[::-1]
 
 
 @pytest.mark.parametrize(("rank", "compiled"), [(0, "ac"), (1, "b")])

@@ -14,6 +14,7 @@ from specdecode.kernels import block, launch, residual, stops
 from specdecode.kernels.arguments import Searching, Settling
 from specdecode.kernels.formulas import value_of
 from specdecode.kernels.launch import Plan
+from specdecode.kernels.signature import Signature
 from tests.support.differential import case
 from tests.support.kernels import DEVICE, KINDS, WAYS, Steps, checked, given, needs_gpu, verify
 
@@ -108,7 +109,7 @@ def variants(call):
         call()
     launches = [each for made in run.call_args_list for each in made.args[0].launches]
     return {
-        (each.kernel.__name__, *each.options.items(), *launch.Signature(each.kernel.arg_names, each.bundles).key())
+        (each.kernel.__name__, *each.options.items(), *Signature(each.kernel.arg_names, each.bundles).key())
         for each in launches
     }
 

@@ -1,0 +1,61 @@
+"""What a kernel is compiled for, given the bundles that it receives."""
+
+import functools
+from typing import Any, get_type_hints
+
+import torch
+
+TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
+INTEGERS = {"stride": "i64", "count": "i32"}
+
+
+@functools.cache
+def kinds(bundle: Any) -> tuple[tuple[str, bool], ...]:
+    """Return what the annotations of a bundle say of each field: its type, and whether it may be aligned."""
+    annotations = get_type_hints(bundle, include_extras=True).values()
+    metadata = [getattr(annotation, "__metadata__", ("bundle",)) for annotation in annotations]
+    return tuple((kind, "aligned" in more) for kind, *more in metadata)
+
+
+def is_constant(kind: str, value: object) -> bool:
+    """Return whether a kernel is compiled for the value of a field."""
+    return kind == "constexpr" or value is None or (kind, value) in (("stride", 1), ("count", 0))
+
+
+class Signature:
+    """What a kernel is compiled for, given the bundles that it receives.
+
+    Attributes:
+        types: each parameter's type, bundles nested as the kernel has them.
+        constants: the values of constants and of absent pointers, by their path.
+        attributes: what the compiler may rely on, by path: multiples of 16.
+        num_arguments: how many pointers and numbers a kernel is given when it is launched.
+    """
+
+    def __init__(self, names: list[str], bundles: tuple[Any, ...]) -> None:
+        self.num_arguments = 0
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attributes: dict[tuple[int, ...], list[list[object]]] = {}
+        self.types = {name: self.types_of(bundle, (i,)) for i, (name, bundle) in enumerate(zip(names, bundles))}
+
+    def types_of(self, bundle: Any, path: tuple[int, ...]) -> Any:
+        """Return the types of a bundle's fields; note its constants and attributes."""
+        types: list[Any] = []
+        for i, (value, (kind, may_be_aligned)) in enumerate(zip(bundle, kinds(bundle.__class__))):
+            here = (*path, i)
+            if kind == "bundle":
+                types.append(self.types_of(value, here))
+            elif is_constant(kind, value):
+                self.constants[here] = value
+                types.append("constexpr")
+            else:
+                self.num_arguments += 1
+                types.append(TYPES[value.dtype] if kind == "pointer" else INTEGERS.get(kind, kind))
+                if may_be_aligned and bundle.ALIGNED:
+                    self.attributes[here] = [["tt.divisibility", 16]]
+        return type(bundle)(*types)
+
+    def key(self) -> tuple[object, ...]:
+        """Return the specialisation key: all that compiled code depends on."""
+        return str(self.types), tuple(self.constants.items()), tuple(self.attributes)
