@@ -108,7 +108,7 @@ class EagleSample:
         self.fallbacks = Fallbacks(logger)
         self.warm: set[Any] = set()
         self.requests: OfRequests | None = None
-        """Of the last step, and of those after it until requests come or go."""
+        """Of the last step, and of those after it until requests come or go; with pipeline parallelism, of it alone."""
         self.checked: set[Any] = set()
         """Kinds of steps whose arguments have been checked: SGLang's are of the same types in each, and fit together."""
 
@@ -340,6 +340,6 @@ def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
     token_ids = output.token_ids
     rows = first_integers(token_ids.numel(), token_ids.device).view_as(token_ids)
     predict, accept_index = (token_ids.new_empty(token_ids.shape, dtype=torch.int32) for _ in range(2))
-    torch.maximum(token_ids, rows[0, 0], out=predict)  # that is row 0
-    torch.bitwise_or(token_ids >> 63, rows, out=accept_index)  # all bits are set in -1, in it and in its sign
+    torch.maximum(token_ids, rows[0, 0], out=predict)  # a 0 that is on the device
+    torch.bitwise_or(token_ids >> 63, rows, out=accept_index)  # shifted, -1 is -1 and others are 0; -1 | row is -1
     return predict.view(-1), output.num_tokens, accept_index

@@ -74,9 +74,10 @@ def hash_callees_first(function: object) -> None:
 
 
 class Source(ASTSource):  # type: ignore[misc]
-    """What Triton compiles. Of several at once one is read at a time, as Python runs one thread, then the next.
+    """What Triton compiles, read one after the other.
 
-    All that are read at once would be ready for the compiler at the same time, the last one's: so the first would wait.
+    Python runs one thread at a time. If all sources were read at once, all would be ready when the last is; so the first is
+    compiled while the next is read.
     """
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,13 +143,10 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
-    """Compile launches, each by a thread: it takes as long as the slowest, begun first.
-
-    Which are the slowest is not known, but the more arguments a kernel has, the more it does with them.
-    """
-    slowest_first = sorted(launches, key=lambda each: -Signature(each.kernel.arg_names, each.bundles).num_arguments)
+    """Compile launches, each by a thread: it takes as long as the slowest, which is often one with many arguments."""
+    most_first = sorted(launches, key=lambda each: -Signature(each.kernel.arg_names, each.bundles).num_arguments)
     with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
-        list(threads.map(lambda launch: launch.compile(device), slowest_first))
+        list(threads.map(lambda launch: launch.compile(device), most_first))
     return [launch.compile(device) for launch in launches]
 
 
