@@ -75,7 +75,7 @@ def test_the_release_builds_and_tests_with_the_files_of_the_gate():
 def test_a_commit_is_checked_by_the_commands_of_the_gate():
     (repository,) = yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]
     for hook in repository["hooks"]:
-        command = rf"^(begin \w+ )?{re.escape(hook['entry'])}( >|$)"
+        command = rf"^{re.escape(hook['entry'])}$"
         assert re.search(command, read(".ci", "run"), flags=re.M), hook["entry"]
 
 
