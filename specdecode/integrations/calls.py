@@ -19,10 +19,10 @@ def verify_unchecked(verifier: RejectionSampler, batch: VerificationBatch) -> Sa
 
 
 @functools.lru_cache(maxsize=1024)
-def first_integers(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def first_integers(count: int, device: torch.device) -> Tensor:
     """Return the integers from 0 on, made once."""
     with torch.inference_mode(False):
-        return torch.arange(count, dtype=dtype, device=device)
+        return torch.arange(count, device=device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -105,6 +105,11 @@ class Launch(NamedTuple):
                 hash_callees_first(function)
             return device, self.kernel, *self.options.items(), *signature.key()
 
+    @property
+    def num_arguments(self) -> int:
+        """How many pointers and numbers its kernel is given."""
+        return Signature(self.kernel.arg_names, self.bundles).num_arguments
+
     def compile(self, device: torch.device) -> Any:
         """Compile its kernel and load it, if that has not been done for the same signature."""
         key = self.key(device)
@@ -143,11 +148,9 @@ def filled(bundle: Any, values: dict[str, Any]) -> Any:
 
 
 def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
-    """Compile launches, each by a thread: it takes as long as the slowest, which is often one with many arguments."""
-    most_first = sorted(launches, key=lambda each: -Signature(each.kernel.arg_names, each.bundles).num_arguments)
+    """Compile launches, each by a thread, in their order: it takes as long as the slowest."""
     with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
-        list(threads.map(lambda launch: launch.compile(device), most_first))
-    return [launch.compile(device) for launch in launches]
+        return list(threads.map(lambda launch: launch.compile(device), launches))
 
 
 class Share(NamedTuple):
@@ -162,7 +165,8 @@ class Share(NamedTuple):
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
     """Make calls one after the other; what all of them launch is compiled before, at once.
 
-    Over shards each is a step of all ranks, which have to make the same calls.
+    Kernels with the most arguments, which do most with them, take longest: they come first, and are divided among all
+    processes. Over shards each call is a step of all ranks, which have to make the same.
     """
     if not hasattr(_collected, "plans") and not is_interpreted():
         plans = _collected.plans = list[Any]()
@@ -172,7 +176,8 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
         finally:
             del _collected.plans
         launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
-        ours = list(launches.values())[share.rank :: share.ranks]
+        slowest_first = sorted(launches.values(), key=lambda each: -each[0].num_arguments)
+        ours = slowest_first[share.rank :: share.ranks]
         if ours:
             compile_all([launch for launch, _ in ours], ours[0][1])
         share.barrier()

@@ -317,12 +317,14 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
 
 def test_kernels_with_more_arguments_are_compiled_first_and_returned_in_their_place(monkeypatch):
     begun, one_thread = [], partial(launch.concurrent.futures.ThreadPoolExecutor, 1)
-    launches = [SimpleNamespace(kernel=SimpleNamespace(arg_names=["a"]), bundles=(outer(stride=n),)) for n in (1, 2)]
-    for each in launches:
-        each.compile = lambda device, each=each: begun.append(each) or each
+    launches = [Launch(mock.Mock(arg_names=["a"]), (1, 1, 1), (outer(stride=n),), {}) for n in (1, 2)]
+    monkeypatch.setattr(Launch, "compile", lambda each, device: begun.append(each) or each)
     monkeypatch.setattr(launch.concurrent.futures, "ThreadPoolExecutor", lambda _: one_thread())
-    assert launch.compile_all(launches, "gpu") == launches
-    assert begun[:2] == launches[::-1]
+    monkeypatch.setattr(launch, "is_interpreted", lambda: False)
+    assert launch.compile_all(launches, "gpu") == begun == launches
+    begun.clear()
+    launch.compile_ahead([lambda: launch.is_collected(SimpleNamespace(device="gpu", all_launches=launches))])
+    assert begun == launches[::-1]
 
 
 @pytest.mark.parametrize(("rank", "compiled"), [(0, "ac"), (1, "b")])
@@ -334,7 +336,8 @@ def test_what_several_calls_launch_is_compiled_before_the_first_of_them_each_ker
 
     def run(letters):
         plan = SimpleNamespace(
-            device="gpu", all_launches=[SimpleNamespace(key=lambda _, each=each: each) for each in letters]
+            device="gpu",
+            all_launches=[SimpleNamespace(key=lambda _, each=each: each, num_arguments=0) for each in letters],
         )
         if not launch.is_collected(plan):
             events.append(f"{letters} runs")
