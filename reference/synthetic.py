@@ -137,14 +137,14 @@ def solve(rate, num_draft_tokens, min_decay=0.85):
     if rate == 1.0:
         return 1.0, 1.0
     if mean_rate(1.0, min_decay, num_draft_tokens) >= rate:
-        return _bisect(lambda a: mean_rate(a, min_decay, num_draft_tokens), rate, 0.0), min_decay
-    return 1.0, _bisect(lambda d: mean_rate(1.0, d, num_draft_tokens), rate, min_decay)
+        return bisect(lambda a: mean_rate(a, min_decay, num_draft_tokens), rate, 0.0), min_decay
+    return 1.0, bisect(lambda d: mean_rate(1.0, d, num_draft_tokens), rate, min_decay)
 
 
-def _bisect(increasing, goal, low):
+def bisect(increasing, goal, low):
     """Return the x in [low, 1] at which an increasing function reaches the goal: halve the interval 60 times.
 
-    >>> round(_bisect(lambda x: x * x, 0.25, 0.0), 12)
+    >>> round(bisect(lambda x: x * x, 0.25, 0.0), 12)
     0.5
     """
     high = 1.0

@@ -64,5 +64,5 @@ def test_the_times_are_those_of_the_records():
         )
     )
     text = " ".join(text.split())
-    assert f"on four H200s takes {ours_us:.0f} µs so;" in text
+    assert f"on four H200s takes {ours_us:.0f} µs in this way;" in text
     assert f"sampling, {divided_us:.0f}; after gathering the target's logits {gathered_us:,.0f}." in text

@@ -239,12 +239,12 @@ def test_requests_have_other_noise_at_each_position_and_other_seeds_when_they_ch
 
     first, requests = tokens(), hook.requests
     batch.seq_lens = batch.seq_lens + 1
-    assert hook.of_requests(batch.sampling_info) is requests
+    assert hook.of_requests(batch, 50) is requests
     assert tokens() != first
     batch.seq_lens = batch.seq_lens - 1
     assert tokens() == first
     batch.sampling_info.top_ks = batch.sampling_info.top_ks.clone()
-    assert hook.of_requests(batch.sampling_info) is not requests
+    assert hook.of_requests(batch, 50) is not requests
     assert tokens() != first
     batch.sampling_info.top_ks = torch.ones_like(batch.sampling_info.top_ks)
     assert tokens() == [0] * 200  # greedy
@@ -290,7 +290,7 @@ def test_all_kernels_are_compiled_at_the_first_call_which_is_greedy(rejection_sa
     caplog.set_level("INFO", logger="specdecode")
     logits, drafts = drafted()
     hook = EagleSample("block", engine(rejection_sampling))
-    hook.verifier = Mock(wraps=(real := hook.verifier), method="block")
+    hook.verifier = Mock(wraps=(real := hook.verifier), method="block", shard=None)
     draft_probs = torch.rand(40, 3, 50) if rejection_sampling else None
     for at, probs, top_p in ((0, None, None), (1, draft_probs, None), (1, draft_probs, 0.9)):
         batch = batch_of(torch.full((40,), float(at)), top_p=top_p)
@@ -342,6 +342,9 @@ def test_ranks_that_must_agree_are_sent_the_results_of_the_first():
     sent = answers.ranks().broadcast.call_args_list
     assert [call.args[0] is result for call, result in zip(sent, results)] == [True] * 3
     assert all(call.kwargs == {"src": 0} for call in sent)
+    answers = engine(world_size=2)
+    EagleSample("strict", answers)(never, chain(drafts), batch_of(torch.zeros(40)), logits_output(logits))
+    answers.ranks().broadcast.assert_not_called()  # greedy: they have the same
 
 
 @pytest.mark.parametrize("seeded", [False, True])

@@ -266,9 +266,19 @@ def test_vocabularies_are_padded_so_that_columns_start_at_a_block(group_of_threa
     layers.VocabParallelEmbedding, layers.DEFAULT_VOCAB_PADDING_SIZE = VocabParallelEmbedding, 64
     monkeypatch.setitem(sys.modules, columns.LAYERS, layers)
     monkeypatch.setattr(sys.modules[contract.PARALLEL], "get_tensor_model_parallel_world_size", lambda: size)
+    environment, config = ModuleType("vllm.envs"), ModuleType("vllm.config")
+    environment.compile_factors = lambda: {"VLLM_OTHER": "1"}
+    load = Namespace(load_format="sharded_state")
+    config.get_current_vllm_config_or_none = lambda: load and Namespace(load_config=load)
+    for module in (environment, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     columns.pad_to_blocks()
+    assert ParallelLMHead(vocab).padded - vocab < 64  # as in the files
+    assert environment.compile_factors() == {"VLLM_OTHER": "1"}
+    load = None
     each, rest = divmod(ParallelLMHead(vocab).padded, size)
     assert rest == each % 1024 == 0
     assert each * size - vocab < 1024 * size
+    assert environment.compile_factors() == {"VLLM_OTHER": "1", "SPECDECODE_VOCAB_PADDING": 1024 * size}
     assert VocabParallelEmbedding(vocab, 8, disable_tp=True).padded - vocab < 64
     assert VocabParallelEmbedding(vocab, 8, padding_size=128).padded - vocab < 128

@@ -118,6 +118,8 @@ def runner(monkeypatch):
     modules = {
         RUNNER: module,
         LAYERS: layers,
+        "vllm.config": Namespace(),
+        "vllm.envs": Namespace(compile_factors=dict),
         "vllm.v1.worker.gpu.sample.states": Namespace(SamplingStates=Namespace(add_request=add_request)),
         "vllm.sampling_params": Namespace(SamplingParams=parameters),
         "vllm.v1.engine.input_processor": Namespace(InputProcessor=InputProcessor),

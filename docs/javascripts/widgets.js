@@ -204,7 +204,7 @@
       if (solved.decay > least.value) {
         return `The least decay reaches a mean of only ${reach}, so the base rate stays at 1 and the decay rises.`;
       }
-      return `The least decay reaches a mean of ${reach}; this is enough, so the base rate falls below 1.`;
+      return `The least decay reaches a mean of ${reach}; this is enough, so the base rate is at most 1.`;
     }
 
     function update() {
@@ -367,7 +367,7 @@
       const named = TOKENS.flatMap((token, v) => (left[v] > 0 ? [`${token} ${percent(left[v])}`] : []));
       summary.textContent =
         alpha < 1 - 1e-12
-          ? `The rejected mass is the total variation of p and q. It comes back by the residual: ${named.join(", ")}.`
+          ? `The rejected mass is the total variation of p and q. The residual gives it to: ${named.join(", ")}.`
           : "p and q are equal: every draft is accepted, and no residual is drawn.";
     }
 
@@ -765,7 +765,7 @@
       if ([0, 1].includes(targetProb.value)) return "The target is certain: the methods are equal.";
       const [low, high] = targetProb.value < draftProb.value ? [0, 1] : [1, 0];
       return (
-        `The gain comes from paths on which a draft with λ < 1 (token ${low}) is followed by one with λ > 1 ` +
+        `The gain comes from paths on which a draft with p/q < 1 (token ${low}) is followed by one with p/q > 1 ` +
         `(token ${high}).`
       );
     }
@@ -820,7 +820,7 @@
       html("div", { class: "sd-charts" }, bars.node, joints.node),
       legend(
         [box(1, 1, 14, 10, "sd-token-bar"), "token verification"],
-        [box(1, 1, 14, 10, "sd-block-bar"), "block verification (by drafts: behind)"],
+        [box(1, 1, 14, 10, "sd-block-bar"), "block verification (in the first chart: behind the other)"],
       ),
       summary,
       measured(),

@@ -5,7 +5,7 @@ skeleton runs as it is and is wrong. `try_it` prints what the checker says of it
 the parts between the marks, so this file is their only copy.
 """
 
-# ruff: noqa: B007, E402, F811, I001 - skeletons leave things unused; what is mended is defined again
+# ruff: noqa: B007, E402, F811, I001 - skeletons leave things unused; what is corrected is defined again
 # fmt: off
 
 import doctest
@@ -23,6 +23,7 @@ def softmax(logits):
 
 def draw(weights):
     """Draw a token with a probability proportional to its weight."""
+    assert weights.min() >= 0, "a weight is negative"
     assert weights.sum() > 0, "no token has a positive weight"
     return random.choice(len(weights), p=weights / weights.sum())
 

@@ -183,7 +183,8 @@ def difference(counts: Counts, expected: Floats) -> str:
     """Estimate the total variation."""
     distance = float(abs(counts / max(1, counts.sum()) - expected).sum() / 2)
     impossible = int(counts[expected == 0].sum())
-    return f"total variation {distance:.3f}" + (f", {impossible:,} outcomes that are impossible" if impossible else "")
+    outcomes = "outcome that is" if impossible == 1 else "outcomes that are"
+    return f"total variation {distance:.3f}" + (f", {impossible:,} {outcomes} impossible" if impossible else "")
 
 
 def farthest(counts: NDArray[np.int64], expected: Floats) -> int:

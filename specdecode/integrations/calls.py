@@ -7,15 +7,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler, SamplerOutput, backends
+from specdecode import RejectionSampler, SamplerOutput, Sampling, backends
 from specdecode.batch import VerificationBatch
+from specdecode.packing import Packing
+from specdecode.sampling import Truncation
 
 
-def verify_unchecked(verifier: RejectionSampler, batch: VerificationBatch) -> SamplerOutput:
-    """Verify a step as a sampler does, given what it makes of arguments that it has checked in a step of the same kind."""
+def verify_unchecked(verifier: RejectionSampler, call: dict[str, Any]) -> SamplerOutput:
+    """Verify a step as a sampler does, or its `packed`, whose arguments it has checked in a step of the same kind."""
+    batch = unchecked(**call, shard=verifier.shard)
     backend = backends.to_verify(verifier.backend, verifier.method, batch)
     output: SamplerOutput = backend.verify(verifier.method, batch, None)
     return output
+
+
+def unchecked(
+    *,
+    temperature: Tensor,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_sampling: Sampling | None = None,
+    row_starts: Tensor | None = None,
+    num_draft_tokens: int = 0,
+    slots: Tensor | None = None,
+    row_positions: Tensor | None = None,
+    **others: Any,
+) -> VerificationBatch:
+    """Return what a sampler passes to a backend once it has checked these arguments.
+
+    Args:
+        temperature: [batch]; in a packed call, which has `row_starts`, by slot, like all that requests ask for.
+        top_k: the sampler's, and so are the others.
+        top_p: all three limits are given, or none.
+        min_p: see there.
+        draft_sampling: has a temperature alone.
+        row_starts: of a packed call, and so are the next three.
+        num_draft_tokens: the most that a request may have.
+        slots: of requests.
+        row_positions: of the tokens fed at the rows.
+        **others: are passed on as they are.
+    """
+    absent = {"draft_logits": None, "draft_logsumexp": None, "positions": None}
+    rows = None
+    if row_starts is not None:
+        rows = Packing(row_starts, num_draft_tokens, slots, len(temperature), False, row_positions)
+    return VerificationBatch(
+        **absent | others,
+        temperature=temperature,
+        truncation=None if top_p is None else Truncation(top_k, top_p, min_p),
+        draft_temperature=None if draft_sampling is None else draft_sampling.temperature,
+        packing=rows,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

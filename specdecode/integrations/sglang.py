@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.batch import VerificationBatch
 from specdecode.checks import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up, zeros
-from specdecode.sampling import Truncation
 
 __all__ = ["EagleSample", "Engine", "install"]
 
@@ -92,6 +90,7 @@ class OfRequests(NamedTuple):
     """What it is made from. SGLang never changes these tensors: when requests come or go it makes others."""
     temperature: Tensor  # [batch] float32, 0 for greedy requests
     seeds: Tensor  # [batch] int64: SGLang's, else random; the noise of each position is another
+    is_truncated: bool
 
 
 class EagleSample:
@@ -140,33 +139,25 @@ class EagleSample:
             [batch * D] int32, the token that each row emits, 0 after the last one; [batch] int32 how many a request emits;
             [batch, D] int32 the rows that emit, then -1.
         """
-        reason = None
-        if not batch.forward_mode.is_idle():
-            has_watermarks = watermark_state is not None and batch.sampling_info.has_watermark_candidates
-            is_tree = uno_target_max_top_k is not None or not is_chain(verify_input)
-            lacks_probs = self.needs_draft_probs(batch.sampling_info) and not has_probs(verify_input, logits_output)
-            reason = self.why_not(batch.sampling_info, is_tree, has_watermarks, lacks_probs)
-        if batch.forward_mode.is_idle() or reason is not None:
-            if reason is not None:
-                self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
-            return original(  # type: ignore[no-any-return]
-                verify_input,
-                batch,
-                logits_output,
-                grammar_mask,
-                uno_target_max_top_k,
-                watermark_state=watermark_state,
-                **options,
-            )
+        given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
+        leave: Any = functools.partial(original, *given, watermark_state=watermark_state, **options)
+        if batch.forward_mode.is_idle():
+            return leave()
+        info = batch.sampling_info
+        reason = self.why_not(verify_input, info, logits_output, uno_target_max_top_k, watermark_state)
+        if reason is not None:
+            self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
+            return leave()
         self.engine.sanitize_nan_logits(logits_output.next_token_logits)
-        penalize(logits_output.next_token_logits, batch.sampling_info, verify_input.draft_token_num)
+        penalize(logits_output.next_token_logits, info, verify_input.draft_token_num)
         if grammar_mask is not None:
             grammar_mask.apply(logits_output.next_token_logits)
         results = as_results(self.verify(verify_input, batch, logits_output.next_token_logits))
-        ranks = self.engine.ranks()
-        if ranks.world_size > 1:  # seeds that SGLang does not give are drawn by every rank
-            for result in results:
-                ranks.broadcast(result, src=0)
+        if not info.is_all_greedy or torch.version.hip:  # where ranks have other drafts, as SGLang says
+            ranks = self.engine.ranks()
+            if ranks.world_size > 1:  # each draws the seeds that SGLang does not give
+                for result in results:
+                    ranks.broadcast(result, src=0)
         return results
 
     def needs_draft_probs(self, info: Any) -> bool:
@@ -177,48 +168,52 @@ class EagleSample:
         """Return whether SGLang draws drafts, and the method has to know from what."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
-    def why_not(self, info: Any, is_tree: bool, has_watermarks: bool, lacks_probs: bool) -> str | None:
+    def why_not(
+        self, verify_input: Any, info: Any, logits_output: Any, uno_target_max_top_k: Any, watermark_state: Any
+    ) -> str | None:
         """Return why a step is left to SGLang, or None."""
         settings = self.engine.settings()
-        if is_tree:
+        if uno_target_max_top_k is not None or not is_chain(verify_input):
             return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
-        if has_watermarks:
+        if watermark_state is not None and info.has_watermark_candidates:
             return "watermarks"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
             return "speculative_accept_threshold_single or _acc below 1, which is not exact"
         if self.engine.simulates_acceptance():
             return "SGLANG_SIMULATE_ACC_LEN"
-        if lacks_probs:  # SGLang's function raises the error
+        if self.needs_draft_probs(info) and not has_probs(verify_input, logits_output):
+            # SGLang's function raises the error.
             return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
     def verify(self, verify_input: Any, batch: Any, logits: Tensor) -> SamplerOutput:
         """Verify a chain of `verify_input.draft_token_num - 1` drafts per request."""
         num_rows, info = verify_input.draft_token_num, batch.sampling_info
-        _, temperature, seeds = self.of_requests(info)
+        requests = self.of_requests(batch, logits.shape[-1])
         call = {
-            "target_logits": logits.view(len(temperature), num_rows, logits.shape[-1]),
+            "target_logits": logits.view(-1, num_rows, logits.shape[-1]),
             "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
-            "temperature": temperature,
-            "seeds": seeds,
+            "temperature": requests.temperature,
+            "seeds": requests.seeds,
             "positions": batch.seq_lens.to(torch.int64) + 1,
         }
         self.warm_up_once(call, info)
         if self.needs_draft_probs(info):
-            call |= drawn_from(verify_input.draft_probs, temperature)
-        if is_truncated(batch, logits.shape[-1]):
+            call |= drawn_from(verify_input.draft_probs, requests.temperature)
+        if requests.is_truncated:
             call |= truncation(call, info)
         return self.output_of(call)
 
-    def of_requests(self, info: Any) -> OfRequests:
+    def of_requests(self, batch: Any, vocab: int) -> OfRequests:
         """Return what the sampler takes of a batch's requests: made once, as each operation delays the step on the host."""
+        info = batch.sampling_info
         given = info.temperatures, info.top_ks, info.sampling_seed
         if self.requests is None or any(old is not new for old, new in zip(self.requests.given, given)):
             temperature = info.temperatures.view(-1) * (info.top_ks > 1)  # how SGLang says greedy
             seeds = info.sampling_seed  # None unless SGLang's inference is deterministic
             if seeds is None:
                 seeds = draw_seeds(temperature.shape, temperature.device)
-            self.requests = OfRequests(given, temperature, seeds)
+            self.requests = OfRequests(given, temperature, seeds, is_truncated(batch, vocab))
         return self.requests
 
     def output_of(self, call: dict[str, Any]) -> SamplerOutput:
@@ -227,7 +222,7 @@ class EagleSample:
         if kind not in self.checked:
             self.checked.add(kind)
             return self.verifier(**call)
-        return verify_unchecked(self.verifier, unchecked(call))
+        return verify_unchecked(self.verifier, call)
 
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
         """Compile all kernels at the first call: SGLang's own warm-up makes that, with a greedy request.
@@ -306,22 +301,6 @@ def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
     if "draft_logits" in call:  # the drafts were drawn from whole rows
         result["draft_sampling"] = Sampling(temperature=call["temperature"])
     return result
-
-
-def unchecked(call: dict[str, Any]) -> VerificationBatch:
-    """Return what the sampler passes to a backend once it has checked these arguments."""
-    temperature = call["temperature"]
-    return VerificationBatch(
-        target_logits=call["target_logits"],
-        draft_token_ids=call["draft_token_ids"],
-        draft_logits=call.get("draft_logits"),
-        draft_logsumexp=call.get("draft_logsumexp"),
-        temperature=temperature,
-        seeds=call["seeds"],
-        positions=call["positions"],
-        truncation=Truncation(call["top_k"], call["top_p"], call["min_p"]) if "top_p" in call else None,
-        draft_temperature=temperature if "draft_sampling" in call else None,
-    )
 
 
 def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:

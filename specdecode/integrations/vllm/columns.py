@@ -282,19 +282,31 @@ def why_not_cut(shard: VocabShard | None, logits: Tensor) -> str | None:
 
 
 def pad_to_blocks() -> None:
-    """Have vLLM pad vocabularies so that every rank's columns start at a multiple of 1,024."""
-    layers: Any = importlib.import_module(LAYERS)
-    make = layers.VocabParallelEmbedding.__init__
-    signature = inspect.signature(make)
+    """Have vLLM pad vocabularies so that every rank's columns start at a multiple of 1,024.
+
+    The padding is part of the key by which vLLM finds a compiled model on disk: code compiled without the switch has the
+    sizes of other columns in it. A format whose files hold what each rank holds is not padded, and rows are gathered.
+    """
+    modules: list[Any] = [importlib.import_module(name) for name in (LAYERS, "vllm.config", "vllm.envs")]
+    layers, config, environment = modules
+    make, factors = layers.VocabParallelEmbedding.__init__, environment.compile_factors
+    signature, padding = inspect.signature(make), dict[str, int]()
 
     @functools.wraps(make)
     def make_padded(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         is_divided = not bound.arguments.get("disable_tp") and bound.arguments.get("parallel_group") is None
+        is_divided = is_divided and not is_loaded_by_rank(config.get_current_vllm_config_or_none())
         size = importlib.import_module(PARALLEL).get_tensor_model_parallel_world_size() if is_divided else 1
         if size > 1 and bound.arguments["padding_size"] == layers.DEFAULT_VOCAB_PADDING_SIZE:
-            bound.arguments["padding_size"] = BLOCK_SIZE * size
+            bound.arguments["padding_size"] = padding["SPECDECODE_VOCAB_PADDING"] = BLOCK_SIZE * size
         make(*bound.args, **bound.kwargs)
 
     layers.VocabParallelEmbedding.__init__ = make_padded
+    environment.compile_factors = lambda: factors() | padding
+
+
+def is_loaded_by_rank(config: Any) -> bool:
+    """Return whether the weights of a model come from files of what each rank holds, whose sizes have to stay."""
+    return config is not None and config.load_config.load_format in {"sharded_state", "runai_streamer_sharded"}

@@ -1,4 +1,4 @@
-"""From a step's arguments to kernels: which are compiled ahead, and the call of those whose arguments need no check."""
+"""From a step's arguments to kernels: which are compiled ahead."""
 
 import functools
 import time
@@ -15,37 +15,11 @@ from specdecode.integrations.vllm.adjusting import Known, StepRows
 from specdecode.integrations.vllm.contract import group_of
 from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, values_of
 from specdecode.integrations.vllm.reporting import logger
-from specdecode.packing import Packing
-from specdecode.sampling import Truncation
 
 
 def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
     """Return what steps have in common that the same kernels verify."""
     return logits.dtype, None if draft_logits is None else draft_logits.dtype
-
-
-def batch_of(call: dict[str, Any], sampling: dict[str, Any]) -> VerificationBatch:
-    """Return what `packed` passes to a backend once it has checked these arguments."""
-    temperature, draft_logits = sampling["temperature"], call["draft_logits"]
-    limits = [sampling.get(name) for name in ("top_k", "top_p", "min_p")]
-    starts, most, slots = call["row_starts"], call["num_draft_tokens"], call["slots"]
-    return VerificationBatch(
-        target_logits=call["target_logits"],
-        draft_token_ids=call["draft_token_ids"],
-        draft_logits=draft_logits,
-        draft_logsumexp=None,
-        temperature=temperature,
-        seeds=call["seeds"],
-        positions=None,
-        truncation=Truncation(*limits) if "top_p" in sampling else None,
-        draft_temperature=temperature if "draft_sampling" in sampling else None,
-        packing=Packing(starts, most, slots, temperature.shape[0], False, call["row_positions"]),
-        draft_vocab_ids=call.get("draft_vocab_ids"),
-        adjustments=sampling.get("adjustments"),
-        logprobs=sampling.get("logprobs"),
-        top_logprobs=sampling.get("top_logprobs", 0),
-        kept_sets=sampling.get("kept_sets", False),
-    )
 
 
 def compile_all(

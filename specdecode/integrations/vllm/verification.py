@@ -26,7 +26,7 @@ from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.columns import VerifiedColumns
-from specdecode.integrations.vllm.compiling import batch_of, compile_all, kind_of
+from specdecode.integrations.vllm.compiling import compile_all, kind_of
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
@@ -223,7 +223,7 @@ class DraftVerification(VerifiedColumns, ListedRows):
         if checked not in self.checked:
             self.checked.add(checked)
             return verifier.packed(**call, **sampling)
-        return verify_unchecked(verifier, batch_of(call, sampling)._replace(shard=verifier.shard))
+        return verify_unchecked(verifier, {**call, **sampling})
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
