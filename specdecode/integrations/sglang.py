@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,9 @@ class EagleSample:
             [batch, D] int32 the rows that emit, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
-        leave: Any = functools.partial(original, *given, watermark_state=watermark_state, **options)
+        leave: Callable[[], tuple[Tensor, Tensor, Tensor]] = functools.partial(
+            original, *given, watermark_state=watermark_state, **options
+        )
         if batch.forward_mode.is_idle():
             return leave()
         info = batch.sampling_info
