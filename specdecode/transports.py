@@ -78,7 +78,7 @@ class SymmetricMemory:
         self.group, self.device = group, device
         self.half = self.row_words = 0
         self.kept: list[object] = []
-        self.failed = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.failed = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self.most_tries = timeout_of(group, device).total_seconds() * TRIES_PER_SECOND
 
     def exchange(self, words: Tensor | None) -> Tensor | None:

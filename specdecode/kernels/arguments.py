@@ -1,7 +1,7 @@
 """What the host passes to kernels: named bundles, the shape and the type of each field said once.
 
 Kernels are compiled for the value of a field in capitals. A pointer may be absent (None), for which they are compiled too.
-`launch` derives each kernel's signature from the annotations here.
+`signature` derives each kernel's signature from the annotations here.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     stride_request: AlignedInt64
     stride_offset: AlignedInt64
     stride_token: Stride  # 1 where rows are dense
-    ALIGNED: Constant  # rows are dense, and start and end at multiples of 16 logits
+    ALIGNED: Constant  # rows are dense, start at multiples of 16 bytes, and all sizes are multiples of 16 logits
 
 
 class DraftVocabulary(NamedTuple):

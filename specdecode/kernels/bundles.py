@@ -39,7 +39,8 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 EACH_PENALTY = tuple(f"{name}_each" for name in PENALTIES)
 
 STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
-"""How logits rows lie: anyhow; token beside token; and such that they start and end at multiples of 16 logits."""
+"""How logits rows lie: anyhow; token beside token; and such that they start at multiples of 16 bytes, and have a width and
+strides that are multiples of 16 logits."""
 
 
 class Structure(NamedTuple):

@@ -178,8 +178,8 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
         launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
         slowest_first = sorted(launches.values(), key=lambda each: -each[0].num_arguments)
         ours = slowest_first[share.rank :: share.ranks]
-        if ours:
-            compile_all([launch for launch, _ in ours], ours[0][1])
+        for device in dict.fromkeys(device for _, device in ours):
+            compile_all([launch for launch, its_device in ours if its_device == device], device)
         share.barrier()
     for call in calls:
         call()

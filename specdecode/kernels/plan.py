@@ -40,7 +40,7 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 TRUNCATION_REGISTERS = 128
 LIST_SIZE = LISTS.value * CANDIDATES.value
 
-# Up to SMALL_GRID programs, each reads READ_BLOCKS blocks once (one and a half times as many run at once); or up to
+# Up to SMALL_GRID programs, each reads READ_BLOCKS blocks once (one and a half times as many as run at once); or up to
 # SMALL_GRID_BOTH, where each reads a target and a draft row and none exits early. Beyond that a program reads requests /
 # REQUESTS_PER_TILE times, at least 2 and at most 8: there are fewer programs to start, but decisions come later.
 SMALL_GRID, SMALL_GRID_BOTH, REQUESTS_PER_TILE = 2048, 8192, 64
@@ -164,7 +164,7 @@ def add_reading(
         chunks=chunks,
         BLOCKS=READ_BLOCKS,
         DECIDE=while_reading,
-        # Where a program decides there are no registers left for it, and where it only summarises it was slower.
+        # Where a program decides and reads both rows there are no registers left for it; without drafts it was slower.
         INTEGER_MAX=has_drafts and not (while_reading is not None and has_draft_rows),
         KEEPS_RAW=keeps_raw,
         FLAT=flat,

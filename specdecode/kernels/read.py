@@ -7,7 +7,8 @@ Rows after a rejection need not be read. In a large batch that is decided here: 
 the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
 offset exits. No program waits for another: a stop that is known late only costs the reading of a row.
 A small batch is read up to the row after each request's last draft: all are in flight before the first decision could be
-known. So is any batch of `block`, which needs the rows of all drafts.
+known. So is any batch of `block`, which needs the rows of all drafts, and a truncated one of `strict`, or of `synthetic`
+without draft logits.
 """
 
 import triton

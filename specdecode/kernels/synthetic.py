@@ -27,7 +27,7 @@ def conditional_rates(schedule: AcceptanceSchedule, device: torch.device) -> Ten
     key = schedule.conditional_rates, device
     if key not in _rates:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            rates = torch.empty(schedule.num_draft_tokens, device=device)
+            rates = torch.empty(schedule.num_draft_tokens, dtype=torch.float32, device=device)
             for rate, value in zip(rates, schedule.conditional_rates):
                 rate.fill_(value)
             return rates

@@ -45,7 +45,7 @@ class Step(NamedTuple):
     truncates: bool  # rows are truncated, which takes symmetric memory
     settles: bool  # block verification
     sums: bool  # ... in which residuals are summed
-    decides: bool  # it is decided where requests stop before anything is drawn, or truncated; then at the latest there
+    decides: bool  # it is decided where requests stop while statistics are arranged; if rows are cut, in part later
     per_row: bool  # there is an offer for each row, not for each request
 
     @property

@@ -2,7 +2,8 @@
 
 Ranks tell each other the statistics of their blocks, 8 bytes for 1,024 logits, and few single logits. From then on all have
 the workspace that one GPU has after reading, bit for bit, and the functions of the other modules decide from it as they do
-there. What is left is to draw a token, which takes logits of a block that one rank has:
+there. (Where a token is only drawn, as in greedy and `strict` steps, ranks tell a row's maximum alone.) What is left is to
+draw a token, which takes logits of a block that one rank has:
 
 1. `tell_kernel`, after the launch that reads: tells the statistics of this rank's blocks, the first largest token of a row
    that may be a point mass, and the logits of tokens that matter. -> *exchange*

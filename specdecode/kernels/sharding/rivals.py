@@ -4,7 +4,9 @@ Statistics, which all ranks have, may show a score that some block reaches: `lea
 
 *Hints* are words that nothing depends on. A rank lets all others know a score that it has found; whoever sees that in time
 does not look at blocks which cannot reach it. A hint is only ever raised, by an atomic maximum, and the index of its step is
-in front of the score: so it need not be set back, and one of another step is known by that.
+in front of the score: so it need not be set back, and one of another step is known by that. (The index has 32 bits: after
+2^31 steps of a shard, 248 days at 100 a second, hints are no longer raised, and after 2^32 one of an old step could be
+believed.)
 
 `residual.select_residual_block` is given these functions by its tuning, see `arguments.Searching`.
 """
