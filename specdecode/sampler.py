@@ -375,10 +375,10 @@ class RejectionSampler:
         changes nothing, such as a `top_p` of 1, counts as None; a `top_k` of 1, and over shards a temperature of 0, have
         kernels of their own. Sizes do not matter, with two exceptions. Rows whose vocabulary or strides are not multiples of
         16 logits, or that do not start at a multiple of 16 bytes, and such counts of `adjustments`, need other kernels,
-        which read in smaller loads. More than 31 drafts or 262,144 tokens need larger kernels; truncated calls of more than
-        27 drafts, which the eager backend takes, compile nothing, also not what fewer drafts need. Compiled kernels are also
-        kept on disk, in Triton's cache. The eager backend compiles nothing. With a shard every rank must call this, as it
-        must make every call.
+        which read in smaller loads. More than 31 drafts or 262,144 tokens need larger kernels; where the eager backend takes
+        a call, as it does truncated ones of more than 27 drafts but of `block`, nothing is compiled, also not what fewer
+        drafts need. Compiled kernels are also kept on disk, in Triton's cache. The eager backend compiles nothing. With a
+        shard every rank must call this, as it must make every call.
 
         Args:
             target_logits: as for a call; one request is enough.
