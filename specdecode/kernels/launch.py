@@ -165,7 +165,7 @@ class Share(NamedTuple):
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
     """Make calls one after the other; what all of them launch is compiled before, at once.
 
-    Kernels with the most arguments, which do most with them, take longest: they come first, and are divided among all
+    Kernels with more arguments, which do more with them, mostly take longer: they come first, and are divided among all
     processes. Over shards each call is a step of all ranks, which have to make the same.
     """
     if not hasattr(_collected, "plans") and not is_interpreted():
@@ -176,8 +176,8 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
         finally:
             del _collected.plans
         launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
-        slowest_first = sorted(launches.values(), key=lambda each: -each[0].num_arguments)
-        ours = slowest_first[share.rank :: share.ranks]
+        largest_first = sorted(launches.values(), key=lambda each: -each[0].num_arguments)
+        ours = largest_first[share.rank :: share.ranks]
         for device in dict.fromkeys(device for _, device in ours):
             compile_all([launch for launch, its_device in ours if its_device == device], device)
         share.barrier()
