@@ -85,28 +85,25 @@ def by_slot_of(adjustments: Adjustments | None) -> tuple[Tensor | float | None, 
     return adjustments[:-1]
 
 
-def check_adjustments(
-    adjustments: Adjustments, extent: Extent, rows: tuple[int, ...], width: int
-) -> Adjustments | None:
+def check_adjustments(adjustments: Adjustments, extent: Extent, rows: tuple[int, ...]) -> Adjustments | None:
     """Return checked adjustments, None if they add nothing.
 
     Args:
         adjustments: as for a call.
         extent: how much there is of everything.
         rows: the shape of the target rows, such as (batch, num_draft_tokens + 1).
-        width: how many tokens the logits are of, which with a shard are this rank's.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: an argument of the wrong shape, device or value.
     """
     by_slot_of(adjustments)
-    words, by_slot = -(-width // WORD), (extent.num_slots,)
+    words, by_slot = -(-extent.vocab // WORD), (extent.num_slots,)
     repetition, frequency, presence = (
         check_penalty(name, getattr(adjustments, name), extent) for name in Adjustments._fields[:3]
     )
     prompt_mask = check_rows("prompt_mask", adjustments.prompt_mask, (*by_slot, words), extent)
-    output_counts = check_rows("output_counts", adjustments.output_counts, (*by_slot, width), extent)
+    output_counts = check_rows("output_counts", adjustments.output_counts, (*by_slot, extent.vocab), extent)
     if output_counts is not None and on_host(output_counts):
         used = None if extent.used_slots is None else extent.used_slots[:, None]
         check_values("adjustments.output_counts", output_counts, output_counts >= 0, "numbers >= 0", used)

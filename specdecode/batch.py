@@ -1,6 +1,6 @@
 """What goes into a backend and what comes out. Arguments are checked here, once."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -21,7 +21,6 @@ from specdecode.draft_checks import check_draft_cutoff, check_draft_rows, check_
 from specdecode.packing import Packing, check_packed
 from specdecode.report import check_report
 from specdecode.sampling import Sampling, Truncation, check_samplings, check_temperature
-from specdecode.sharding import VocabShard
 
 Logprobs = Literal["processed", "raw"]
 """Of what emitted tokens' log-probabilities are: the distribution sampled from, or softmax(logits)."""
@@ -93,7 +92,6 @@ class RowBatch(NamedTuple):
     seeds: Tensor | int  # [batch] int64, or s meaning s, s + 1, ...
     positions: Tensor | None  # [batch] int64, or None for zeros
     truncation: Truncation | None = None
-    shard: VocabShard | None = None  # which part of the vocabulary the logits are; None: all of it
     adjustments: Adjustments | None = None
 
     @property
@@ -117,27 +115,25 @@ class RowBatch(NamedTuple):
         top_k: Tensor | int | None = None,
         top_p: Tensor | float | None = None,
         min_p: Tensor | float | None = None,
-        shard: VocabShard | None = None,
+        vocab_size: int | None = None,
         adjustments: Adjustments | None = None,
     ) -> "RowBatch":
-        """Build a batch from a caller's arguments.
+        """Build a batch from a caller's arguments; with a vocab_size logits may be a part of so many columns.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
-        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), vocab_size_of(shard))
-        for_seeds = seeds, batch, logits.device
+        batch, vocab = check_logits("logits", logits, ("batch", "vocab"), vocab_size)
         if adjustments is not None:
             extent = Extent(batch, batch, 0, vocab, logits.device)
-            adjustments = check_adjustments(adjustments, extent, (batch, 1), logits.shape[-1])
+            adjustments = check_adjustments(adjustments, extent, (batch, 1))
         return cls(
             plain(logits),
             check_temperature(temperature, batch, logits.device),
-            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, logits),
+            check_seeds(seeds, batch, logits.device),
             check_positions(positions, batch, logits.device),
             Truncation.check(Sampling(temperature, top_k, top_p, min_p), batch, vocab, logits.device),
-            shard,
             adjustments,
         )
 
@@ -162,11 +158,15 @@ class VerificationBatch(NamedTuple):
     draft_cutoff: Tensor | None = None  # [batch, num_draft_tokens] int64
     logprobs: Logprobs | None = None
     packing: Packing | None = None
-    shard: VocabShard | None = None  # which part of the vocabulary the logits are; None: all of it
     draft_vocab_ids: Tensor | None = None  # [draft_vocab] int32 or int64, tokens of draft_logits; None: the target's
     adjustments: Adjustments | None = None
     top_logprobs: int = 0  # how many of the likeliest tokens of each emitted token's row are returned
     kept_sets: bool = False  # and whether what is kept of it
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests."""
+        return len(self.draft_token_ids) if self.packing is None else len(self.packing.row_starts) - 1
 
     @property
     def num_draft_tokens(self) -> int:
@@ -183,6 +183,12 @@ class VerificationBatch(NamedTuple):
     def reports(self) -> bool:
         """Whether anything is asked for of the rows of emitted tokens, beside log-probabilities."""
         return self.top_logprobs > 0 or self.kept_sets
+
+    @property
+    def without_draft_rows(self) -> "VerificationBatch":
+        """The batch as `"strict"` reads it."""
+        rows: dict[str, Any] = {name: None for name in self._fields if name.startswith("draft_")}
+        return self._replace(**rows | {"draft_token_ids": self.draft_token_ids})
 
     def greedy_if_alike(self, method: str) -> "VerificationBatch":
         """Return the batch as a greedy one if that has the same result: one token is kept, and no draft row matters."""
@@ -210,7 +216,7 @@ class VerificationBatch(NamedTuple):
         logprobs: Logprobs | None = None,
         draft_vocab_ids: Tensor | None = None,
         adjustments: Adjustments | None = None,
-        shard: VocabShard | None = None,
+        vocab_size: int | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
@@ -221,40 +227,43 @@ class VerificationBatch(NamedTuple):
     ) -> "VerificationBatch":
         """Build a batch from a caller's arguments; with row_starts they are those of a packed call.
 
+        With a vocab_size target logits are a part of so many columns; draft logits are the same part, or whole rows.
+
         Raises:
             TypeError: an argument of the wrong type or dtype.
             ValueError: an argument of the wrong shape, device or value.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
         if row_starts is None:
-            extent, packing = check_padded(target_logits, draft_token_ids, draft_logits, vocab_size_of(shard)), None
+            extent, packing = check_padded(target_logits, draft_token_ids, draft_logits, vocab_size), None
         else:
             rows = target_logits, draft_token_ids, row_starts, num_draft_tokens
             numbers = temperature, seeds, top_k, top_p, min_p, draft_sampling
             by_slot = draft_logits, *numbers, draft_logsumexp, draft_cutoff, by_slot_of(adjustments)
             if row_positions is not None and positions is not None:
                 raise ValueError("row_positions: given beside positions, of which they take the place")
-            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, vocab_size_of(shard))
-        device, draft_vocab = extent.device, None
+            extent, packing = check_packed(*rows, slots, by_slot, seeds is None, row_positions, vocab_size)
+        device, draft_vocab, draft_width = extent.device, None, target_logits.shape[-1]
         if draft_vocab_ids is not None:
-            draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, extent.vocab, device, shard)
-        check_draft_rows(draft_logits, draft_logsumexp, draft_vocab or target_logits.shape[-1], extent)
+            draft_width = draft_vocab = check_draft_vocab_ids(draft_vocab_ids, draft_logits, extent.vocab, device)
+        elif vocab_size is not None and isinstance(draft_logits, Tensor) and draft_logits.shape[-1:] == (vocab_size,):
+            draft_width = vocab_size
+        check_draft_rows(draft_logits, draft_logsumexp, draft_width, extent)
         of_both = check_samplings(sampling, draft_sampling, draft_logits, draft_vocab, extent)
         truncation, draft_temperature, draft_truncation = of_both
         check_draft_cutoff(draft_cutoff, draft_logsumexp, draft_truncation, extent)
         if adjustments is not None:
-            adjustments = check_adjustments(adjustments, extent, target_logits.shape[:-1], target_logits.shape[-1])
+            adjustments = check_adjustments(adjustments, extent, target_logits.shape[:-1])
         if logprobs is not None:
             check_choice("logprobs", logprobs, get_args(Logprobs))
         num_top = check_report(top_logprobs, kept_sets, logprobs)
-        for_seeds = seeds, extent.batch if seeds is None else extent.num_slots, device
         return cls(
             plain(target_logits),
             plain(draft_token_ids),
             None if draft_logits is None else plain(draft_logits),
             None if draft_logsumexp is None else plain(draft_logsumexp),
             check_temperature(temperature, extent.num_slots, device, used=extent.used_slots),
-            check_seeds(*for_seeds) if shard is None else shard.check_seeds(*for_seeds, target_logits),
+            check_seeds(seeds, extent.batch if seeds is None else extent.num_slots, device),
             check_positions(positions, extent.batch, device, extent.used_requests),
             truncation,
             draft_temperature,
@@ -262,17 +271,11 @@ class VerificationBatch(NamedTuple):
             None if draft_cutoff is None else plain(draft_cutoff),
             logprobs,
             packing,
-            shard,
             None if draft_vocab_ids is None else plain(draft_vocab_ids),
             adjustments,
             num_top,
             kept_sets,
         )
-
-
-def vocab_size_of(shard: VocabShard | None) -> int | None:
-    """Return the size of the vocabulary that is sharded, None if none is."""
-    return None if shard is None else shard.vocab_size
 
 
 def check_padded(

@@ -14,7 +14,6 @@ from specdecode.checks import (
     on_host,
 )
 from specdecode.sampling import Truncation
-from specdecode.sharding import VocabShard
 
 
 def check_draft_rows(draft_logits: Tensor | None, draft_logsumexp: Tensor | None, width: int, extent: Extent) -> None:
@@ -28,19 +27,13 @@ def check_draft_rows(draft_logits: Tensor | None, draft_logsumexp: Tensor | None
 
 
 def check_draft_vocab_ids(
-    draft_vocab_ids: Tensor,
-    draft_logits: Tensor | None,
-    vocab: int,
-    device: torch.device,
-    shard: VocabShard | None,
+    draft_vocab_ids: Tensor, draft_logits: Tensor | None, vocab: int, device: torch.device
 ) -> int:
     """Raise unless they are distinct ids of the target's tokens, one for each of draft_logits; return how many.
 
     Their values are checked only on the CPU.
     """
     name = "draft_vocab_ids"
-    if shard is not None:
-        raise ValueError(f"{name}: not supported with a shard of the vocabulary; spread draft_logits over the target's")
     if draft_logits is None:
         raise ValueError(f"{name}: given without the draft_logits whose tokens they are")
     check_type("draft_logits", draft_logits, FLOATS)

@@ -1,10 +1,11 @@
 """Drawing tokens one row at a time: plain seeded sampling, and the drafter's side of a verification method."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from specdecode import backends
+from specdecode import backends, sharding
 from specdecode.adjustments import Adjustments
 from specdecode.batch import RowBatch
 from specdecode.compiled import breaks_graph
@@ -77,8 +78,26 @@ def sample(
         tensor([1, 2])
     """
     token_ids: Tensor
+    vocab_size = None
     if shard is not None:
-        check_shard(shard)
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, shard, adjustments)
-    token_ids, *_ = backends.choose("auto", batch.logits).sample(batch.greedy_if_alike(), SELECT)
+        vocab_size = check_shard(shard).vocab_size
+    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, vocab_size, adjustments)
+    token_ids, *_ = draw(batch.greedy_if_alike(), SELECT, "auto", shard)
     return token_ids
+
+
+def draw(
+    batch: RowBatch, domains: tuple[int, int], backend: backends.Backend, shard: VocabShard | None
+) -> Sequence[Any]:
+    """Draw one token per row by a backend; with a shard, of this rank's requests, and gather what all ranks draw.
+
+    Returns:
+        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept; [batch] int64 cutoffs,
+        None if rows are not truncated.
+    """
+
+    def draw_rows(rows: RowBatch) -> Sequence[Any]:
+        results: Sequence[Any] = backends.choose(backend, rows.logits).sample(rows, domains)
+        return results
+
+    return draw_rows(batch) if shard is None else sharding.draw(shard, batch, draw_rows)

@@ -5,13 +5,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from specdecode import backends, eager, validation
+from specdecode import backends, eager, sharding, validation
 from specdecode.adjustments import Adjustments
 from specdecode.backends import Backend
 from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
 from specdecode.compiled import breaks_graph
-from specdecode.drafting import DraftOutput
+from specdecode.drafting import DraftOutput, draw
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard, check_shard
@@ -55,9 +55,8 @@ class RejectionSampler:
             for float64 logits. `"auto"` takes Triton for logits on a GPU, and eager elsewhere.
         schedule: how often `"synthetic"` accepts. Required for `"synthetic"`, refused for the other methods.
         shard: under tensor parallelism, which part of the vocabulary this rank's logits are. Every rank calls the sampler
-            with its part and otherwise the same arguments, and gets the same output. The Triton backend gathers no logits,
-            unless a shard does not start at a multiple of 1,024, rows are truncated without symmetric memory, or a call has
-            `top_logprobs` or `kept_sets`; the eager backend gathers them. None: logits are of the whole vocabulary.
+            with its part and otherwise the same arguments, verifies whole rows of its share of the requests, and gets the
+            output of all. None: logits are of the whole vocabulary.
         validate: `"values"` makes each call, also of `draft`, raise a ValueError if it is given probabilities for logits:
             if no number is negative and each row sums to 1, within rounding, in all rows that the call may look at. For
             that it reads all logits and waits for the device, so it is for development, and an error while a CUDA graph is
@@ -244,7 +243,7 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
+        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
         report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
         return self._verify(VerificationBatch.check(*arguments, *limits, *others, **report))
 
@@ -337,7 +336,7 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
+        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
         where: Any = row_starts, num_draft_tokens, slots, row_positions
         if row_starts is None:  # which to `check` means that a call is not packed
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
@@ -372,8 +371,8 @@ class RejectionSampler:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
         Arguments are alike if they have the same dtypes, and each is a tensor, a number or None in both. A number that
-        changes nothing, such as a `top_p` of 1, counts as None; a `top_k` of 1, and over shards a temperature of 0, have
-        kernels of their own. Sizes do not matter, with two exceptions. Rows whose vocabulary or strides are not multiples of
+        changes nothing, such as a `top_p` of 1, counts as None; a `top_k` of 1 has
+        kernels of its own. Sizes do not matter, with two exceptions. Rows whose vocabulary or strides are not multiples of
         16 logits, or that do not start at a multiple of 16 bytes, and such counts of `adjustments`, need other kernels,
         which read in smaller loads. More than 31 drafts or 262,144 tokens need larger kernels; where the eager backend takes
         a call, as it does truncated ones of more than 27 drafts but of `block`, nothing is compiled, also not what fewer
@@ -417,7 +416,7 @@ class RejectionSampler:
         """
         arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
         limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self.shard
+        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
         if row_starts is None and any(given is not None for given in (slots, num_draft_tokens, row_positions)):
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
@@ -427,7 +426,7 @@ class RejectionSampler:
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         if self.shard is not None:
-            self.shard.agree(target_logits)
+            batch = sharding.for_warmup(self.shard, self._with_rows_read(batch))
         if backends.choose(self.backend, target_logits) is eager:
             return
         backend = backends.to_verify(self.backend, self.method, batch)
@@ -438,18 +437,37 @@ class RejectionSampler:
             numbers: Any = (how.temperature, seeds, *how[1:])
             # Of one row: these are by slot, and positions by request, of which there may be none, or by row.
             temperature, seeds, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
-            rows = draft_logits[:1, 0]
+            rows, drafter = draft_logits[:1, 0], self
+            if self.shard is not None:
+                if draft_vocab_ids is None:
+                    rows = rows.new_zeros(1, self.shard.vocab_size)
+                drafter = RejectionSampler(self.method, backend=self.backend, schedule=self.schedule)
             if positions is not None or row_positions is not None:
                 positions = rows.new_zeros(rows.shape[:1], dtype=torch.int64)
-            self.draft(rows, temperature, seeds, positions, top_k=top_k, top_p=top_p, min_p=min_p)
+            drafter.draft(rows, temperature, seeds, positions, top_k=top_k, top_p=top_p, min_p=min_p)
 
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
-        """Have a backend verify what has been checked."""
+        """Verify a checked batch by a backend; with a shard, this rank's requests."""
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
+        if self.shard is None:
+            return self._verify_rows(batch)
+        return sharding.verify(self.shard, self._with_rows_read(batch), self._verify_rows)
+
+    def _verify_rows(self, batch: VerificationBatch) -> SamplerOutput:
+        """Verify a batch of whole rows by a backend."""
         backend = backends.to_verify(self.backend, self.method, batch)
         output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
         return output
+
+    def _with_rows_read(self, batch: VerificationBatch) -> VerificationBatch:
+        """Return a batch with the rows that the method reads."""
+        return batch.without_draft_rows if self.method == "strict" else batch
+
+    @property
+    def _vocab_size(self) -> int | None:
+        """Size of the vocabulary that is divided into shards; None without a shard."""
+        return None if self.shard is None else self.shard.vocab_size
 
     def _check_step(self, batch: VerificationBatch) -> None:
         """Raise unless the schedule, if there is one, has a rate for each draft, and values are valid, if that is asked."""
@@ -458,7 +476,7 @@ class RejectionSampler:
             most, got = self.schedule.num_draft_tokens, batch.num_draft_tokens
             raise ValueError(f"{name}: expected at most {most} drafts, as many as the schedule has rates, got {got}")
         if self.validate is not None:
-            validation.check_step(batch)
+            validation.check_step(batch, self.shard)
 
     @breaks_graph
     def draft(
@@ -512,10 +530,10 @@ class RejectionSampler:
         """
         arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
         domains = self._draft_domains(offset)
-        batch = RowBatch.check(*arguments, self.shard)
+        batch = RowBatch.check(*arguments, self._vocab_size)
         if self.validate is not None:
-            validation.check_rows(batch)
-        return DraftOutput(*backends.choose(self.backend, batch.logits).sample(batch, domains))
+            validation.check_rows(batch, self.shard)
+        return DraftOutput(*draw(batch, domains, self.backend, self.shard))
 
     def _draft_domains(self, offset: int) -> tuple[int, int]:
         """Return the domains of the noise of the draft at an offset in its step, or raise if it is none."""

@@ -1,57 +1,59 @@
-"""Vocabulary shards: which tokens each rank holds, and how whole rows are gathered where a backend needs them.
+"""Vocabulary shards: requests are divided among ranks, and each rank verifies whole rows of its own.
 
-Under tensor parallelism the last layer leaves each rank the logits of a part of the vocabulary. Verification asks little of
-most of a row: its maximum, the sums of its blocks, and the logits of single tokens. On the Triton backend ranks exchange
-these, a small fraction of the logits, and then all compute the same decisions from the same bits. The eager backend gathers
-the rows.
+    a rank's columns of all rows -> all-to-all -> whole rows of its own requests -> verify -> all-gather -> all results
+
+Under tensor parallelism the last layer leaves each rank some columns of the logits. The all-to-all brings a rank as many
+bytes as gathering all rows does, divided by the number of ranks, and verification is divided too. Backends see ordinary
+batches of whole rows.
 """
 
-import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
-from specdecode import transports
-from specdecode.checks import check_count, check_seeds
-from specdecode.noise import BLOCK_SIZE
-from specdecode.transports import TRANSPORTS
-
-Transport = transports.Collective | transports.SymmetricMemory
+from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
+from specdecode.checks import check_count, seed_each
+from specdecode.eager.adjustments import by_request
+from specdecode.eager.packed import mark_invalid, unpack
+from specdecode.eager.selection import gathered
 
 MOST_TOKENS = 2**31 - 1
-"""The largest vocabulary: ranks exchange token ids as int32."""
+"""The largest vocabulary: token ids are int32 in the kernels."""
+
+
+class Layout(NamedTuple):
+    """The shards of all ranks."""
+
+    lengths: list[int]  # tokens of each rank
+    by_start: list[int]  # ranks in the order of the vocabulary
 
 
 class VocabShard:
-    """Say which part of the vocabulary this rank's logits are: `logits[..., start : start + local]` of the whole rows.
+    """The part of the vocabulary that this rank's logits cover: `logits[..., start : start + local]` of whole rows.
 
-    Pass it to [`RejectionSampler`][specdecode.RejectionSampler] or [`sample`][specdecode.sample], on every rank of the
-    group. Logits are then [..., local], while token ids, top_k, temperatures, seeds and results are those of the whole
-    vocabulary, the same on every rank.
+    Pass it to [`RejectionSampler`][specdecode.RejectionSampler] or [`sample`][specdecode.sample] on every rank of the group.
+    Logits are then [..., local]. All other arguments are those of the whole vocabulary and of all requests, the same on
+    every rank: token ids, temperatures, seeds, masks and counts. Draft logits may also be whole rows, [..., vocab], if every
+    rank has them; with `draft_vocab_ids` they must be. Every rank gets the results of all requests.
 
-    The ranks' shards must tile the vocabulary, in any order of the ranks. Shards may have different lengths, and be empty.
-    The results are bit for bit those of one process with the whole logits. The Triton backend gathers no rows where every
-    start is a multiple of 1,024 and, for truncated rows, it has symmetric memory. Elsewhere, and on the eager backend, rows
-    are gathered first.
+    The shards of all ranks must tile the vocabulary, in any order of the ranks. Shards may have different lengths and may be
+    empty. Each rank verifies an equal share of the requests. The results are bit for bit those of one process with whole
+    logits.
 
-    In its first call a shard learns from the other ranks where theirs lie. The host waits for that, so this call cannot be
-    captured in a CUDA graph. In later calls it never waits, and they can be captured if the group's backend is NCCL.
+    In its first call a shard exchanges its bounds with the other ranks. The host waits for them, so this call cannot be
+    captured in a CUDA graph. Later calls never wait, and they can be captured if the group's backend is NCCL.
 
     Args:
         group: a process group of torch.distributed, such as a tensor-parallel group; None is the default group.
         start: the first token of this rank's shard, >= 0.
         vocab_size: tokens in the whole vocabulary, the same on every rank.
-        transport: how the Triton backend's kernels exchange what they find. `"all_gather"`: by a collective of the group
-            between two kernels. `"symmetric_memory"`: kernels write to the memory of the other ranks' GPUs, which takes
-            NCCL and GPUs of one host. `"auto"` is the latter where it can be had. The same on every rank.
-
-    Attributes:
-        transport: the same; from the Triton backend's first call on, which of the two is used.
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a start beyond the vocabulary, or a group that this process is not in. At the first call: shards that
-            leave a gap, overlap, or disagree about the vocabulary.
+        ValueError: a start beyond the vocabulary, or a group that this process is not in. In the first call: shards that
+            leave a gap, overlap, or have different `vocab_size`.
 
     Example:
         >>> import torch, torch.distributed
@@ -64,9 +66,7 @@ class VocabShard:
         >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(
-        self, group: "distributed.ProcessGroup | None", start: int, vocab_size: int, *, transport: str = "auto"
-    ) -> None:
+    def __init__(self, group: "distributed.ProcessGroup | None", start: int, vocab_size: int) -> None:
         if not distributed.is_available():
             raise ValueError("group: this build of PyTorch has no torch.distributed")
         if group is None:
@@ -80,85 +80,97 @@ class VocabShard:
         self.group = group
         self.vocab_size = check_count("vocab_size", vocab_size, most=MOST_TOKENS)
         self.start = check_count("start", start, most=self.vocab_size, least=0)
-        if transport not in TRANSPORTS:
-            raise ValueError(f"transport: expected one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-        self.transport = self._wanted = transport
-        self._layouts: dict[torch.device, Layout] = {}
-        self._transports: dict[torch.device, Transport] = {}
+        self._layout: Layout | None = None
 
     def __repr__(self) -> str:
-        """Return what this rank holds."""
+        """Return the rank and its shard."""
         rank = f"rank {self.group.rank()} of {self.group.size()}"
         return f"VocabShard(<{rank}>, start={self.start}, vocab_size={self.vocab_size})"
 
-    def agree(self, logits: Tensor) -> "Layout":
-        """Return where all shards lie; the first call on a device asks the other ranks.
+    def layout(self, logits: Tensor) -> Layout | None:
+        """Return the layout of all shards; None if it is not known yet and every rank has whole rows.
 
         Raises:
             ValueError: the shards do not tile the vocabulary, or this rank's has another length than before.
         """
-        local = logits.shape[-1]
-        layout = self._layouts.get(logits.device)
-        if layout is None:
-            mine = torch.tensor([self.start, local, self.vocab_size], device=logits.device)
-            table = transports.all_gather(mine, self.group).tolist()
+        if self._layout is None:
+            mine = torch.tensor([self.start, logits.shape[-1], self.vocab_size], device=logits.device)
+            table = all_gather(mine, self.group).tolist()
+            if len(table) > 1 and all(length == self.vocab_size for _, length, _ in table):
+                return None
             check_tiling(table)
-            shards = [(start, length) for start, length, _ in table]
-            layout = self._layouts[logits.device] = Layout(shards, self.group.rank(), self.vocab_size, logits.device)
-        if layout.local != local:
-            raise ValueError(
-                f"shard: this rank holds {layout.local} tokens, as it told the other ranks, got logits of {local}"
-            )
-        return layout
+            lengths = [length for _, length, _ in table]
+            self._layout = Layout(lengths, sorted(range(len(table)), key=lambda rank: table[rank]))
+        return self._layout
 
-    def check(self) -> None:
-        """Raise if in any step so far, replayed ones included, a rank did not answer in time. It does not wait for the GPU.
+    def are_whole(self, draft_logits: Tensor) -> bool:
+        """Return whether draft logits are whole rows, not columns."""
+        layout = self.layout(draft_logits)
+        return layout is None or draft_logits.shape[-1] == self.vocab_size > max(layout.lengths)
 
-        Calls do so themselves; between replays of a graph, which run no host code, call this.
+    def share(self, batch: int, rank: int | None = None) -> slice:
+        """Return the requests of a rank, by default this one: the first ranks have equally many, the last may have none."""
+        most = -(-batch // self.group.size())
+        first = min(batch, most * (self.group.rank() if rank is None else rank))
+        return slice(first, min(batch, first + most))
 
-        Raises:
-            torch.distributed.DistBackendError: words did not come through symmetric memory in time.
-        """
-        for chosen in self._transports.values():
-            chosen.check()
+    def own_rows(self, columns: Tensor) -> Tensor:
+        """Return whole rows of this rank's requests, [share, ..., vocab], given its columns of all, [batch, ..., local]."""
+        layout = self.layout(columns)
+        if layout is None:
+            raise ValueError(f"shard: every rank has whole rows, of {self.vocab_size} tokens; call without a shard")
+        batch, *inner, local = columns.shape
+        if local != layout.lengths[self.group.rank()]:
+            expected = f"{layout.lengths[self.group.rank()]} tokens, as in its first call"
+            raise ValueError(f"shard: expected logits of {expected}, got {local}")
+        rows = columns.shape[1:-1].numel()
+        if batch * rows == 0:  # on every rank
+            return columns.new_zeros(len(range(batch)[self.share(batch)]), *inner, self.vocab_size)
+        counts = [len(range(batch)[self.share(batch, rank)]) for rank in range(self.group.size())]
+        own = counts[self.group.rank()]
+        sent = [count * rows * local for count in counts]
+        received = [own * rows * length for length in layout.lengths]
+        buffer = columns.new_empty(sum(received))
+        distributed.all_to_all_single(buffer, columns.reshape(-1).contiguous(), received, sent, group=self.group)
+        parts = [part.view(own, *inner, length) for part, length in zip(torch.split(buffer, received), layout.lengths)]
+        return torch.cat([parts[rank] for rank in layout.by_start], dim=-1)
 
-    def transport_on(self, device: torch.device) -> "Transport":
-        """Return how kernels exchange words; the first call on a device asks the other ranks.
-
-        Raises:
-            ValueError: symmetric memory is wanted and cannot be had.
-        """
-        chosen = self._transports.get(device)
-        if chosen is None:
-            chosen = self._transports[device] = transports.choose(self._wanted, self.group, device)
-            self.transport = chosen.name
-        return chosen
-
-    def whole_rows(self, logits: Tensor) -> Tensor:
-        """Gather rows: return them with the logits of the whole vocabulary, given this rank's, [..., local]."""
-        layout = self.agree(logits)
-        if logits.shape[:-1].numel() == 0:  # every rank knows
-            return logits.new_zeros(*logits.shape[:-1], self.vocab_size)
-        lengths = [length for _, length in layout.shards]
-        missing = max(lengths) - layout.local
-        if missing > 0:  # padding copies rows even where nothing is missing
-            logits = torch.nn.functional.pad(logits, (0, missing))
-        gathered = transports.all_gather(logits, self.group)
-        return torch.cat([gathered[rank, ..., : lengths[rank]] for rank in layout.by_start], dim=-1)
-
-    def check_seeds(self, seeds: Tensor | int | None, batch: int, device: torch.device, logits: Tensor) -> Tensor | int:
-        """Return checked seeds; None draws them from the generator of the group's first rank, in one more exchange."""
-        checked = check_seeds(seeds, batch, device)
-        if seeds is not None or not isinstance(checked, Tensor) or batch == 0:
-            return checked
-        self.agree(logits)  # before anything else is exchanged, so that wrong shards are named
-        return transports.all_gather(checked, self.group)[0]
+    def gather(self, results: Sequence[Tensor | None], batch: int) -> list[Tensor | None]:
+        """Return the results of all requests, [batch, ...] each, given those of this rank's, [share, ...] each."""
+        words = [words_of(each) for each in results if each is not None]
+        missing = -(-batch // self.group.size()) - len(words[0])
+        packed = torch.nn.functional.pad(torch.cat(words, dim=1), (0, 0, 0, missing))
+        all_words = all_gather(packed, self.group).flatten(0, 1)[:batch]
+        rest = iter(torch.split(all_words, [each.shape[1] for each in words], dim=1))
+        return [None if each is None else from_words(next(rest), each) for each in results]
 
 
-def check_shard(shard: VocabShard) -> None:
-    """Raise unless this is a shard."""
+def all_gather(tensor: Tensor, group: "distributed.ProcessGroup") -> Tensor:
+    """Return the tensors of all ranks, [ranks, ...]."""
+    gathered = tensor.new_empty(group.size() * tensor.numel())
+    # PyTorch 2.13 has renamed the function and warns of its old name.
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(gathered, tensor.reshape(-1), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+def words_of(result: Tensor) -> Tensor:
+    """Return a result as int32 words, [share, n]."""
+    words = result.int() if result.dtype == torch.bool else result
+    return words.reshape(len(words), words.shape[1:].numel()).view(torch.int32)
+
+
+def from_words(words: Tensor, result: Tensor) -> Tensor:
+    """Return words as the type and shape of a result, of which they are the words of more requests."""
+    copied = words.bool() if result.dtype == torch.bool else words.clone(memory_format=torch.contiguous_format)
+    return copied.view(result.dtype).view(len(words), *result.shape[1:])
+
+
+def check_shard(shard: VocabShard) -> VocabShard:
+    """Return a shard, or raise if it is none."""
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard: expected a VocabShard, got {type(shard).__name__}")
+    return shard
 
 
 def check_tiling(table: list[list[int]]) -> None:
@@ -168,57 +180,85 @@ def check_tiling(table: list[list[int]]) -> None:
         said = ", ".join(f"{vocab_size} (rank {rank})" for rank, (_, _, vocab_size) in enumerate(table))
         raise ValueError(f"vocab_size: expected the same on every rank, got {said}")
     reached, before, (vocab_size,) = 0, None, sizes
+    ranges = ", ".join(f"rank {rank} [{start}, {start + length})" for rank, (start, length, _) in enumerate(table))
     for rank, (start, length, _) in sorted(enumerate(table), key=lambda item: item[1][:2]):
         if length == 0:
             continue
         if start > reached:
-            raise ValueError(f"shard: no rank holds tokens {reached} to {start - 1}; {shown_ranges(table)}")
+            raise ValueError(f"shard: no rank holds tokens {reached} to {start - 1}; ranks hold {ranges}")
         if start < reached:
-            raise ValueError(f"shard: ranks {before} and {rank} both hold token {start}; {shown_ranges(table)}")
+            raise ValueError(f"shard: ranks {before} and {rank} both hold token {start}; ranks hold {ranges}")
         reached, before = start + length, rank
     if reached < vocab_size:
-        raise ValueError(f"shard: no rank holds tokens {reached} to {vocab_size - 1}; {shown_ranges(table)}")
+        raise ValueError(f"shard: no rank holds tokens {reached} to {vocab_size - 1}; ranks hold {ranges}")
     if reached > vocab_size:
-        raise ValueError(
-            f"shard: rank {before} holds tokens up to {reached - 1}, beyond the vocabulary of {vocab_size}; "
-            f"{shown_ranges(table)}"
-        )
+        beyond = f"tokens up to {reached - 1}, beyond the vocabulary of {vocab_size}"
+        raise ValueError(f"shard: rank {before} holds {beyond}; ranks hold {ranges}")
 
 
-def shown_ranges(table: list[list[int]]) -> str:
-    """Return every rank's range, for an error message."""
-    ranges = (f"rank {rank} [{start}, {start + length})" for rank, (start, length, _) in enumerate(table))
-    return f"ranks hold {', '.join(ranges)}"
+def of_requests(value: Any, requests: slice) -> Any:
+    """Return the requests' part of an argument: of a tensor, of each tensor in a bundle, or what all requests share."""
+    if isinstance(value, tuple):
+        return type(value)(*[of_requests(each, requests) for each in value])
+    return value[requests] if isinstance(value, Tensor) else value
 
 
-class Layout:
-    """Where all shards lie: the same on every rank but for its own place.
+def own_part(
+    batch: VerificationBatch, own: slice, exchange: Callable[[Tensor], Tensor], are_whole: Callable[[Tensor], bool]
+) -> tuple[VerificationBatch, Tensor | None]:
+    """Return the part of a batch that some requests are, not packed, and which of them have rows, if it was packed.
 
     Args:
-        shards: (start, length) of each rank.
-        rank: this one.
-        vocab_size: of the whole vocabulary.
-        device: of the logits.
+        batch: of this rank's columns.
+        own: the requests.
+        exchange: returns their whole rows, given this rank's columns of all requests' rows.
+        are_whole: whether draft logits are whole rows.
     """
+    adjustments, draft_logits, has_rows = by_request(batch), batch.draft_logits, None
+    if batch.packing is not None:
+        batch, has_rows = unpack(batch, batch.packing)
+        has_rows, draft_logits = has_rows[own], batch.draft_logits
+    seeds = seed_each(batch.seeds, len(batch.draft_token_ids), batch.draft_token_ids.device)
+    rows: dict[str, Any] = {
+        "target_logits": exchange(gathered(batch.target_logits)),
+        "draft_vocab_ids": batch.draft_vocab_ids,
+    }
+    if draft_logits is not None:
+        is_whole = batch.draft_vocab_ids is not None or are_whole(draft_logits)
+        rows["draft_logits"] = gathered(draft_logits[own]) if is_whole else exchange(gathered(draft_logits))
+    no_rows: dict[str, Any] = dict.fromkeys(rows)
+    others = batch._replace(seeds=seeds, adjustments=adjustments, **no_rows)
+    return of_requests(others, own)._replace(**rows), has_rows
 
-    def __init__(self, shards: list[tuple[int, int]], rank: int, vocab_size: int, device: torch.device) -> None:
-        self.shards, self.by_start = shards, sorted(range(len(shards)), key=lambda i: shards[i])
-        """(start, length) of each rank; the ranks in the order of the vocabulary."""
-        self.start, self.local = shards[rank]
-        self.rank, self.ranks, self.vocab_size = rank, len(shards), vocab_size
-        holders = [i for i in self.by_start if shards[i][1]]
-        self.holders = torch.tensor(holders, dtype=torch.int32, device=device)
-        """int32: the ranks whose shards are not empty, in the order of the vocabulary."""
-        self.ranks_in_order = torch.tensor(self.by_start, dtype=torch.int32, device=device)
-        """int32: all ranks in that order."""
 
-        block_size = min(BLOCK_SIZE, vocab_size)
-        touched = [range(start // block_size, math.ceil((start + length) / block_size)) for start, length in shards]
-        self.most_blocks = max(len(touched[i]) for i in holders)
-        """Blocks of the widest shard, to which all ranks pad what they send."""
-        held = [[i for i in holders if block in touched[i]] for block in range(math.ceil(vocab_size / block_size))]
-        self.divided = any(len(ranks) > 1 for ranks in held)
-        """Whether several shards hold a part of one block."""
-        sources = [first * self.most_blocks + block - touched[first].start for block, (first, *_) in enumerate(held)]
-        self.sources = torch.tensor(sources, dtype=torch.int32, device=device)
-        """[num_blocks] int32: where each block, or its first part, is among what the ranks send in their own order."""
+def verify(
+    shard: VocabShard, batch: VerificationBatch, verify_own: Callable[[VerificationBatch], SamplerOutput]
+) -> SamplerOutput:
+    """Verify a batch of this rank's columns: exchange rows, verify the own requests by a backend, gather the results."""
+    requests = batch.num_requests
+    mine, has_rows = own_part(batch, shard.share(requests), shard.own_rows, shard.are_whole)
+    output = verify_own(mine)
+    if has_rows is not None:
+        output = mark_invalid(output, has_rows)
+    return output if requests == 0 else SamplerOutput(*shard.gather(output, requests))  # type: ignore[arg-type]
+
+
+def for_warmup(shard: VocabShard, batch: VerificationBatch) -> VerificationBatch:
+    """Return a batch of one request, of zeros, like those that verify this rank's requests; every rank exchanges rows."""
+
+    def exchange(columns: Tensor) -> Tensor:
+        return shard.own_rows(columns.new_zeros(shard.group.size(), *columns.shape[1:]))
+
+    all_gather(batch.draft_token_ids.new_zeros(1), shard.group)
+    return own_part(batch, slice(0, 1), exchange, shard.are_whole)[0]
+
+
+def draw(shard: VocabShard, batch: RowBatch, draw_own: Callable[[RowBatch], Sequence[Any]]) -> Sequence[Any]:
+    """Draw a token from each row of a batch of this rank's columns, or of whole rows, which are not exchanged."""
+    if shard.are_whole(batch.logits):
+        return draw_own(batch)
+    requests, own = len(batch.logits), shard.share(len(batch.logits))
+    rows = shard.own_rows(batch.logits)
+    seeds = seed_each(batch.seeds, requests, rows.device)
+    results = draw_own(of_requests(batch._replace(logits=None, seeds=seeds), own)._replace(logits=rows))  # type: ignore[arg-type]
+    return results if requests == 0 else shard.gather(results, requests)

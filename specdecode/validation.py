@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdecode import transports
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.eager.packed import IndexedRows, unpack
-from specdecode.sharding import VocabShard
+from specdecode.sharding import VocabShard, all_gather
 
 Validate = Literal["values"]
 """What is checked of logits beside their type, shape and device."""
@@ -22,13 +21,13 @@ TOLERANCE = 0.01
 """How far from 1 rounded probabilities may sum: at most 1/256 in bfloat16, and 1/128 in float16 of 262,144 tokens."""
 
 
-def check_step(batch: VerificationBatch) -> None:
+def check_step(batch: VerificationBatch, shard: VocabShard | None) -> None:
     """Raise if target logits or draft logits are probabilities in all rows that a step may look at.
 
     Raises:
         ValueError: they are, or a CUDA graph is being captured.
     """
-    vocab = batch.target_logits.shape[-1] if batch.shard is None else batch.shard.vocab_size
+    vocab = batch.target_logits.shape[-1] if shard is None else shard.vocab_size
     packing, has_rows = batch.packing, None
     if packing is not None:
         batch, has_rows = unpack(batch, packing)
@@ -36,15 +35,16 @@ def check_step(batch: VerificationBatch) -> None:
     matters = ((ids >= 0) & (ids < vocab)).cumprod(dim=1).bool()
     if has_rows is not None:
         matters &= has_rows[:, None]
-    refuse_probabilities("target_logits", batch.target_logits, matters, batch.shard)
+    refuse_probabilities("target_logits", batch.target_logits, matters, shard)
     if batch.draft_logits is not None:
-        refuse_probabilities("draft_logits", batch.draft_logits, matters[:, 1:], batch.shard)
+        of_columns = shard if batch.draft_vocab_ids is None else None
+        refuse_probabilities("draft_logits", batch.draft_logits, matters[:, 1:], of_columns)
 
 
-def check_rows(batch: RowBatch) -> None:
+def check_rows(batch: RowBatch, shard: VocabShard | None) -> None:
     """Raise if logits are probabilities in all rows, as `check_step` does."""
     matters = torch.ones(len(batch.logits), dtype=torch.bool, device=batch.logits.device)
-    refuse_probabilities("logits", batch.logits, matters, batch.shard)
+    refuse_probabilities("logits", batch.logits, matters, shard)
 
 
 def refuse_probabilities(name: str, logits: Tensor | IndexedRows, matters: Tensor, shard: VocabShard | None) -> None:
@@ -80,8 +80,7 @@ def sums_and_minima(logits: Tensor | IndexedRows, shard: VocabShard | None) -> t
         return sums[logits.index], least[logits.index]
     sums = logits.sum(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     least = logits.amin(dim=-1).to(sums.dtype) if logits.shape[-1] > 0 else torch.zeros_like(sums)
-    if shard is None or sums.numel() == 0:  # no requests: every rank knows
+    if shard is None or sums.numel() == 0 or shard.are_whole(logits):  # no requests: every rank knows
         return sums, least
-    shard.agree(logits)  # before anything else is exchanged, so that wrong shards are named
-    of_ranks = transports.all_gather(torch.stack([sums, least]), shard.group)
+    of_ranks = all_gather(torch.stack([sums, least]), shard.group)
     return of_ranks[:, 0].sum(dim=0), of_ranks[:, 1].amin(dim=0)

@@ -1,6 +1,5 @@
 """Biases, penalties and masks: what they make of a row, and that every method verifies the adjusted target."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,22 +7,19 @@ import torch
 
 from reference import sampling
 from reference.adjustments import adjust
-from specdecode import Adjustments, RejectionSampler, VocabShard, sample
+from specdecode import Adjustments, RejectionSampler, sample
 from tests.conftest import ON_GPU
 from tests.support.adjusted import (
     SOME,
     adjusted_rows,
     adjustments_for,
     all_of,
-    columns,
     of_request,
-    packed,
     to,
     words_of,
 )
 from tests.support.differential import assert_same_tokens, case, like_a_device
 from tests.support.packing import METHODS, assert_same, in_slots, packed_rows, with_counts
-from tests.support.ranks import groups, on_ranks
 from tests.support.truncated import SCHEDULE, expected
 
 NAN, INF = float("nan"), float("inf")
@@ -221,48 +217,3 @@ def test_other_things_are_no_adjustments():
     starts = torch.tensor([0, 3])
     with pytest.raises(TypeError, match=r"^adjustments: expected Adjustments, got tuple"):
         RejectionSampler("strict").packed(logits[0], drafts[0], starts, num_draft_tokens=2, adjustments=())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bounds", [[0, 1024, 2051], [0, 0, 96, 2051]], ids=["whole blocks", "divided"])
-def test_ranks_have_the_columns_of_their_shards(bounds):
-    """A packed call, where state is by slot; log-probabilities of both kinds; and sampled rows."""
-    batch, counts = case(4, 2, 2051, torch.float32, seed=8), [2, 1, 0, 2]
-    batch = with_counts(batch, counts)
-    adjustments, slots = adjustments_for(batch), torch.tensor([4, 0, 3, 1])
-    rows = packed_rows(batch, counts)
-    by_slot = packed(adjustments, rows, counts, slots, 5)
-    numbers = {"temperature": batch.temperature, "seeds": batch.seeds}
-    numbers = {name: in_slots(each, slots, 5) for name, each in numbers.items()} | {"positions": batch.positions}
-    drafts = in_slots(batch.draft_logits, slots, 5)
-    usual = [
-        sampler_of("probabilistic", backend="eager").packed(
-            **rows, draft_logits=drafts, slots=slots, logprobs=of, adjustments=by_slot, **numbers
-        )
-        for of in ("processed", "raw")
-    ]
-    one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, :1])
-    tokens = sample(batch.target_logits[:, 0], 0.9, batch.seeds, adjustments=one_row)
-    parts, members = list(itertools.pairwise(bounds)), groups(len(bounds) - 1)
-
-    def rank(group, start, end):
-        shard = VocabShard(group, start, 2051)
-        mine = rows | {"target_logits": rows["target_logits"][:, start:end], "draft_logits": drafts[..., start:end]}
-        sampler = sampler_of("probabilistic", backend="eager", shard=shard)
-        of_rank = columns(by_slot, start, end)
-        outputs = [
-            sampler.packed(**mine, slots=slots, logprobs=of, adjustments=of_rank, **numbers)
-            for of in ("processed", "raw")
-        ]
-        logits = batch.target_logits[:, 0, start:end]
-        return outputs, sample(logits, 0.9, batch.seeds, shard=shard, adjustments=columns(one_row, start, end))
-
-    for result in on_ranks(rank, [(group, *part) for group, part in zip(members, parts)]):
-        assert not isinstance(result, Exception), result
-        for output, expected_output in zip(result[0], usual):
-            assert_same(output, expected_output)
-        assert torch.equal(result[1], tokens)

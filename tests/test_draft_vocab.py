@@ -2,7 +2,6 @@
 
 import random
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,11 +185,3 @@ def test_wrong_arguments_are_refused_by_name(options, kind, message):
     rows, starts = torch.zeros(3, 5), torch.tensor([0, 3])
     with pytest.raises(kind, match=message):
         sampler.packed(rows, torch.zeros(3, dtype=torch.int64), starts, **options, num_draft_tokens=2, seeds=0)
-
-
-def test_a_shard_refuses_them():
-    shard, drafts = SimpleNamespace(vocab_size=5), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="draft_vocab_ids: not supported with a shard"):
-        VerificationBatch.check(
-            torch.zeros(1, 3, 5), drafts, ROWS, None, 1.0, 0, None, shard=shard, draft_vocab_ids=IDS
-        )

@@ -1,8 +1,7 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
 On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On other
-devices counting them would mean waiting for the device, so every row is computed. Of shards of the vocabulary whole rows are
-gathered first, and every rank verifies these.
+devices counting them would mean waiting for the device, so every row is computed.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.report import with_report
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
 from specdecode.eager.truncation import row_sampling
-from specdecode.eager.whole import whole_batch, whole_rows
 from specdecode.synthetic import AcceptanceSchedule
 
 METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
@@ -34,7 +32,7 @@ METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
-        batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
+        batch = batch.without_draft_rows
     batch, raw_logits, has_rows = prepared(batch)
     steps = Steps(batch, schedule)
     output = METHODS[method](steps)
@@ -47,16 +45,12 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
 
 
 def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor | None]:
-    """Return a batch as one that is not packed and of whole rows, adjusted where they are read.
+    """Return a batch as one that is not packed, adjusted where its rows are read.
 
     And the target's rows as they are in memory, which raw log-probabilities are of; and which requests of a packed call have
     rows.
     """
-    if batch.shard is not None:
-        batch, has_rows = whole_batch(batch, reads_drafts=True)
-        unpacked = batch
-    else:
-        unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
     return adjusted(batch, unpacked), unpacked.target_logits, has_rows
 
 
@@ -68,8 +62,6 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    if batch.shard is not None:
-        batch = whole_rows(batch)
     logits = adjusted_rows(batch)
     temperature, greedy = row_temperature(batch.temperature, logits)
     requests = torch.arange(len(logits), device=logits.device)

@@ -29,7 +29,6 @@ each request from the statistics and a few blocks, and writes the output.
 | `stops`, `output` | at which row a request stops; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
 | `report` | the likeliest tokens and the kept set of their rows: one launch more |
-| `sharding` | steps over shards of the vocabulary: the folder's own table says more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
 
@@ -42,23 +41,17 @@ each request from the statistics and a few blocks, and writes the output.
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
-| a recovered or a bonus token | `probabilistic.recover`; in `strict`, `strict.decide` |
+| a recovered or a bonus token | `probabilistic.draw`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
-| ... between ranks | `sharding.offer.best_offers` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
-| how many programs a launch has | the `add_*` functions of `plan` and `sharding.plan` |
+| how many programs a launch has | the `add_*` functions of `plan` |
 | the rows and the slot of a request of a packed call | `request.locate` |
 | what `strict` and `probabilistic` do differently | the table in `methods`; then each method's `decide` |
-| what a rank tells the others | `sharding.tell.tell_kernel`; its token, `sharding.offer` |
 
-Shards of the vocabulary are read as whole rows are, and decided about by the same functions. Only the drawing of a token
-differs.
-
-No program waits for another of the same GPU: what must come after everything else is done by the last program to finish, or
-by the next launch. Through symmetric memory programs wait for other ranks, for a bounded time (`sharding.channel.awaited`).
-So no kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's rates. Only
-a shard's symmetric memory is written by each of its steps, so these must follow each other. Other calls on several streams,
-from several threads and in graphs share no memory that is written. Arithmetic is in float32 whatever the logits are.
+No program waits for another: what must come after everything else is done by the last program to finish, or by the next
+launch. So no kernel can hang. What is kept from one call to the next never changes: compiled code, plans, a schedule's
+rates. Calls on several streams, from several threads and in graphs share no memory that is written. Arithmetic is in
+float32 whatever the logits are.
 """
 
 from specdecode.kernels.call import sample, verify, warm_up, why_not_verified

@@ -25,15 +25,6 @@ MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
 
 
 @triton.jit
-def ids_in_row(ids, adjustments):
-    """Return a row's own ids of tokens of the whole vocabulary: negative, or too large, of those that it does not have."""
-    if exists(adjustments.first):
-        return ids - adjustments.first[0]
-    else:
-        return ids
-
-
-@triton.jit
 def span_of(token_ids, adjustments):
     """Return the first and the last of some tokens, if adjustments need them."""
     if exists(adjustments.biases) or exists(adjustments.penalties):
@@ -47,21 +38,12 @@ def span_of(token_ids, adjustments):
 
 
 @triton.jit
-def are_inside(token_ids, tokens):
-    """Return which of some tokens of whole blocks the row has."""
-    inside = token_ids < tokens.end
-    if exists(tokens.start):
-        inside &= token_ids >= tokens.start[0]
-    return inside
-
-
-@triton.jit
 def load_masks(words_ptr, tokens, part: tl.constexpr, wanted):
     """Return the words of a mask that the tokens of a part are in; of octets, the bytes: see `bits_of`."""
     if exists(tokens.octets):  # a thread loads one byte for the eight tokens whose logits it has
         octets = tokens.octets[part]
         bytes_ptr = words_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-        return tl.load(bytes_ptr + octets, mask=tl.where(wanted, are_inside(octets * 8, tokens), False), other=0)
+        return tl.load(bytes_ptr + octets, mask=tl.where(wanted, octets * 8 < tokens.end, False), other=0)
     else:
         return tl.load(words_ptr + (tokens.ids[part] >> 5), mask=tl.where(wanted, tokens.inside[part], False), other=0)
 
@@ -82,8 +64,8 @@ def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
     IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
     if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
         quads = tokens.quads[part]
-        low = tl.load(counts_ptr + quads, mask=tl.where(wanted, are_inside(quads, tokens), False), other=0)
-        high = tl.load(counts_ptr + quads + 4, mask=tl.where(wanted, are_inside(quads + 4, tokens), False), other=0)
+        low = tl.load(counts_ptr + quads, mask=tl.where(wanted, quads < tokens.end, False), other=0)
+        high = tl.load(counts_ptr + quads + 4, mask=tl.where(wanted, quads + 4 < tokens.end, False), other=0)
         both = tl.reshape(tl.join(low, high), [quads.shape[0], quads.shape[1] // 4, 4, 2])
         return tl.reshape(tl.trans(both, 0, 1, 3, 2), tokens.ids[part].shape)
     else:
@@ -117,7 +99,7 @@ def biases_in(span, adjustments, start):
     """Return which of `BIASES` biases from a place on are of tokens in a span, as integers."""
     biases, places = adjustments.biases, start + tl.arange(0, BIASES)
     ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
-    return in_span(ids_in_row(ids, adjustments), span)
+    return in_span(ids, span)
 
 
 @triton.jit
@@ -129,7 +111,6 @@ def add_biases(parts, tokens, span, adjustments):
         while tl.max(is_here, 0) > 0:
             index = tl.min(tl.where(is_here > 0, lanes, BIASES), 0)
             token, bias = tl.load(biases.ids_ptr + start + index), tl.load(biases.ptr + start + index).to(tl.float32)
-            token = ids_in_row(token, adjustments)
             bias = tl.where(bias == bias, bias, 0.0)
             changed = ()
             for part in tl.static_range(len(parts)):
@@ -178,7 +159,7 @@ def penalized(parts, loaded, tokens, span, adjustments):
         else:
             counts = counts + ((tokens.ids[part] * 0).to(tl.int32),)
     if exists(adjustments.drafts):
-        counts = count_drafts(counts, tokens, span, ids_in_row(adjustments.drafts[0], adjustments))
+        counts = count_drafts(counts, tokens, span, adjustments.drafts[0])
     changed = ()
     for part in tl.static_range(len(parts)):
         if exists(penalties.prompt):
@@ -224,9 +205,9 @@ def may_change(adjustments, span):
 @triton.jit
 def without_drafts(row):
     """Return a row with adjustments, without what was loaded of the drafts before it."""
-    biases, penalties, allowed, before, _, first = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, (), first)
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments, ())
+    biases, penalties, allowed, before, _ = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, ())
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
 
 
 @triton.jit
@@ -234,9 +215,9 @@ def with_drafts(row, sizes):
     """Return such a row with it."""
     # Not one function of a row and drafts: Triton 3.6 takes a call for another whose arguments have the same elements one
     # after the other, whichever of their tuples these are in.
-    biases, penalties, allowed, before, _, first = row.adjustments
-    adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes), first)
-    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, row.draft_ids, adjustments, ())
+    biases, penalties, allowed, before, _ = row.adjustments
+    adjustments = RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes))
+    return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.draft_ids, adjustments)
 
 
 @triton.jit

@@ -163,19 +163,6 @@ class Workspace(NamedTuple):
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
-    known_ptr: Pointer  # [rows, KNOWN] float32 what ranks told of tokens, see `values.RowShard`; None: no shards
-    progress_ptr: Pointer  # [rows, PROGRESS] float32, see `sharding.cut`; None: no shards, or nothing truncates rows
-    raw_known_ptr: Pointer = None  # [target rows, RAW_KNOWN] float32 likewise, of rows without their adjustments
-
-
-class Shard(NamedTuple):
-    """Which of the vocabulary's tokens the logits are, where ranks hold shards of it; all None: all of them."""
-
-    vocab_size: Int32  # of the whole vocabulary
-    start: AlignedInt32  # the first token, a multiple of 1,024
-    end: AlignedInt32  # one more than the last
-    most_blocks: Int32  # of any rank, to which each one's are padded
-    ALIGNED: Constant  # the end is a multiple of 16
 
 
 class Sizes(NamedTuple):
@@ -188,7 +175,6 @@ class Sizes(NamedTuple):
     MAX_BLOCKS: Constant  # num_blocks or more, a power of two
     MAX_DRAFTS: Constant  # num_draft_tokens + 1 or more, a power of two
     ALIGNED: Constant  # vocab_size is a multiple of 16
-    shard: Shard
 
 
 class Mapping(NamedTuple):
@@ -205,7 +191,7 @@ class Reading(NamedTuple):
     BLOCKS: Constant
     DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
-    KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated, or sharded
+    KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
     ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
@@ -242,6 +228,3 @@ class Searching(NamedTuple):
     SETTLES: Constant  # or, in block verification, that is settled first
     SUMS: Constant  # ... and block sums of the residual that the token is drawn from are in the workspace, as for `Settling`
     OVERLAPS: Constant
-    LEAST_SCORE: Constant = None  # finds a score that a block of some rank surely reaches; None: all blocks are here
-    HINT: Constant = None  # tells other ranks a score that a block of this one reaches, or None
-    HINTED: Constant = None  # finds what these have told, or None

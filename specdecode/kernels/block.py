@@ -206,29 +206,21 @@ def load_residual(terms_ptr, log_c):
 
 
 @triton.jit
-def sum_share(share, chunks, first, inputs, workspace, sizes, tuning):
-    """Return the request and the offset of a share of a listed residual, its blocks from `first` on, and their sums."""
-    request, offset = listed_residual(share // chunks, workspace, sizes)
-    terms_ptr = terms_at(workspace, request, offset, sizes)
-    residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
-    place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
-    blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-    rows = both_rows_at(place, inputs, workspace, sizes)
-    target, draft = load_both(inputs, rows, first + blocks, tuning.LANES)
-    target = logits_of(target, rows[0], first + blocks, tuning.LANES)
-    return request, offset, blocks, residual_sums(target, draft, residual, place.temperature)
-
-
-@triton.jit
 def sum_kernel(inputs, workspace, sizes, tuning):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
     admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
     chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
-        request, offset, blocks, sums = sum_share(share, chunks, 0, inputs, workspace, sizes, tuning)
-        sums_ptr = residual_sums_at(workspace, request, offset, sizes)
-        tl.store(sums_ptr + blocks, sums, mask=blocks < sizes.num_blocks)
+        request, offset = listed_residual(share // chunks, workspace, sizes)
+        terms_ptr = terms_at(workspace, request, offset, sizes)
+        residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
+        place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
+        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
+        rows = both_rows_at(place, inputs, workspace, sizes)
+        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
+        sums = residual_sums(logits_of(target, rows[0], blocks, tuning.LANES), draft, residual, place.temperature)
+        tl.store(residual_sums_at(workspace, request, offset, sizes) + blocks, sums, mask=blocks < sizes.num_blocks)
 
 
 @triton.jit

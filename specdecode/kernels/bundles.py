@@ -20,7 +20,6 @@ from specdecode.kernels.arguments import (
     Reporting,
     Requests,
     Rows,
-    Shard,
     Sizes,
 )
 from specdecode.kernels.formulas import Argument, Number, ceil_div
@@ -103,7 +102,7 @@ def sizes_of(
 ) -> Sizes:
     """Return the bundle of sizes."""
     counts = batch, num_draft_tokens, vocab_size, ceil_div(vocab_size, BLOCK_SIZE)
-    return Sizes(*counts, max_blocks, max_drafts, is_aligned, shard=Shard(*[None] * 5))
+    return Sizes(*counts, max_blocks, max_drafts, is_aligned)
 
 
 def sizes_in(structure: Structure) -> Sizes:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from specdecode.adjustments import Adjustments
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.eager.packed import mark_invalid
-from specdecode.eager.whole import whole_batch, whole_rows
 from specdecode.kernels.bundles import (
     EACH_LIMIT,
     EACH_PENALTY,
@@ -45,8 +43,6 @@ from specdecode.kernels.plan import (
 )
 from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.sharding import plan as shard_plan
-from specdecode.kernels.sharding import rows as shard_rows
 from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
@@ -60,8 +56,6 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
         [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
         tokens kept, None if rows are not truncated.
     """
-    if batch.shard is not None and shard_rows.are_gathered(batch.shard, batch, batch.logits, None):
-        batch = whole_rows(batch)
     requests, device = batch.logits.shape[0], batch.logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     outputs = {"token_ids": token_ids, "logsumexp": torch.empty(requests, dtype=torch.float32, device=device)}
@@ -96,13 +90,7 @@ def verify(
         return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
     packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
     method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
-    if batch.shard is not None:
-        draft_logits = batch.draft_logits if method.reads_drafts else None
-        if shard_rows.are_gathered(batch.shard, batch, batch.target_logits, draft_logits):
-            whole, has_rows = whole_batch(batch, method.reads_drafts)
-            output = verify(name, whole, schedule, large=large, many=many)
-            return output if has_rows is None else mark_invalid(output, has_rows)
-    requests = batch.draft_token_ids.shape[0] if packing is None else packing.row_starts.shape[0] - 1
+    requests = batch.num_requests
     outputs = empty_outputs(batch, requests, num_draft_tokens + 1)
     output = SamplerOutput(*outputs.values())
     if batch.reports:
@@ -125,7 +113,7 @@ def verify(
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.settles))
     if many is None:
         many = requests >= MANY_REQUESTS
-    many = many and batch.shard is None and not large and not method.settles  # elsewhere it changes nothing
+    many = many and not large and not method.settles  # elsewhere it changes nothing
     run_step(method, outputs, tensors, numbers, batch, SELECT, large, many)
     return output
 
@@ -214,10 +202,7 @@ def run_step(
         "num_top" in numbers,
         "num_kept" in outputs,
     )
-    if batch.shard is None:
-        plan_step(structure).run(outputs | tensors, numbers)
-    else:
-        shard_plan.run(structure, outputs | tensors, numbers, batch.shard, shard_rows.is_greedy(batch.temperature))
+    plan_step(structure).run(outputs | tensors, numbers)
 
 
 def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

@@ -23,8 +23,8 @@ from specdecode.kernels.rows import (
     scaled,
     target_row_at,
 )
-from specdecode.kernels.statistics import load_target_statistics, stored_ptr, sum_blocks, sum_in_order
-from specdecode.kernels.values import Distribution, exists
+from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.values import Distribution
 
 
 @triton.jit
@@ -108,9 +108,7 @@ def is_finite(p):
 @triton.jit
 def combine_again(statistics, row, temperature, sizes):
     """Return the distribution of a row that is greedy or whose statistics are not all finite."""
-    if not exists(row.shard):  # each rank has done so with its own
-        statistics = recompute_nonfinite(statistics, row, temperature, sizes)
-    return combine_recomputed(statistics, row, temperature, sizes)
+    return combine_recomputed(recompute_nonfinite(statistics, row, temperature, sizes), row, temperature, sizes)
 
 
 @triton.jit
@@ -153,7 +151,7 @@ def recompute_block(row, block, scale):
     """Return the statistics of a block, NaN logits counting as -inf."""
     # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
     # that does not run should at least be short.
-    LANES: tl.constexpr = WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     this = block + tl.arange(0, 1)
     maxima = tl.full([1, LANES], -INFINITY, tl.float32)
     for part in range(BLOCK_SIZE // LANES):

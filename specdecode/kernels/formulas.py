@@ -139,15 +139,9 @@ class Writer:
         """Return the expression of a tuple."""
         return "(" + "".join(f"{self.expression(value)}, " for value in values) + ")"
 
-    def function(self, names: Iterable[str], *values: Any, between: Iterable[str] = ()) -> Callable[..., Any]:
-        """Return the function of arguments of these names that returns a value.
-
-        Of several values it returns a generator, which yields one after the other, and is sent more arguments in between.
-        """
-        ends = ["return {}"] if len(values) == 1 else [f"{name} = yield {{}}" for name in (*between, "_")]
-        for value, end in zip(values, ends):
-            result = self.expression(value)
-            self.body.append(end.format(result))
-        exec("\n    ".join([f"def fill({', '.join(names)}):", *self.body]), self.scope)
+    def function(self, names: Iterable[str], value: Any) -> Callable[..., Any]:
+        """Return the function of arguments of these names that returns a value."""
+        result = self.expression(value)
+        exec("\n    ".join([f"def fill({', '.join(names)}):", *self.body, f"return {result}"]), self.scope)
         fill: Callable[..., Any] = self.scope["fill"]
         return fill

@@ -8,15 +8,11 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.rows import BLOCK_SIZE, load_logits, tokens_of
-from specdecode.kernels.values import exists
 
 
 @triton.jit
 def argmax(row, block_max, row_max):
     """Return the first token of a row whose logit is the row's maximum."""
-    if exists(row.shard):
-        return row.shard.first
-    else:
-        block = tl.argmax((block_max == row_max).to(tl.int32), 0)
-        logits = load_logits(row, tokens_of(block), True)
-        return block * BLOCK_SIZE + tl.argmax((logits == row_max).to(tl.int32), 0)
+    block = tl.argmax((block_max == row_max).to(tl.int32), 0)
+    logits = load_logits(row, tokens_of(block), True)
+    return block * BLOCK_SIZE + tl.argmax((logits == row_max).to(tl.int32), 0)

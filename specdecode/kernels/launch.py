@@ -166,7 +166,7 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
     """Make calls one after the other; what all of them launch is compiled before, at once.
 
     Kernels with more arguments, which do more with them, mostly take longer: they come first, and are divided among all
-    processes. Over shards each call is a step of all ranks, which have to make the same.
+    processes.
     """
     if not hasattr(_collected, "plans") and not is_interpreted():
         plans = _collected.plans = list[Any]()
@@ -175,7 +175,7 @@ def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share())
                 call()
         finally:
             del _collected.plans
-        launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.all_launches}
+        launches = {launch.key(plan.device): (launch, plan.device) for plan in plans for launch in plan.launches}
         largest_first = sorted(launches.values(), key=lambda each: -each[0].num_arguments)
         ours = largest_first[share.rank :: share.ranks]
         for device in dict.fromkeys(device for _, device in ours):
@@ -259,11 +259,6 @@ class Plan:
                 fill = self.prepare([*tensors, *numbers])
             workspace, launches = fill(self.allocate, *tensors.values(), *numbers.values())
             self.launch(launches)
-
-    @property
-    def all_launches(self) -> list[Launch]:
-        """All that is to be compiled."""
-        return self.launches
 
     def allocate(self, length: int, zeros: int) -> Tensor:
         """Return memory for a workspace of so many elements of 32 bits, of which the first few are zeros."""

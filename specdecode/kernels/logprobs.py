@@ -16,30 +16,9 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine_below, logprob
-from specdecode.kernels.rows import (
-    RAW_KNOWN,
-    load_logit,
-    row_index,
-    stored_target_row_at,
-    target_row_at,
-    with_shard,
-)
+from specdecode.kernels.rows import load_logit, row_index, stored_target_row_at, target_row_at
 from specdecode.kernels.statistics import load_statistics, raw_statistics
-from specdecode.kernels.values import Normalizer, Row, RowShard
-
-
-@triton.jit
-def raw_target_row_at(place, inputs, workspace, sizes):
-    """Return the target row at a place, not truncated and not adjusted."""
-    index = row_index(place.request, place.offset, False, sizes)
-    row = with_shard(stored_target_row_at(place.request, place.offset, inputs), workspace, index, sizes)
-    if workspace.raw_known_ptr is not None:
-        known_ptr = workspace.raw_known_ptr + index * RAW_KNOWN
-        first, draft_logit = tl.load(known_ptr).to(tl.int32, bitcast=True), tl.load(known_ptr + 1)
-        start, row_max, _, draft, _, _, _ = row.shard
-        shard = RowShard(start, row_max, first, draft, draft_logit, draft, draft_logit)  # no other token is known
-        row = Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, shard, row.draft_ids, row.adjustments, ())
-    return row
+from specdecode.kernels.values import Normalizer
 
 
 @triton.jit
@@ -61,8 +40,8 @@ def load_raw_statistics(place, inputs, workspace, sizes):
 @triton.jit
 def differs_from_raw(place, inputs, workspace):
     """Return whether a row's distribution may differ from the raw one: at temperature 1, not truncated, not adjusted."""
-    differs = True  # of shards, too: their raw statistics are always exchanged
-    if workspace.cutoffs_ptr is None and workspace.known_ptr is None and not inputs.adjustments.EXIST:
+    differs = True
+    if workspace.cutoffs_ptr is None and not inputs.adjustments.EXIST:
         differs = place.temperature != 1
     return differs
 
@@ -72,7 +51,7 @@ def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
     """Return what gives the log-probabilities asked for at a place: as given, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(place, inputs, workspace):
-            row = raw_target_row_at(place, inputs, workspace, sizes)
+            row = stored_target_row_at(place.request, place.offset, inputs)
             row_max, one = normalizer.row_max, tl.full([], 1.0, tl.float32)
             if inputs.adjustments.EXIST:
                 row_max = tl.max(raw[0], 0)
@@ -87,7 +66,7 @@ def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
     if workspace.raw_statistics_ptr is None:
         row, temperature = target_row_at(place, inputs, workspace, sizes), place.temperature
     else:
-        row = raw_target_row_at(place, inputs, workspace, sizes)
+        row = stored_target_row_at(place.request, place.offset, inputs)
         temperature = tl.full([], 1.0, tl.float32)
     return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
 

@@ -99,7 +99,7 @@ def allocate(
     }
     plan = Plan(structure.device, parts, zeros=state if counts else 0)
     of_parts = [plan.part(name) for name in parts]
-    return plan, Workspace(*[*of_parts, outputs.logprobs_ptr, None, None])
+    return plan, Workspace._make([*of_parts, outputs.logprobs_ptr])
 
 
 def decision_while_reading(structure: Structure) -> Any:
@@ -117,21 +117,15 @@ def add_mapping(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) 
 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
-    """Add the launches of block verification between reading and emitting."""
-    tuning = add_deciding(plan, inputs, workspace, sizes, sums)
-    if inputs.draft.ptr is not None:
-        shares = sizes.batch * sizes.num_draft_tokens * ceil_div(sizes.num_blocks, tuning.BLOCKS)
-        plan.add(sum_kernel, Number(min, (shares, SUM_PROGRAMS)), (inputs, workspace, sizes, tuning), num_warps=8)
-
-
-def add_deciding(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> Settling:
-    """Add the launches of block verification that decide; return how, but for `sums`, which others ignore."""
+    """Add the launches of block verification between reading and emitting; those that decide read `sums`, or not."""
     tuning = Settling(SUM_BLOCKS, RESIDUAL_LANES, False, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
     plan.add(ratio_kernel, requests * num_draft_tokens, (*bundles, tuning), num_warps=4)
     deciding = *bundles, tuning._replace(SUMS=sums)
     plan.add(decide_kernel, requests * (num_draft_tokens + 1), deciding, num_warps=4)
-    return tuning
+    if inputs.draft.ptr is not None:
+        shares = requests * num_draft_tokens * ceil_div(sizes.num_blocks, tuning.BLOCKS)
+        plan.add(sum_kernel, Number(min, (shares, SUM_PROGRAMS)), (*bundles, tuning), num_warps=8)
 
 
 def add_reading(
@@ -221,7 +215,15 @@ def add_emission(
     search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
     flags = per_row, per_row and posted, structure.settles, sums, can_overlap(plan.device)
     tuning = Searching(*SEARCH[search], RESIDUAL_LANES, method.decide, method.draw, *flags)
-    add_drawing(plan, emit_kernel, (*bundles, tuning), method.num_warps)
+    inputs, *_, sizes = bundles
+    has_draft_rows = inputs.draft.ptr is not None
+    plan.add(
+        emit_kernel,
+        sizes.batch * (sizes.num_draft_tokens + 1 if per_row else 1),
+        (*bundles, tuning),
+        num_warps=8 if has_draft_rows else method.num_warps,
+        max_registers=EMIT_REGISTERS if has_draft_rows else None,
+    )
 
 
 def add_report(plan: Plan, structure: Structure, bundles: tuple[Inputs, Outputs, Workspace, Sizes]) -> None:
@@ -230,19 +232,6 @@ def add_report(plan: Plan, structure: Structure, bundles: tuple[Inputs, Outputs,
         *_, sizes = bundles
         report = reporting_of(structure, can_overlap(plan.device))
         plan.add(report_kernel, sizes.batch * (sizes.num_draft_tokens + 1), (*bundles, report), num_warps=8)
-
-
-def add_drawing(plan: Plan, kernel: Any, bundles: tuple[Any, ...], num_warps: int) -> None:
-    """Add the launch that draws tokens, given how many warps a program has without draft rows."""
-    inputs, *_, sizes, tuning = bundles
-    has_draft_rows = inputs.draft.ptr is not None
-    plan.add(
-        kernel,
-        sizes.batch * (sizes.num_draft_tokens + 1 if tuning.PER_ROW else 1),
-        bundles,
-        num_warps=8 if has_draft_rows else num_warps,
-        max_registers=EMIT_REGISTERS if has_draft_rows else None,
-    )
 
 
 def reading_tiles(requests: int, num_rows: int, num_blocks: int, small_grid: int) -> int:

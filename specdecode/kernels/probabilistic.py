@@ -2,7 +2,7 @@
 
     the draft x is accepted iff u <= p(x) / q(x)        else the token is drawn from max(0, p - q)
 
-`decide` makes the decision, from the statistics and one logit of each row. `recover` draws the token after a rejection, by
+`decide` makes the decision, from the statistics and one logit of each row. `draw` draws the token after a rejection, by
 `residual`, and from p alone the one after all drafts. If p or q is a point mass (greedy, a deterministic drafter, an
 infinite logit) there is nothing to search: p without one token differs from p in one block.
 """
@@ -32,7 +32,7 @@ from specdecode.kernels.rows import (
     target_row_at,
     tokens_of,
 )
-from specdecode.kernels.selection import best_score, select_block, select_token, token_weights
+from specdecode.kernels.selection import select_block, select_token, token_weights
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import Normalizer, Residual, Terms
@@ -112,37 +112,31 @@ def accepts(terms, place, uniform, drafts):
 
 
 @triton.jit
-def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tuning):
-    """Draw the token at a place, recovered or bonus: from p less what is subtracted, or from p if nothing is left.
-
-    Return it; the score of its block, as the bits of a float32; and whether it is drawn from a residual.
-    """
+def draw(place, noise, source, inputs, workspace, sizes, tuning):
+    """Draw the token at a place, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
     p, residual = source
     row = target_row_at(place, inputs, workspace, sizes)
-    block, score, has_residual = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32), tl.full([], False, tl.int1)
+    block = tl.full([], -1, tl.int32)
     token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
         draft_row = draft_row_at(place, inputs, workspace, sizes)
         rows = row, draft_row
         if subtracted == ROW:
             if tuning.SUMS:
-                block, score = select_summed_block(place, exponentials, workspace, sizes)
+                block = select_summed_block(place, noise.exponentials, workspace, sizes)
             else:
-                block, score = select_residual_block(
-                    place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning
-                )
-            has_residual = block >= 0
+                block = select_residual_block(place, noise.exponentials, source, rows, inputs, sizes, tuning)
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
         without = sums_without(subtracted, p, row, place.temperature, inputs, sizes)
         if tl.sum(without, 0) > 0:
-            block_sums, has_residual = without, tl.full([], True, tl.int1)
+            block_sums = without
         else:
             subtracted = tl.full([], NONE, tl.int32)
     if token < 0:
         if block < 0:
-            block, score = select_block(block_sums, exponentials), best_score(block_sums, exponentials)
+            block = select_block(block_sums, noise.exponentials)
         token_ids = tokens_of(block)
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
@@ -154,7 +148,7 @@ def recover(place, exponentials, source, rivals, inputs, workspace, sizes, tunin
                 left = shortfall(target, draft, residual, base_2_scale(place.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)
-    return tl.minimum(token, sizes.vocab_size - 1).to(tl.int64), score, has_residual
+    return tl.minimum(token, sizes.vocab_size - 1).to(tl.int64)
 
 
 @triton.jit
@@ -163,10 +157,3 @@ def decide(place, noise, inputs, workspace, sizes):
     terms = acceptance_terms(place, inputs, workspace, sizes)
     accepted = accepts(terms, place, noise.uniform, inputs.drafts)
     return accepted, normalizer_of(terms.p), (terms.p, terms.residual)
-
-
-@triton.jit
-def draw(place, noise, source, inputs, workspace, sizes, tuning):
-    """Draw the token of a place whose draft is not accepted."""
-    token, _, _ = recover(place, noise.exponentials, source, (), inputs, workspace, sizes, tuning)
-    return token

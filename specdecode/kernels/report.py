@@ -20,7 +20,7 @@ import triton.language as tl
 from specdecode import report as limits
 from specdecode.kernels.distribution import combine, logprob, recompute_nonfinite
 from specdecode.kernels.launch import await_launch
-from specdecode.kernels.logprobs import differs_from_raw, load_raw_statistics, normalizer_of, raw_target_row_at
+from specdecode.kernels.logprobs import differs_from_raw, load_raw_statistics, normalizer_of
 from specdecode.kernels.request import load_temperature, locate_program
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -30,6 +30,7 @@ from specdecode.kernels.rows import (
     load_logits,
     part_of_blocks,
     row_index,
+    stored_target_row_at,
     target_row_at,
     tokens_of,
 )
@@ -165,7 +166,7 @@ def report_kernel(inputs, outputs, workspace, sizes, report):
             if report.top_ids_ptr is not None and not IS_RAW:
                 report_likeliest(row, p, block_max, temperature, index, report, sizes)
         if report.top_ids_ptr is not None and IS_RAW:
-            raw_row, one = raw_target_row_at(place, inputs, workspace, sizes), tl.full([], 1.0, tl.float32)
+            raw_row, one = stored_target_row_at(place.request, place.offset, inputs), tl.full([], 1.0, tl.float32)
             raw = raw_statistics_of(place, inputs, workspace, sizes)
             raw_p, raw_max = distribution_of(raw_row, raw, one, sizes)
             report_likeliest(raw_row, raw_p, raw_max, one, index, report, sizes)

@@ -85,8 +85,7 @@ def load_draft_ids(drafts, request, offsets, sizes):
         inside = (offsets >= 0) & (offsets < request.num_drafts)
         pointers = drafts.ids_ptr + request.row * drafts.stride_request + offsets * drafts.stride_offset
         ids = tl.load(pointers, mask=inside, other=-1)
-        vocab_size = sizes.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
-        return tl.where((ids >= 0) & (ids < vocab_size), ids.to(tl.int32), -1)
+        return tl.where((ids >= 0) & (ids < sizes.vocab_size), ids.to(tl.int32), -1)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from specdecode.kernels.search import (
     score_of,
     take_top,
 )
-from specdecode.kernels.selection import best_score, block_scores, select_block
+from specdecode.kernels.selection import block_scores, select_block
 from specdecode.kernels.statistics import sum_blocks, sum_in_order
 from specdecode.kernels.values import Request, exists
 
@@ -148,20 +148,18 @@ def best_of(target, draft, blocks, place, residual, row, block_domain, LANES: tl
 
 
 @triton.jit
-def select_residual_block(place, exponentials, source, rivals, rows, inputs, workspace, sizes, tuning):
-    """Draw a block with probability proportional to its residual; return it and its score, -1 if all rounds to nothing.
+def select_residual_block(place, exponentials, source, rows, inputs, sizes, tuning):
+    """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
-    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score. Nor above one that
-    a block elsewhere surely reaches, if the tuning finds any: `rivals` are what it takes for that.
+    sum of p would: blocks are taken in the order of these bounds, until no bound is above the best score.
     """
     p, residual = source
     row, _ = rows
     block_domain = inputs.requests.block_domain
     bounds = block_scores(residual_bounds(p.block_sums), exponentials)
     keys = keys_of(bounds, sizes)
-    # Of blocks of which nothing is kept, or that another rank has, nothing is left.
-    if exists(row.cutoff) or exists(row.shard):
+    if exists(row.cutoff):  # of blocks of which nothing is kept, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
     top, remaining = take_top(keys, tuning)
     first = blocks_of(top, sizes)
@@ -170,30 +168,23 @@ def select_residual_block(place, exponentials, source, rivals, rows, inputs, wor
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-    least_score = tl.full([], 0, tl.int32)
-    if tuning.LEAST_SCORE is not None:
-        least_score = tuning.LEAST_SCORE(place, exponentials, residual, inputs, workspace, sizes)
     best = best_of(first_target, first_draft, first, place, residual, row, block_domain, tuning.LANES)
-    if tuning.HINT is not None:
-        tuning.HINT(score_of(best), rivals)
-    while tl.max(most_of(largest, sizes), 0) > tl.maximum(score_of(best), least_score):
+    while tl.max(most_of(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
-        if tuning.HINTED is not None:
-            remaining = tl.where(most_of(remaining, sizes) > tuning.HINTED(rivals, remaining), remaining, -1)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
         this = best_of(target, draft, blocks, place, residual, row, block_domain, tuning.LANES)
         best = tl.maximum(best, this)
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
-    return tl.where(best > 0, block_of(best), -1), score_of(best)
+    return tl.where(best > 0, block_of(best), -1)
 
 
 @triton.jit
 def select_summed_block(place, exponentials, workspace, sizes):
-    """Draw a block, if the block sums of the residual are in the workspace; return it and its score, -1 if all are 0."""
+    """Draw a block, if the block sums of the residual are in the workspace; return it, -1 if all are 0."""
     sums = load_residual_sums(workspace, place.request, place.offset, sizes)
-    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1), best_score(sums, exponentials)
+    return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
 
 
 @triton.jit

@@ -1,9 +1,4 @@
-"""What is added to a target row in Triton: where its request's biases, penalties, counts and masks are.
-
-With shards a rank has the columns of its own tokens of counts and masks, while biases and drafts have ids of the whole
-vocabulary. Where its part of a row is read by itself, these ids are shifted (`adjustments.ids_in_row`). Where that is read
-as a part of the whole row, by the ids of the whole vocabulary, the pointers to columns are (`of_whole_row`).
-"""
+"""What is added to a target row in Triton: where its request's biases, penalties, counts and masks are."""
 
 import triton
 import triton.language as tl
@@ -88,35 +83,8 @@ def adjustments_at(request, offset, inputs, sizes):
         if given.repetition is not None and drafts.ids_ptr is not None:
             ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
             num_drafts = tl.minimum(offset, request.num_drafts)
-            vocab_size = request.vocab_size if sizes.shard.vocab_size is None else sizes.shard.vocab_size
-            before = ids_ptr, drafts.stride_offset, num_drafts, vocab_size
+            before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
         biases, penalties = biases_of(request, given), penalties_of(request, given)
-        allowed, first = allowed_at(request, offset, given), ()
-        if sizes.shard.start is not None:
-            first = (sizes.shard.start,)
-        return RowAdjustments(biases, penalties, allowed, before, load_drafts(before, sizes), first)
-    else:
-        return ()
-
-
-@triton.jit
-def shifted(pointer, count):
-    """Return a pointer that there may be, so many elements before it."""
-    if exists(pointer):
-        return (pointer[0] - count,)
-    else:
-        return ()
-
-
-@triton.jit
-def of_whole_row(adjustments, start):
-    """Return the adjustments of a shard's row that is read by the ids of the whole vocabulary, given where it starts."""
-    if exists(adjustments):
-        biases, penalties, allowed, before, drafts, _ = adjustments
-        if exists(penalties):
-            prompt, counts = shifted(penalties.prompt, start // WORD), shifted(penalties.counts, start)
-            is_any, repetition, inverse, frequency, presence, _, _ = penalties
-            penalties = Penalties(is_any, repetition, inverse, frequency, presence, prompt, counts)
-        return RowAdjustments(biases, penalties, shifted(allowed, start // WORD), before, drafts, ())
+        return RowAdjustments(biases, penalties, allowed_at(request, offset, given), before, load_drafts(before, sizes))
     else:
         return ()

@@ -2,8 +2,8 @@
 
 A row is read in one of two ways. `load_blocks` gives whole blocks as they are stored, at the speed of memory, at which an
 element may cost a handful of instructions: there a NaN remains one. `load_logits` and `load_logit` give float32, and -inf
-for a NaN. Either way a token that the row does not have reads as -inf: beyond the vocabulary, beyond the row's cutoff, of
-another rank's shard, or not of the draft's vocabulary.
+for a NaN. Either way a token that the row does not have reads as -inf: beyond the vocabulary, beyond the row's cutoff, or
+not of the draft's vocabulary.
 """
 
 import triton
@@ -11,18 +11,14 @@ import triton.language as tl
 
 from specdecode import noise
 from specdecode.kernels.adjustments import adjusted, load_adjustments, span_of
-from specdecode.kernels.row_adjustments import adjustments_at, of_whole_row
-from specdecode.kernels.values import Cutoff, Row, RowShard, Tokens, exists
+from specdecode.kernels.row_adjustments import adjustments_at
+from specdecode.kernels.values import Cutoff, Row, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
-KNOWN = tl.constexpr(len(RowShard._fields) - 1)
-"""Numbers that are kept of what ranks have told of a row: the fields of a `RowShard` but its start."""
-RAW_KNOWN = tl.constexpr(2)
-"""And of a target row as it is in memory, if it is another one: its `first` and its `draft_logit`."""
 WARP_BITS = tl.constexpr(4096)
 """What a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
@@ -47,7 +43,7 @@ def scaled(logits, row_max, temperature):
 @triton.jit
 def whole_row(ptr, stride_token, vocab_size):
     """Return a row of which all is read."""
-    return Row(ptr, stride_token, vocab_size, (), (), (), (), ())
+    return Row(ptr, stride_token, vocab_size, (), (), ())
 
 
 @triton.jit
@@ -68,7 +64,7 @@ def whole_target_row_at(request, offset, inputs, sizes):
     """Return the target row at an offset of a request, adjusted."""
     row = stored_target_row_at(request, offset, inputs)
     adjustments = adjustments_at(request, offset, inputs, sizes)
-    return Row(row.ptr, row.stride_token, row.vocab_size, (), (), (), adjustments, ())
+    return Row(row.ptr, row.stride_token, row.vocab_size, (), (), adjustments)
 
 
 @triton.jit
@@ -93,33 +89,13 @@ def row_index(request, offset, OF_DRAFT: tl.constexpr, sizes):
 
 @triton.jit
 def with_cutoff(row, workspace, index, sizes):
-    """Return a row, given its index, with its cutoff, if rows are truncated; and `with_shard`."""
-    row = with_shard(row, workspace, index, sizes)
+    """Return a row, given its index, with its cutoff, if rows are truncated."""
     if workspace.cutoffs_ptr is None:
         return row
     else:
         pointer = workspace.cutoffs_ptr + index * 2
         cutoff = Cutoff(tl.load(pointer), tl.load(pointer + 1).to(tl.int32, bitcast=True))
-        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.shard, row.draft_ids, row.adjustments, ())
-
-
-@triton.jit
-def with_shard(row, workspace, index, sizes):
-    """Return a row, given its index, with what is known of it beyond this rank, if rows are sharded."""
-    if workspace.known_ptr is None:
-        return row
-    else:
-        start, end = sizes.shard.start, tl.minimum(row.vocab_size, sizes.shard.end)
-        if sizes.shard.ALIGNED:
-            end = tl.multiple_of(end, 16)
-        ptr = row.ptr - start.to(tl.int64) * row.stride_token
-        known_ptr = workspace.known_ptr + index * KNOWN
-        row_max, first = tl.load(known_ptr), tl.load(known_ptr + 1).to(tl.int32, bitcast=True)
-        draft, draft_logit = tl.load(known_ptr + 2).to(tl.int32, bitcast=True), tl.load(known_ptr + 3)
-        other, other_logit = tl.load(known_ptr + 4).to(tl.int32, bitcast=True), tl.load(known_ptr + 5)
-        shard = RowShard(start, row_max, first, draft, draft_logit, other, other_logit)
-        adjustments = of_whole_row(row.adjustments, start.to(tl.int64))
-        return Row(ptr, row.stride_token, end, row.cutoff, shard, row.draft_ids, adjustments, ())
+        return Row(row.ptr, row.stride_token, row.vocab_size, cutoff, row.draft_ids, row.adjustments)
 
 
 @triton.jit
@@ -158,13 +134,10 @@ def load_raw(row, token_ids, wanted):
     if exists(row.draft_ids):
         token_ids, wanted = draft_ids_of(row.draft_ids, token_ids, wanted), True
     pointers = row.ptr + token_ids * row.stride_token
-    inside = token_ids < row.vocab_size
-    if exists(row.shard):
-        inside &= token_ids >= row.shard.start
-    inside = tl.where(wanted, inside, False)
+    inside = tl.where(wanted, token_ids < row.vocab_size, False)
     logits = tl.load(pointers, mask=inside, other=-INFINITY)
     if exists(row.adjustments):
-        tokens, span = Tokens((token_ids,), (inside,), (), (), (), 0), span_of(token_ids, row.adjustments)
+        tokens, span = Tokens((token_ids,), (inside,), (), (), 0), span_of(token_ids, row.adjustments)
         loaded = load_adjustments(tokens, row.adjustments)
         logits = adjusted((logits.to(tl.float32),), loaded, tokens, span, row.adjustments)[0]
     if exists(row.cutoff):
@@ -195,17 +168,12 @@ def load_logit(row, token, wanted):
         wanted = token < row.vocab_size
     is_there = wanted
     wanted &= token >= 0
-    if exists(row.shard):
-        logit = load_raw(row, token.to(tl.int64), wanted).to(tl.float32)
-        logit = tl.where(token == row.shard.other, row.shard.other_logit, logit)
-        logit = tl.where(token == row.shard.draft, row.shard.draft_logit, logit)
-    else:
-        pointer = row.ptr + token.to(tl.int64) * row.stride_token
-        logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
-        if exists(row.adjustments):
-            tokens = Tokens((token,), (wanted,), (), (), (), 0)
-            loaded = load_adjustments(tokens, row.adjustments)
-            logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
+    pointer = row.ptr + token.to(tl.int64) * row.stride_token
+    logit = tl.load(pointer, mask=wanted, other=0.0).to(tl.float32)
+    if exists(row.adjustments):
+        tokens = Tokens((token,), (wanted,), (), (), 0)
+        loaded = load_adjustments(tokens, row.adjustments)
+        logit = adjusted((logit,), loaded, tokens, (token, token), row.adjustments)[0]
     if exists(row.cutoff):
         logit = tl.where(wanted, up_to_cutoff(logit, token, row.cutoff), logit)
     logit = tl.where(logit == logit, logit, -INFINITY)
@@ -233,15 +201,13 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
     In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
     """
     if exists(row.adjustments):
-        row = Row(row.ptr, row.stride_token, row.vocab_size, (), row.shard, (), (), ())
+        row = whole_row(row.ptr, row.stride_token, row.vocab_size)
     parts = ()
     for part in tl.static_range(BLOCK_SIZE // LANES):
         if PAIRS:
             pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             inside = pairs < row.vocab_size // 2
-            if exists(row.shard):
-                inside &= pairs >= row.shard.start // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:
             parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
@@ -251,19 +217,14 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
 @triton.jit
 def tokens_of_blocks(blocks, row, LANES: tl.constexpr):
     """Return the tokens of some [BLOCKS] blocks of a row, in parts."""
-    token_ids, inside, octets, quads, start = (), (), (), (), ()
-    if exists(row.shard):
-        start = (row.shard.start,)
+    token_ids, inside, octets, quads = (), (), (), ()
     lanes = tl.arange(0, LANES // 2)[None, :]
     for part in tl.static_range(BLOCK_SIZE // LANES):
         token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
-        is_inside = token_ids[part] < row.vocab_size
-        if exists(row.shard):
-            is_inside &= token_ids[part] >= row.shard.start
-        inside = inside + (is_inside,)
+        inside = inside + (token_ids[part] < row.vocab_size,)
         octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
         quads = quads + (blocks[:, None] * BLOCK_SIZE + part * LANES + lanes // 4 * 8 + lanes % 4,)
-    return Tokens(token_ids, inside, octets, quads, start, row.vocab_size)
+    return Tokens(token_ids, inside, octets, quads, row.vocab_size)
 
 
 @triton.jit

@@ -45,12 +45,6 @@ def block_scores(block_sums, exponentials):
 
 
 @triton.jit
-def best_score(block_sums, exponentials):
-    """Return the largest score, as the bits of a float32."""
-    return tl.max(block_scores(block_sums, exponentials), 0).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def select_block(block_sums, exponentials):
     """Draw a block with probability proportional to its sum; at least one sum is not 0."""
     return first_largest(block_scores(block_sums, exponentials))

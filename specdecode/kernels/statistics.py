@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, in_order, row_index, unpack
-from specdecode.kernels.values import exists
 
 WARP = tl.constexpr(32)
 
@@ -74,15 +73,6 @@ def sums_of_exponentials(parts, block_max, scales):
         halves = (sums[each],) if len(sums) == len(scales) else (sums[each], sums[len(scales) + each])
         totals = totals + (sum_blocks(halves),)
     return totals
-
-
-@triton.jit
-def stored_ptr(row):
-    """Return a pointer of the dtype in which logits are stored, also of a copy: the order of sums depends on it."""
-    if exists(row.copy_of):
-        return row.copy_of[0]
-    else:
-        return row.ptr
 
 
 @triton.jit

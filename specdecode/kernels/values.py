@@ -13,12 +13,10 @@ class Row(NamedTuple):
 
     ptr: Any
     stride_token: Any
-    vocab_size: Any  # of a shard, where its tokens end
+    vocab_size: Any
     cutoff: Any  # `Cutoff`: logits beyond it are read as -inf
-    shard: Any  # `RowShard`: this rank has a part of the tokens, others are read as -inf
     draft_ids: Any  # `DraftIds`: of a draft row over a vocabulary of its own, which is read by the target's tokens
     adjustments: Any  # `RowAdjustments`: of a target row, what its request adds to logits
-    copy_of: Any  # of an adjusted copy in float32: a pointer of the dtype of its original, see `statistics.stored_ptr`
 
 
 class Cutoff(NamedTuple):
@@ -26,18 +24,6 @@ class Cutoff(NamedTuple):
 
     logit: Any
     token: Any
-
-
-class RowShard(NamedTuple):
-    """What this rank knows of a row of which it has the tokens from `start` on; all but that ranks have told each other."""
-
-    start: Any  # the row's pointer is where token 0 would be
-    row_max: Any
-    first: Any  # the first token with the row's largest logit, if the row is a point mass
-    draft: Any  # the draft judged by the row, -1 for none
-    draft_logit: Any
-    other: Any  # `first` of the draft row beside a target row, of the target row beside a draft row
-    other_logit: Any
 
 
 class DraftIds(NamedTuple):
@@ -54,8 +40,7 @@ class Tokens(NamedTuple):
     inside: Any  # whether the row has them
     octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
     quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, LANES // 2]
-    start: Any  # of the row's tokens, if there are octets and a `RowShard`; else ()
-    end: Any  # likewise where they end, if there are octets
+    end: Any  # where the row's tokens end, if there are octets
 
 
 class Loaded(NamedTuple):
@@ -74,7 +59,6 @@ class RowAdjustments(NamedTuple):
     allowed: Any  # a pointer to the row of a mask
     before: Any  # where the step's drafts before the row are, see `load_drafts`; () without penalties
     drafts: Any  # their ids, [MAX_DRAFTS], -1 for none
-    first: Any  # the token 0 of the row, by the ids of the whole vocabulary that biases and drafts have; () if it is 0
 
 
 class Biases(NamedTuple):

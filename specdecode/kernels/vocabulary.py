@@ -52,7 +52,7 @@ def by_target(row, workspace, sizes):
         return row
     else:
         draft_ids = DraftIds(workspace.draft_ids_ptr, sizes.vocab_size)
-        return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, row.shard, draft_ids, (), ())
+        return Row(row.ptr, row.stride_token, row.vocab_size, row.cutoff, draft_ids, ())
 
 
 @triton.jit

@@ -50,7 +50,6 @@ NO_LIMITS = {
     "logprobs": None,
     "draft_vocab_ids": None,
     "adjustments": None,
-    "shard": None,
 }
 
 

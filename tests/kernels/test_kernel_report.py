@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,9 +33,7 @@ from tests.support.kernels import (
 )
 from tests.support.logprobs import hostile
 from tests.support.packing import HOSTILE_SLOTS, HOSTILE_STARTS, is_sound, packed_rows, with_counts
-from tests.support.ranks import Ranks
 from tests.support.report import assert_form, assert_right
-from tests.support.sharded_calls import TWO, assert_ranks_agree, packed_of, taking_turns
 from tests.support.truncated import TRUNCATIONS, on
 
 NAN, INF = float("nan"), float("inf")
@@ -260,22 +257,6 @@ def test_places_that_cannot_be_are_never_read(truncated, of):
                 assert output.top_token_ids[request, 0].tolist() == [0, *[-1] * 4]
                 assert output.num_kept[request].tolist() == [1, 0, 0, 0]
                 assert output.kept_token_ids[request, 0].tolist() == [0, *[-1] * 1023]
-
-
-@needs_interpreter
-@pytest.mark.parametrize(
-    ("method", "of", "options"), [("probabilistic", "raw", {}), ("strict", "processed", {"top_k": 3})]
-)
-def test_shards_are_gathered_for_it_and_every_rank_returns_the_same(method, of, options):
-    batch = case(3, 2, 2064, torch.bfloat16, greedy=0.4, seed=7)
-    rows = packed_rows(with_counts(batch, [2, 0, 1]), [2, 0, 1])
-    rows["row_starts"] = torch.cat([rows["row_starts"], rows["row_starts"][-1:]])  # a request without rows
-    asked = {"slots": torch.tensor([0, 1, 2, 0]), "logprobs": of, "top_logprobs": 5, "kept_sets": True}
-    call = {**rows, **asked, **options, "seeds": batch.seeds, "temperature": batch.temperature}
-    with taking_turns():
-        output, _ = assert_ranks_agree(Ranks(*TWO), partial(packed_of, method), call)
-    assert_form(output, 5)
-    assert output.num_kept[3].tolist() == [1, 0, 0]
 
 
 @needs_gpu

@@ -118,7 +118,7 @@ def test_packed_is_padded_bit_for_bit(method, options, way):
     rows = packed_rows(batch, counts)
     by_slot = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")} | options
     by_slot = {name: in_slots(value, slots, 7) for name, value in by_slot.items()}
-    names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff", "shard"
+    names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff"
     call = {**dict.fromkeys(names), **rows, **by_slot, "positions": batch.positions, "logprobs": "processed"}
     packed = VerificationBatch.check(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
     assert_same(kernels.verify(method, packed, SCHEDULE if method == "synthetic" else None, **way), usual)

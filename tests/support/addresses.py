@@ -8,24 +8,16 @@ from unittest import mock
 import numpy as np
 from torch import Tensor
 
-from specdecode import transports
-
 MARGIN = 1 << 14
 """Elements on either side of a tensor that is `apart`."""
 
 
 def places_of(values: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """The addresses of the first and the last byte of each tensor, and of what symmetric memory other ranks have."""
+    """The addresses of the first and the last byte of each tensor."""
     for tensor in values.values():
         if isinstance(tensor, Tensor) and tensor.numel():
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
             yield tensor.data_ptr(), tensor.data_ptr() + (span + 1) * tensor.element_size() - 1
-    if values.get("peers") is not None:
-        for address in values["peers"].tolist():
-            yield address, address + (transports.HEADER + 2 * values["half"]) * 8 - 1
-    if values.get("row_peers") is not None:
-        for address in values["row_peers"].tolist():
-            yield address, address + values["row_memory"].nbytes - 1
 
 
 def apart(tensor: Tensor) -> Tensor:

@@ -82,14 +82,6 @@ def to(device: str, adjustments: Adjustments) -> Adjustments:
     return Adjustments(*[each.to(device) if isinstance(each, Tensor) else each for each in adjustments])
 
 
-def columns(adjustments: Adjustments, start: int, end: int) -> Adjustments:
-    """What a rank has of masks and counts: views of its tokens' columns."""
-    words = slice(start // 32, -(-end // 32))
-    parts = {"prompt_mask": words, "allowed_mask": words, "output_counts": slice(start, end)}
-    whole = {name: (getattr(adjustments, name), part) for name, part in parts.items()}
-    return adjustments._replace(**{name: rows[..., part] for name, (rows, part) in whole.items() if rows is not None})
-
-
 def packed(
     adjustments: Adjustments, rows: dict[str, Any], counts: Sequence[int], slots: Tensor, num: int
 ) -> Adjustments:

@@ -18,7 +18,6 @@ from specdecode.kernels.arguments import Sizes
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, value_of
 from specdecode.kernels.launch import Launch, Plan
-from specdecode.kernels.sharding import plan as shard_plan
 from tests.conftest import ON_GPU
 from tests.support.differential import Case, case
 
@@ -118,7 +117,6 @@ def memory_of(value: float) -> Iterator[None]:
 
 def forget_plans() -> None:
     plan_step.cache_clear()
-    shard_plan.plan_sharded.cache_clear()
 
 
 @contextmanager

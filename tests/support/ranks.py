@@ -7,13 +7,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
-from specdecode import Adjustments, VocabShard
-from tests.support.addresses import apart
-from tests.support.adjusted import columns
-
-LOGITS = ("target_logits", "draft_logits", "logits")
+from specdecode import VocabShard
+from tests.support.sharded_calls import columns
 
 
 def groups(size: int, seconds: float = 60) -> list[distributed.ProcessGroup]:
@@ -57,22 +54,13 @@ class Ranks:
         self.vocab_size = bounds[-1]
         self.shards = [VocabShard(group, start, bounds[-1]) for group, (start, _) in zip(members, self.parts)]
 
-    def run(self, make: Callable[[VocabShard], Callable], call: dict) -> list[Any]:
-        """Call on each rank what `make` returns for its shard, with its part of logits and all other arguments.
-
-        Its part of what requests add to logits is a copy, which has nothing beside it.
-        """
+    def run(self, make: Callable[[VocabShard], Callable], call: dict, whole_drafts: bool = False) -> list[Any]:
+        """Call on each rank the result of `make` for its shard, with its columns of logits and all other arguments."""
 
         def run_rank(rank: int) -> Any:
-            start, end = self.parts[rank]
-            mine: dict = {
-                name: value[..., start:end] for name, value in call.items() if name in LOGITS and value is not None
-            }
-            if call.get("adjustments") is not None:
-                part = columns(call["adjustments"], start, end)
-                mine["adjustments"] = Adjustments(*[apart(each) if isinstance(each, Tensor) else each for each in part])
             with torch.no_grad():
-                return make(self.shards[rank])(**call | mine)
+                mine = columns(call, *self.parts[rank], self.vocab_size, whole_drafts)
+                return make(self.shards[rank])(**mine)
 
         results = on_ranks(run_rank, [(rank,) for rank in range(len(self.parts))])
         for result in results:

@@ -1,142 +1,112 @@
-"""Ranks that are threads, which launch kernels in turn and share memory, and what every rank has to return."""
+"""Random calls with every option, for ranks that hold shards and for one process that holds whole rows."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from specdecode import RejectionSampler, VocabShard, sharding, transports
-from specdecode.kernels.launch import Plan
-from specdecode.kernels.sharding import plan as shard_plan
-from tests.conftest import ON_GPU
-from tests.support.addresses import apart, inside
-from tests.support.kernels import DEVICE, SCHEDULE, given, memory_of, planned_with
-from tests.support.ranks import Ranks
+from specdecode import RejectionSampler, SamplerOutput, Sampling, VocabShard
+from tests.support.adjusted import SOME, adjustments_for, packed
+from tests.support.differential import case
+from tests.support.packing import SCHEDULE, fed_positions, in_slots, packed_rows, with_counts
 
-NAN, INF = float("nan"), float("inf")
-THREE, TWO, UNEVEN, EMPTY = (
-    ([0, 1024, 2048, 2064], [2, 0, 1]),
-    ([0, 1024, 2064], [1, 0]),
-    ([0, 1024, 3100], None),
-    ([0, 0, 2048, 2048, 2500], [3, 2, 1, 0]),
-)
-LARGE = ([0, 51_200, 51_200, 151_936], [1, 2, 0])
-
-ALL_GATHER = transports.all_gather
+METHODS = ("probabilistic", "strict", "block", "synthetic")
+LIMITS: list[dict[str, Any]] = [{}, {"top_p": 0.9, "top_k": 40}, {"top_p": 0.95}, {"top_k": 7}, {"min_p": 0.02}]
+REPORTS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": "raw"},
+    {"logprobs": "processed", "top_logprobs": 4},
+    {"logprobs": "processed", "kept_sets": True},
+]
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+VALUES = (float("nan"), float("inf"), -float("inf"))
+LOGITS = ("target_logits", "draft_logits", "logits")
 
 
-@contextmanager
-def taking_turns() -> Iterator[None]:
-    """Let one rank launch at a time, inside its tensors, in memory full of NaN; on a GPU exchange through the host."""
-    lock, interpret, gather = threading.Lock(), Plan.interpret, transports.all_gather
-
-    def in_turn(plan: Plan, values: dict) -> None:
-        with lock, inside(values):
-            interpret(plan, values)
-
-    def through_the_host(tensor: Tensor, group: Any) -> Tensor:
-        return gather(tensor.cpu(), group).to(tensor.device)
-
-    with (
-        mock.patch.object(Plan, "interpret", in_turn),
-        memory_of(NAN),
-        mock.patch.object(transports, "all_gather", through_the_host if ON_GPU else gather),
-    ):
-        yield
+def sampler_of(method: str, shard: VocabShard | None = None, backend: str = "auto") -> RejectionSampler:
+    schedule = SCHEDULE if method == "synthetic" else None
+    return RejectionSampler(method, backend=backend, schedule=schedule, shard=shard)
 
 
-class Shared(transports.SymmetricMemory):
-    """Symmetric memory of ranks that are threads. Between two launches they meet: a kernel that waits stops all others.
-
-    So none has to, and one that does waits for a word that is never told: it gives up soon.
-    """
-
-    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self.most_tries = 100
-        self.seen: set[str] = set()
-
-    def memory(self, words: int) -> tuple[dict, dict]:
-        self.needed = words
-        return super().memory(words)
-
-    def allocate(self, words: int) -> tuple[Tensor, list[int]]:
-        memory = torch.empty(words, dtype=torch.int64, device=self.device)
-        transports.start_over(memory)
-        addresses = ALL_GATHER(torch.tensor([memory.data_ptr()]), self.group)
-        return memory, addresses.flatten().tolist()
-
-    def exchange(self, words: Tensor | None) -> None:
-        assert words is None
-        torch.cuda.synchronize() if ON_GPU else None
-        self.seen |= self.not_heard()  # what this rank has told itself is there
-        ALL_GATHER(torch.zeros(1), self.group)
-
-    def not_heard(self) -> set[str]:
-        """Where words are that are not heard: in the half of even or of odd steps, or beyond what a step was to take."""
-        even, odd = self.words[transports.HEADER :].view(2, self.half) != -1
-        beyond = torch.cat([even[self.needed :], odd[self.needed :]])
-        parts = {"even": even[: self.needed], "odd": odd[: self.needed], "beyond": beyond}
-        return {name for name, part in parts.items() if part.any()}
+def hurt(chance: Random, logits: Tensor) -> None:
+    """Put NaN and infinities in some rows."""
+    for _ in range(3 if logits.numel() and chance.random() < 0.3 else 0):
+        place = [chance.randrange(size) for size in logits.shape[:-1]]
+        tokens = [chance.randrange(logits.shape[-1]) for _ in range(3)] if chance.random() < 0.7 else slice(None)
+        logits[(*place, tokens)] = chance.choice(VALUES)
 
 
-@contextmanager
-def sharing_memory() -> Iterator[None]:
-    """Have ranks exchange words through memory of all."""
-
-    def choose(wanted: str, group: Any, device: torch.device) -> Shared:
-        transport = Shared(group, device)
-        transport.grow(1)
-        return transport
-
-    with (
-        mock.patch.object(transports, "choose", choose),
-        planned_with(shard_plan, WAITING_PROGRAMS=132 if ON_GPU else 2),
-    ):
-        yield
-
-
-def sampler_of(method: str, shard: VocabShard | None = None, backend: str = "triton") -> RejectionSampler:
-    return RejectionSampler(method, backend=backend, schedule=SCHEDULE if method == "synthetic" else None, shard=shard)
-
-
-def packed_of(method: str, shard: VocabShard | None = None) -> Callable:
-    return sampler_of(method, shard).packed
-
-
-def assert_bits(got: Any, expected: Any) -> None:
-    for name, mine, other in zip(expected._fields, got, expected):
-        if mine is not other:  # what is absent is None
-            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=name)
-
-
-def assert_ranks_agree(ranks: Ranks, make: Callable, call: dict) -> tuple[Any, list[int]]:
-    """Check that every rank returns the bits of one process; return these, and the bytes of each exchange."""
-    call = {name: apart(value.to(DEVICE)) if isinstance(value, Tensor) else value for name, value in call.items()}
-    expected, sizes, gather = make()(**call), [], transports.all_gather
-
-    def counted(tensor: Tensor, group: distributed.ProcessGroup) -> Tensor:
-        gathered = gather(tensor, group)
-        if group.rank() == 0:
-            sizes.append(gathered.numel() * gathered.element_size())
-        return gathered
-
-    logits = call.get("target_logits", call.get("logits"))
-    for shard in ranks.shards:  # so that no exchange is one about the layout
-        table = [(start, end - start) for start, end in ranks.parts]
-        layout = sharding.Layout(table, shard.group.rank(), ranks.vocab_size, logits.device)
-        shard._layouts.setdefault(logits.device, layout)
-    with mock.patch.object(transports, "all_gather", counted):
-        for got in ranks.run(make, call):
-            assert_bits(got, expected)
-    return expected, sizes
+def random_call(seed: int, vocab: int, device: str = "cpu") -> tuple[str, dict[str, Any]]:
+    """Return a method and the arguments of a call of it, packed if it has `row_starts`; all follow from the seed."""
+    chance = Random(seed)
+    requests, drafts = chance.choice([1, 2, 3, 5]), chance.choice([0, 1, 2, 3])
+    batch = case(requests, drafts, vocab, chance.choice(FLOATS), seed=seed, greedy=chance.choice([0, 0.3]))
+    hurt(chance, batch.target_logits)
+    hurt(chance, batch.draft_logits)
+    counts = [chance.randint(0, drafts) for _ in range(requests)]
+    batch, method, limits = with_counts(batch, counts), chance.choice(METHODS), chance.choice(LIMITS)
+    options = vars(batch) | chance.choice(REPORTS) | limits
+    if chance.random() < 0.3:
+        options["seeds"] = chance.choice([0, 2**63 - 2])
+    if chance.random() < 0.2:
+        options["temperature"] = chance.choice([0.0, 0.7])
+    given = chance.choice(["drawn", "drawn", "other sampling", "logsumexp", "own vocabulary", "none"])
+    if given == "none":
+        options["draft_logits"] = None
+    elif given == "other sampling":
+        options["draft_sampling"] = Sampling(chance.choice([0.7, options["temperature"]]), **chance.choice(LIMITS))
+    elif given == "own vocabulary":
+        options["draft_logits"] = options["draft_logits"][..., : vocab // 2].contiguous()
+        options["draft_vocab_ids"] = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[: vocab // 2]
+    elif given == "logsumexp" and drafts:
+        numbers = {name: options[name] for name in ("temperature", "seeds")} | limits
+        rows = [sampler_of(method).draft(batch.draft_logits[:, i], **numbers, offset=i) for i in range(drafts)]
+        options["draft_logsumexp"] = torch.stack([row.logsumexp for row in rows], dim=1)
+        if limits:
+            options["draft_cutoff"] = torch.stack([row.cutoff for row in rows], dim=1)
+    adjustments = adjustments_for(batch, chance.choice(list(SOME)), seed) if chance.random() < 0.4 else None
+    if chance.random() < 0.4:
+        slots, rows = torch.tensor(chance.sample(range(requests + 2), requests)), packed_rows(batch, counts)
+        named = {name: options.pop(name) for name in ("positions", "draft_vocab_ids") if name in options}
+        options = {name: in_slots(each, slots, requests + 2) for name, each in options.items()} | named
+        options |= rows | {"slots": slots}
+        if chance.random() < 0.5:
+            options["row_positions"] = fed_positions(options.pop("positions"), rows)
+        if adjustments is not None:
+            adjustments = packed(adjustments, rows, counts, slots, requests + 2)
+    options["adjustments"] = adjustments
+    return method, {name: on(each, device) for name, each in options.items()}
 
 
-def arguments(kind: str, batch: Any) -> tuple[str, dict]:
-    """The method and the arguments of a kind of call."""
-    method, draft_logits, logsumexp = given(kind, batch)
-    return method, vars(batch) | {"draft_logits": draft_logits, "draft_logsumexp": logsumexp}
+def on(value: Any, device: str) -> Any:
+    """Return an argument on a device."""
+    if isinstance(value, tuple):
+        return type(value)(*[on(each, device) for each in value])
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def columns(call: dict[str, Any], start: int, end: int, vocab: int, whole_drafts: bool = False) -> dict[str, Any]:
+    """Return a call with a rank's columns of logits, except draft logits that are whole."""
+    names = [name for name in LOGITS if call.get(name) is not None and call[name].shape[-1] == vocab]
+    names = [name for name in names if not (whole_drafts and name == "draft_logits")]
+    return call | {name: call[name][..., start:end] for name in names}
+
+
+def verified(sampler: RejectionSampler, call: dict[str, Any]) -> SamplerOutput:
+    """Return the output of a call."""
+    return (sampler.packed if "row_starts" in call else sampler)(**call)
+
+
+def differences(got: Any, expected: Any) -> list[str]:
+    """Return the names of the fields that differ in any bit; a NaN is equal to itself."""
+    pairs = [(name, getattr(got, name), value) for name, value in zip(expected._fields, expected)]
+    return [name for name, mine, other in pairs if not is_same(mine, other)]
+
+
+def is_same(mine: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two results are equal in type, shape and bits."""
+    if mine is None or other is None:
+        return mine is other
+    alike = mine.dtype == other.dtype and mine.shape == other.shape
+    return alike and torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7))

@@ -3,7 +3,7 @@
 `python -m tests.tools.portability 80` compiles them for compute capability 8.0. Without a GPU, tests run in Triton's
 interpreter, which accepts code that the compiler refuses; and code for one kind of GPU may not compile for another. Here a
 replacement of Triton's driver names a GPU and launches nothing, so kernels are compiled to machine code. Names of methods
-may follow the number, and `shards`; `adjusted`, for calls with penalties, biases and masks, over shards too; and `once`:
+may follow the number; `adjusted`, for calls with penalties, biases and masks; and `once`:
 each kernel is compiled once then, as the first call that needs it takes it. What is in Triton's cache is not compiled
 again.
 
@@ -19,14 +19,12 @@ from typing import Any
 
 import torch
 import triton
-from torch import distributed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import code_generator
 
-from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, VocabShard, backends, transports
+from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends
 from specdecode.kernels import launch, plan
 from specdecode.kernels.methods import METHODS
-from specdecode.kernels.sharding import plan as shard_plan
 
 VOCAB, DRAFTS = 33_024, 3
 
@@ -145,61 +143,18 @@ def compile_all(methods: list[str], once: bool = False) -> None:
             sampler(target, ids, draft[..., : len(vocabulary)], seeds=0, draft_vocab_ids=vocabulary)
 
 
-class OneRank(transports.SymmetricMemory):
-    """Symmetric memory of one rank."""
-
-    def allocate(self, words: int) -> tuple[torch.Tensor, list[int]]:
-        return torch.zeros(words, dtype=torch.int64), [0]
-
-
-def compile_shards(once: bool = False, adjusted: bool = False) -> None:
-    """Compile what calls with shards take, or small ones with all adjustments: one rank's kernels are those of more."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    target, draft = (torch.zeros(1, rows, VOCAB, dtype=torch.bfloat16) for rows in (DRAFTS + 1, DRAFTS))
-    ids, device = torch.zeros(1, DRAFTS, dtype=torch.int64), torch.device("cpu")
-    logsumexp = torch.zeros(1, DRAFTS)
-    memory = OneRank(distributed.group.WORLD, device)
-    for transport in (memory,) if once else (transports.Collective(distributed.group.WORLD), memory):
-        for method, drafts in (
-            ("probabilistic", (draft, None)),
-            ("probabilistic", (draft, logsumexp)),
-            ("block", (draft, None)),
-        ):
-            shard = VocabShard(None, 0, VOCAB)
-            shard._transports[device] = transport
-            sampler = RejectionSampler(method, backend="triton", shard=shard)
-            options: dict[str, Any] = {"draft_logsumexp": drafts[1]}
-            compiled = sampler.warmup
-            if adjusted:
-                compiled, options = sampler, options | {"logprobs": "raw", "adjustments": all_adjustments()}
-            compiled(target, ids, drafts[0], seeds=0, **options)
-            if transport.is_symmetric:
-                options |= {"draft_cutoff": None if drafts[1] is None else ids, "top_p": 0.9}
-                compiled(target, ids, drafts[0], seeds=0, **options)
-        strict = RejectionSampler("strict", backend="triton", shard=shard)
-        if adjusted:
-            strict(target, ids, seeds=0, adjustments=all_adjustments())
-            if transport.is_symmetric:
-                strict(target, ids, seeds=0, adjustments=all_adjustments(), top_p=0.9)
-            continue
-        strict(target, ids, seeds=0, logprobs="raw")
-        strict(target.expand(64, -1, -1), ids.expand(64, -1), seeds=0)
-
-
 if __name__ == "__main__":
     capability, *methods = sys.argv[1:]
     driver = Driver(int(capability))
     triton.runtime.driver.set_active(driver)
     tell_calls_apart()
     backends.obstacle = lambda device: None
-    launch.can_overlap = plan.can_overlap = shard_plan.can_overlap = lambda device: driver.target.arch >= 90
+    launch.can_overlap = plan.can_overlap = lambda device: driver.target.arch >= 90
     if "once" in methods:
         compile_once()
-    named = [name for name in methods if name not in ("shards", "once", "adjusted")]
+    named = [name for name in methods if name not in ("once", "adjusted")]
     if "adjusted" in methods:
         compile_adjusted(named)
     else:
-        compile_all(named or ([] if "shards" in methods else list(METHODS)), once="once" in methods)
-    if "shards" in methods:
-        compile_shards(once="once" in methods, adjusted="adjusted" in methods)
+        compile_all(named or list(METHODS), once="once" in methods)
     print(*sorted(set(driver.compiled)))

@@ -27,7 +27,7 @@ from specdecode.kernels.rows import (
     scaled,
     tokens_of,
 )
-from specdecode.kernels.statistics import WARP, store_statistics, stored_ptr, sum_blocks, sum_in_order
+from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
 from specdecode.kernels.values import WeighedRow, exists
 
@@ -110,7 +110,7 @@ def by_block(tables):
 def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
     """Return the amounts from three finite logits on."""
     first, second, third = thresholds
-    LANES: tl.constexpr = WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth  # of a block, of a warp
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, of a warp
     from_first = empty_tables(sizes, BLOCKS)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
@@ -313,7 +313,7 @@ def find_tie(logit, nth, block, row):
 @triton.jit
 def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
-    LANES: tl.constexpr = WARP_BITS // stored_ptr(row).dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     num_ties = empty_tables(sizes, BLOCKS)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
