@@ -15,7 +15,7 @@ from specdecode.sampling import Truncation
 
 def verify_unchecked(verifier: RejectionSampler, call: dict[str, Any]) -> SamplerOutput:
     """Verify a step as a sampler does, or its `packed`, whose arguments it has checked in a step of the same kind."""
-    batch = unchecked(**call, shard=verifier.shard)
+    batch = unchecked(**call)
     backend = backends.to_verify(verifier.backend, verifier.method, batch)
     output: SamplerOutput = backend.verify(verifier.method, batch, None)
     return output
