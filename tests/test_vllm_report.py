@@ -18,8 +18,8 @@ from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
 from specdecode.integrations.vllm.compiling import share_of
 from specdecode.integrations.vllm.needs import PROCESSORS, TRUNCATES
-from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
-from specdecode.integrations.vllm.verification import GATHERED, LEFT_TO_VLLM
+from specdecode.integrations.vllm.reporting import GATHERED, MOST_KEPT, AdvisedRunner, Report, Sums
+from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
 from tests.support.vllm import (
     Clock,
     PlainRejectionSampler,
@@ -285,14 +285,32 @@ def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_r
     assert share == (() if shards else (rank, 2, ranks.barrier))
 
 
+class PlainRunner:
+    """What vLLM's model runner sets."""
+
+    sampler = rejection_sampler = None
+
+    def load_model(self, model, sampler, is_last):
+        self.model = model
+        if is_last:
+            self.rejection_sampler, self.sampler = sampler, sampler.sampler
+
+
 @pytest.mark.parametrize(
-    ("size", "shards", "lines"), [(2, False, [[GATHERED % 2], []]), (2, True, [[], []]), (1, False, [[]])]
+    ("size", "change", "told"),
+    [(2, None, True), (1, None, False), (2, "flag", False), (2, "model", False), (2, "pipeline", False)],
 )
-def test_several_gpus_that_gather_logits_are_told_once_how_to_save_that(size, shards, lines, start, monkeypatch):
-    for rank, expected in enumerate(lines):
+def test_several_gpus_that_gather_logits_are_told_once_of_a_flag_that_saves_it(
+    size, change, told, start, monkeypatch, caplog
+):
+    model, lines = Namespace(**({} if change == "model" else {"compute_logits_local": None})), []
+    for rank in range(size):
         group_of_ranks(monkeypatch, rank, size)
-        _, messages = start(sampler={"shards_batches": shards})
-        assert messages[1:] == expected
+        result, _ = start(sampler={"shards_batches": change == "flag"})
+        caplog.clear()
+        type("Runner", (AdvisedRunner, PlainRunner), {})().load_model(model, result, is_last=change != "pipeline")
+        lines += caplog.messages
+    assert lines == [GATHERED % 2] * told
 
 
 # ---- The pages -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling, reporting
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
+from specdecode.integrations.vllm.reporting import AdvisedRunner
 from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
@@ -158,7 +159,7 @@ def test_the_environment_variable_replaces_both_classes(method, runner, monkeypa
         engines.register_vllm()
     assert runner.Sampler.__mro__[1:3] == (TokenSampling, before["Sampler"])
     assert runner.RejectionSampler.__bases__ == (DraftVerification, before["RejectionSampler"])
-    assert runner.GPUModelRunner.__bases__ == (GrammarSteps, before["GPUModelRunner"])
+    assert runner.GPUModelRunner.__bases__ == (AdvisedRunner, GrammarSteps, before["GPUModelRunner"])
     assert runner.StructuredOutputsWorker.__bases__ == (KeptGrammars, before["StructuredOutputsWorker"])
     assert runner.Sampler.keeps_grammars
     assert runner.Sampler.verifier.method == runner.RejectionSampler.verifier.method == method

@@ -8,7 +8,7 @@ from specdecode import RejectionSampler
 from specdecode.integrations.adapters import EngineMethod
 from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
-from specdecode.integrations.vllm.reporting import log_interval, logger, times_are_asked_for
+from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger, times_are_asked_for
 from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification
 
@@ -51,7 +51,7 @@ def install(method: EngineMethod) -> None:
     keeps = {"keeps_grammars": not unknown_names(runner.StructuredOutputsWorker.apply_grammar_bitmask)}
     runner.Sampler = type("Sampler", (TokenSampling, runner.Sampler), members | keeps)
     runner.RejectionSampler = type("RejectionSampler", (DraftVerification, runner.RejectionSampler), dict(members))
-    runner.GPUModelRunner = type("GPUModelRunner", (GrammarSteps, runner.GPUModelRunner), {})
+    runner.GPUModelRunner = type("GPUModelRunner", (AdvisedRunner, GrammarSteps, runner.GPUModelRunner), {})
     worker = KeptGrammars, runner.StructuredOutputsWorker
     runner.StructuredOutputsWorker = type("StructuredOutputsWorker", worker, {})
     lift_refusal()

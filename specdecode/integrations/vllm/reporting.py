@@ -35,6 +35,11 @@ NO_FINITE_LOGIT = (
     "VLLM_COMPUTE_NANS_IN_LOGITS=1 lets vLLM count NaN, VLLM_RAISE_ON_LOGIT_NANS=1 lets it stop"
 )
 
+GATHERED = (
+    "specdecode: vLLM gathers the logits of all requests on each of %d GPUs; --enable-batch-sharded-sampling saves the "
+    "gather: each GPU then verifies its own requests"
+)
+
 
 def log_interval() -> float:
     """Return the seconds between two lines of the log that `SPECDECODE_VLLM_LOG_INTERVAL` asks for: 60; 0: no lines.
@@ -203,6 +208,24 @@ def reports_here(sampler: Any) -> bool:
     """Return whether this rank reports: the first one, or each, if each verifies other requests."""
     group = group_of(sampler)
     return group is None or bool(group.rank_in_group == 0)
+
+
+class AdvisedRunner:
+    """Mixed into vLLM's V2 model runner: it logs that a flag of vLLM saves the gather of logits, where that is so."""
+
+    # What vLLM's class has:
+    model: Any
+    rejection_sampler: Any
+    sampler: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, with vLLM's arguments."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "report", None) is not None
+        # Without this method of the model vLLM gathers in spite of the flag.
+        can_shard = hasattr(self.model, "compute_logits_local")
+        if reports and can_shard and group is not None and group.world_size > 1:
+            logger.info(GATHERED, group.world_size)
 
 
 @functools.cache

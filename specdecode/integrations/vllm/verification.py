@@ -26,7 +26,7 @@ from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.compiling import compile_all, kind_of
-from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, group_of, unknown_attributes, version_of
+from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.needs import (
@@ -52,10 +52,6 @@ from specdecode.integrations.vllm.reporting import (
 from specdecode.integrations.vllm.splitting import Prepared, joined, prepared_in, verify_prepared, without
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
-GATHERED = (
-    "specdecode: vLLM gathers the logits of all requests on each of %d GPUs; --enable-batch-sharded-sampling saves the "
-    "gather: each GPU then verifies its own requests"
-)
 
 
 class DraftVerification(ListedRows):
@@ -95,7 +91,7 @@ class DraftVerification(ListedRows):
             self.log_start()
 
     def log_start(self) -> None:
-        """Log the method, the versions, what is left to vLLM by configuration, and whether several GPUs gather logits."""
+        """Log the method, the versions, and what is left to vLLM by configuration."""
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
         of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
         if rule := self.other_rule():
@@ -112,9 +108,6 @@ class DraftVerification(ListedRows):
             packages,
             left,
         )
-        group = group_of(self.sampler)
-        if group is not None and group.world_size > 1:
-            logger.info(GATHERED, group.world_size)
         if not version_of("vllm").startswith(RUN_WITH):
             logger.warning(
                 "specdecode: vllm %s is not one of the versions that it was run with, %sx",
