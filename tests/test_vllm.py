@@ -69,7 +69,7 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
     # Steps without drafts are drawn by vLLM's sampler: the same tokens.
     plain = TokenSampling.__new__(TokenSampling)
     plain.__dict__ |= vars(rejection_sampler("strict", states, 4).sampler)
-    plain.verifier = Mock(wraps=RejectionSampler("strict"), method="strict", backend="auto", shard=None)
+    plain.verifier = Mock(wraps=RejectionSampler("strict"), method="strict", backend="auto")
     first = case["cu_num_logits"][:-1].long()
     tokens, _ = plain.sample(
         case["logits"][first],
@@ -197,10 +197,8 @@ def test_kernels_are_compiled_truncated_and_not_at_the_first_call_of_a_kind():
     case, _, _ = ragged_case()
     states, draft_logits = sampling_states(64, 50), torch.randn(64, 4, 50)
     result = rejection_sampler("probabilistic", states, 4)
-    real, result.verifier = (
-        result.verifier,
-        Mock(wraps=result.verifier, method="probabilistic", backend="auto", shard=None),
-    )
+    real = result.verifier
+    result.verifier = Mock(wraps=real, method="probabilistic", backend="auto")
     for logits in (None, draft_logits, None, draft_logits):
         result._verify(draft_logits=logits, **case)
     calls = [call.kwargs for call in result.verifier.warmup.call_args_list]

@@ -142,7 +142,7 @@ def test_kernels_are_compiled_with_penalties_with_masks_and_with_both_too(kept_s
     calls = []
     real = result.verifier
     result.verifier = Namespace(
-        method="probabilistic", backend="auto", shard=None, warmup=lambda **call: calls.append(call), packed=real.packed
+        method="probabilistic", backend="auto", warmup=lambda **call: calls.append(call), packed=real.packed
     )
     result._verify(draft_logits=None, **case)
     kinds = [

@@ -70,16 +70,15 @@ def test_an_exporter_of_another_process_sees_the_counters(tmp_path):
     pytest.importorskip("prometheus_client")
     write = (
         "from collections import Counter; from specdecode.integrations.vllm.reporting import prometheus;"
-        "prometheus()({'steps_verified': 3}, Counter(watermarks=2), Counter(grammars=1))"
+        "prometheus()({'steps_verified': 3}, Counter(watermarks=2))"
     )
     read = (
         "import json; from prometheus_client import CollectorRegistry, multiprocess; registry = CollectorRegistry();"
         "multiprocess.MultiProcessCollector(registry); value = registry.get_sample_value;"
         "print(json.dumps([value('specdecode:steps_verified_total'),"
-        " value('specdecode:steps_left_total', {'reason': 'watermarks'}),"
-        " value('specdecode:steps_gathered_total', {'reason': 'grammars'})]))"
+        " value('specdecode:steps_left_total', {'reason': 'watermarks'})]))"
     )
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for code in (write, write, read):
         run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
-    assert json.loads(run.stdout) == [6, 4, 2]
+    assert json.loads(run.stdout) == [6, 4]

@@ -6,6 +6,7 @@ Stand-ins have the names, shapes and dtypes of vLLM 0.33.
 from types import SimpleNamespace as Namespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from tests.support.vllm import (
     Worker,
     emitted,
     grammar_of,
+    group_of_ranks,
     ragged_case,
     rejection_sampler,
 )
@@ -130,6 +132,43 @@ def test_kept_sets_are_listed_of_what_masks_leave_and_no_logit_is_changed(method
     (got,), (want,) = (each.rejection_sampler.mask_outputs for each in (runner, other))
     assert got.kept_token_ids.equal(want.kept_token_ids)
     assert (want.num_kept[::3, 0] < want.num_kept[1::3, 0]).any()
+
+
+def own_part(logits, batch, grammar, owned):
+    """A step of some requests alone, as vLLM's `BatchSharder` divides it."""
+    case, starts = dict(batch.case), batch.case["cu_num_logits"].numpy()
+    rows, ids = np.concatenate([np.arange(*starts[i : i + 2]) for i in owned]), [batch.req_ids[i] for i in owned]
+    case["cu_num_logits"] = torch.tensor([0, *np.cumsum(np.diff(starts)[owned])], dtype=torch.int32)
+    for name in case.keys() - {"cu_num_logits"}:
+        case[name] = case[name][owned if len(case[name]) == len(batch.req_ids) else rows]
+    where = {name: case[name] for name in ("cu_num_logits", "idx_mapping", "idx_mapping_np")}
+    part = Namespace(case=case, req_ids=ids, num_draft_tokens=1, **where)
+    masked = grammar.structured_output_request_ids
+    masks = grammar.grammar_bitmask[np.repeat([name in ids for name in masked], DRAFTS + 1)]
+    own = Namespace(structured_output_request_ids=[name for name in masked if name in ids], grammar_bitmask=masks)
+    wider = torch.nn.functional.pad(
+        logits[rows], (0, 14), value=99.0
+    )  # the exchange brings the vocabulary's padding, too
+    return wider[:, :VOCAB], part, own
+
+
+@pytest.mark.parametrize(("method", "with_draft_logits"), combine(METHODS, [False, True]))
+def test_two_ranks_emit_what_one_does_whether_each_verifies_all_requests_or_its_own(
+    method, with_draft_logits, monkeypatch
+):
+    runner, batch, logits = made(method, ALL["all"], with_draft_logits)
+    want = runner.sample(logits.clone(), batch, GRAMMAR)
+    got = [None] * len(want)
+    for rank in range(2):
+        group_of_ranks(monkeypatch, rank, 2)
+        runner, batch, logits = made(method, ALL["all"], with_draft_logits)
+        assert runner.sample(logits.clone(), batch, GRAMMAR) == want
+        runner.sampler.shards_batches = True
+        owned = np.flatnonzero(batch.idx_mapping_np % 2 == rank)
+        assert 2 < len(owned) < 16
+        for request, tokens in zip(owned, runner.sample(*own_part(logits, batch, GRAMMAR, owned))):
+            got[request] = tokens
+    assert got == want
 
 
 NEED_LOGITS = {

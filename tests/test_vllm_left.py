@@ -187,7 +187,7 @@ def test_truncated_steps_that_the_kernels_do_not_take_are_left_by_name_and_never
     module = Namespace(why_not_verified=why)
     monkeypatch.setattr(backends, "choose", lambda backend, logits: module)
     result = rejection_sampler(method, states, 4)
-    result.verifier = Mock(method=method, backend="auto", shard=None)
+    result.verifier = Mock(method=method, backend="auto")
     left = result._verify(draft_logits=None, **case)
     assert dict(result.fallbacks) == {f"rows that the kernels do not take ({reason})": 1}
     assert ["top_p" in call.kwargs for call in result.verifier.warmup.call_args_list] == [False] * (

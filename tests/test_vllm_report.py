@@ -16,15 +16,15 @@ from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
-from specdecode.integrations.vllm.columns import NEED_ROWS, OWN_TOKENS, WHOLE_ROWS
 from specdecode.integrations.vllm.compiling import share_of
-from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES
-from specdecode.integrations.vllm.reporting import MOST_KEPT, Report, Sums
+from specdecode.integrations.vllm.needs import PROCESSORS, TRUNCATES
+from specdecode.integrations.vllm.reporting import GATHERED, MOST_KEPT, AdvisedRunner, Report, Sums
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
 from tests.support.vllm import (
     Clock,
     PlainRejectionSampler,
     counted_output,
+    group_of_ranks,
     ragged_case,
     rejection_sampler,
     sampling_states,
@@ -81,32 +81,14 @@ def test_an_interval_without_verified_steps_says_which_were_left_and_why(report,
     )
 
 
-def test_where_columns_are_verified_an_interval_says_how_many_steps_were_gathered_and_why(report, caplog):
-    caplog.set_level(logging.INFO)
-    report.gathered = Fallbacks(logger)
-    for reasons in ([], ["grammars", "penalties", "penalties"], ["penalties"]):
-        report.gathered.update(reasons)
-        report.clock.now += 60
-        report.tick()
-        report.gathered["grammars"] += 1  # in the next interval
-        report.tick()
-    assert [re.search(r"0 left to vLLM, (.*), acceptance", line)[1] for line in caplog.messages] == [
-        "0 whose logits were gathered",
-        "4 whose logits were gathered (2 with grammars; 2 with penalties)",
-        "2 whose logits were gathered (1 with grammars; 1 with penalties)",
-    ]
-    assert report.counters.call_args.args[2] == {"grammars": 1, "penalties": 1}
-
-
-def test_steps_left_and_steps_gathered_have_a_counter_each_by_reason(monkeypatch):
+def test_steps_left_have_a_counter_by_reason(monkeypatch):
     made = {}
     client = Namespace(Counter=lambda name, *_: made.setdefault(name, Mock()))
     monkeypatch.setitem(sys.modules, "prometheus_client", client)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "anywhere")
-    reporting.prometheus.__wrapped__()({}, Counter(watermarks=2), Counter(grammars=3))
+    reporting.prometheus.__wrapped__()({}, Counter(watermarks=2))
     made["specdecode:steps_left"].labels.assert_called_once_with("watermarks")
-    made["specdecode:steps_gathered"].labels.assert_called_once_with("grammars")
-    made["specdecode:steps_gathered"].labels().inc.assert_called_once_with(3)
+    made["specdecode:steps_left"].labels().inc.assert_called_once_with(2)
 
 
 def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
@@ -243,7 +225,7 @@ def test_the_start_says_method_versions_and_what_is_left_by_configuration(member
 def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, members, how, start, caplog):
     result, _ = start(method, **members)
     result.fallbacks.add("penalties", "")
-    result.report.log(0, 1, Counter(result.fallbacks), Counter())
+    result.report.log(0, 1, Counter(result.fallbacks))
     assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
 
 
@@ -295,16 +277,40 @@ def test_batch_invariance_is_warned_of_where_noise_depends_on_the_batch(method, 
 def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_requests_does_all(
     rank, shards, reports, start, monkeypatch
 ):
-    ranks = Namespace(rank_in_group=rank, world_size=2, barrier=Mock())
-    group = Namespace(get_tp_group=lambda: ranks)
-    for name in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", group)
+    ranks = group_of_ranks(monkeypatch, rank, 2)
     result, messages = start(sampler={"shards_batches": shards})
     assert (result.report is not None) == bool(messages) == reports
     assert dict(result.fallbacks) == {}
     share = share_of(result.sampler)
     assert share == (() if shards else (rank, 2, ranks.barrier))
+
+
+class PlainRunner:
+    """What vLLM's model runner sets."""
+
+    sampler = rejection_sampler = None
+
+    def load_model(self, model, sampler, is_last):
+        self.model = model
+        if is_last:
+            self.rejection_sampler, self.sampler = sampler, sampler.sampler
+
+
+@pytest.mark.parametrize(
+    ("size", "change", "told"),
+    [(2, None, True), (1, None, False), (2, "flag", False), (2, "model", False), (2, "pipeline", False)],
+)
+def test_several_gpus_that_gather_logits_are_told_once_of_a_flag_that_saves_it(
+    size, change, told, start, monkeypatch, caplog
+):
+    model, lines = Namespace(**({} if change == "model" else {"compute_logits_local": None})), []
+    for rank in range(size):
+        group_of_ranks(monkeypatch, rank, size)
+        result, _ = start(sampler={"shards_batches": change == "flag"})
+        caplog.clear()
+        type("Runner", (AdvisedRunner, PlainRunner), {})().load_model(model, result, is_last=change != "pipeline")
+        lines += caplog.messages
+    assert lines == [GATHERED % 2] * told
 
 
 # ---- The pages -------------------------------------------------------------------------------------------------------
@@ -338,17 +344,12 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     report.left_logged.clear()
     report.steps, report.host, report.device, report.begun = 3158, [0.00021], [0.000162], 0
     report.totals = [98_000, 294_000, 128_380, 2]
-    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}), Counter())
-    report.gathered, report.steps_logged, report.left_logged = Fallbacks(logger), 0, Counter()
-    for reason in [NEED_ROWS[LOGPROBS]] * 10 + [NEED_ROWS[PROCESSORS]] * 12:
-        report.gathered.add(reason, WHOLE_ROWS)
-    report.begun, report.totals = 0, [98_000, 294_000, 128_380, 0]
-    report.log(60, 3170, Counter(), Counter(report.gathered))
+    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}))
     logged += caplog.messages
     monkeypatch.setenv(engines.VLLM_SWITCH, "exact")
     with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:
         engines.register_vllm()
-    logged += [f"ValueError: {error.value}", OWN_TOKENS % (0, 76_799, 151_936)]
+    logged += [f"ValueError: {error.value}", GATHERED % 2]
     shown = lines_of_the_pages()
-    assert len(shown) >= 12
+    assert len(shown) >= 11
     assert set(shown) <= set(logged)

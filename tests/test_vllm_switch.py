@@ -12,8 +12,8 @@ import pytest
 
 from specdecode.integrations import engines, vllm
 from specdecode.integrations.vllm import RUNNER, DraftVerification, TokenSampling, reporting
-from specdecode.integrations.vllm.columns import LAYERS, ColumnSampling
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
+from specdecode.integrations.vllm.reporting import AdvisedRunner
 from tests.support.vllm import METHODS, PlainRejectionSampler
 
 
@@ -114,12 +114,8 @@ def runner(monkeypatch):
         GPUModelRunner=type("GPUModelRunner", (), {"sample": sample}),
         StructuredOutputsWorker=type("StructuredOutputsWorker", (), {"apply_grammar_bitmask": apply_grammar_bitmask}),
     )
-    layers = Namespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}), DEFAULT_VOCAB_PADDING_SIZE=64)
     modules = {
         RUNNER: module,
-        LAYERS: layers,
-        "vllm.config": Namespace(),
-        "vllm.envs": Namespace(compile_factors=dict),
         "vllm.v1.worker.gpu.sample.states": Namespace(SamplingStates=Namespace(add_request=add_request)),
         "vllm.sampling_params": Namespace(SamplingParams=parameters),
         "vllm.v1.engine.input_processor": Namespace(InputProcessor=InputProcessor),
@@ -163,7 +159,7 @@ def test_the_environment_variable_replaces_both_classes(method, runner, monkeypa
         engines.register_vllm()
     assert runner.Sampler.__mro__[1:3] == (TokenSampling, before["Sampler"])
     assert runner.RejectionSampler.__bases__ == (DraftVerification, before["RejectionSampler"])
-    assert runner.GPUModelRunner.__bases__ == (GrammarSteps, ColumnSampling, before["GPUModelRunner"])
+    assert runner.GPUModelRunner.__bases__ == (AdvisedRunner, GrammarSteps, before["GPUModelRunner"])
     assert runner.StructuredOutputsWorker.__bases__ == (KeptGrammars, before["StructuredOutputsWorker"])
     assert runner.Sampler.keeps_grammars
     assert runner.Sampler.verifier.method == runner.RejectionSampler.verifier.method == method

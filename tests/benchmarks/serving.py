@@ -7,9 +7,9 @@ Rounds of one engine differ by more than the two verifications do. So they alter
 many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A pair is one
 stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
 
-Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits on every GPU, or, with `--peers
-batch-sharded`, each GPU those of its own requests. Figures are the first GPU's; `sample` is the head, all exchanges and
-`_verify`.
+Over several GPUs (`--engine '{"tensor_parallel_size": 2}'`) vLLM gathers the logits of all requests on every GPU, or, with
+`--exchange batch-sharded`, each GPU those of its own requests; both verifications have the same logits. Figures are of the
+GPU that verified in most steps, usually the first; `sample` is the head, all exchanges and `_verify`.
 """
 
 import argparse
@@ -38,20 +38,20 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "as Qwen2.5": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},  # its own defaults
 }
 DRAFTERS = "model", "n-gram"
-PEERS = "default", "batch-sharded"
-"""How vLLM's own verification divides the work of a step among GPUs."""
+EXCHANGES = "default", "batch-sharded"
+"""How vLLM brings the logits of several GPUs together: as the engine is configured, or to each GPU its own requests'."""
 PROMPT = 32
 
 
 class Measuring:
     """Mixed into vLLM's worker, whose process it measures in."""
 
-    def begin_measuring(self, peer: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+    def begin_measuring(self, exchange: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
         """Measure steps in which so many tokens are fed: all requests decode, none is at its prompt."""
         runner = self.model_runner  # type: ignore[attr-defined]
         if not hasattr(self, "meter"):
             self.meter = Meter(runner)
-        self.meter.begin(peer, tokens, modes, stretch, profiled)
+        self.meter.begin(exchange, tokens, modes, stretch, profiled)
 
     def end_measuring(self) -> dict[str, Any]:
         """Return the figures of each step that counts, times in microseconds; and what kernels took, if profiled."""
@@ -68,12 +68,12 @@ class Meter:
         theirs = next(kind for kind in ours.__mro__ if kind.__module__.startswith("vllm."))
         self.verifications = {"ours": self.timed(ours), "vllm": self.timed(theirs)}
 
-    def begin(self, peer: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
+    def begin(self, exchange: str, tokens: int, modes: list[str], stretch: int, profiled: bool) -> None:
         import torch
 
-        self.sharders = {"ours": self.configured, "vllm": self.configured}
-        if peer == "batch-sharded":
-            self.sharders["vllm"] = sharder_of(self.runner)
+        self.sharder = self.configured
+        if exchange == "batch-sharded" and self.sharder is None:
+            self.sharder = sharder_of(self.runner)
         self.tokens, self.modes, self.stretch = tokens, modes, stretch
         self.steps: list[dict[str, Any]] = []
         self.left_before = Counter(self.left())
@@ -97,7 +97,7 @@ class Meter:
             self.profiled += 1
         self.steps.append(step)
         self.runner.rejection_sampler.__class__ = self.verifications[step["mode"]]
-        self.runner.batch_sharder = self.sharders[step["mode"]]
+        self.runner.batch_sharder = self.sharder
         step["start"] = time.perf_counter()
         result = execute(scheduled, *args, **options)
         step["executed"] = time.perf_counter()
@@ -275,24 +275,26 @@ def measured(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], st
     """Return the figures of so many steps."""
     engine.collective_rpc("begin_measuring", args=how)
     serve(engine, prompts, sampling, steps)
-    result: dict[str, Any] = engine.collective_rpc("end_measuring")[0]
-    return result
+    results: list[dict[str, Any]] = engine.collective_rpc("end_measuring")
+    return max(results, key=lambda result: len(result["steps"]))  # batch-sharded, a GPU may have no request
 
 
 def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, Any]]:
     """Measure all cells of one drafter, in one engine."""
     engine = engine_of(options, drafter)
     cells = []
-    for requests, name, peer in itertools.product(options.requests, options.sampling, options.peers):
+    for requests, name, exchange in itertools.product(options.requests, options.sampling, options.exchange):
         draw = random.Random(requests)
         prompts = [[draw.randrange(2, 1000) for _ in range(PROMPT)] for _ in range(requests)]
         given, tokens = (engine, prompts, SAMPLING[name]), requests * (options.k + 1)
-        measured(*given, 24, peer, tokens, ("ours", "vllm"), 4, False)  # what is compiled at its first call is, of both
-        result = measured(*given, options.steps, peer, tokens, ORDER, STRETCH, False)
-        cell = {"drafter": drafter, "requests": requests, "sampling": name, "peer": peer}
-        cell |= compared(result["steps"]) | {"left": result["left"]}
+        # The first calls of both compile what has not been compiled.
+        measured(*given, 24, exchange, tokens, ("ours", "vllm"), 4, False)
+        result = measured(*given, options.steps, exchange, tokens, ORDER, STRETCH, False)
+        cell = {"drafter": drafter, "requests": requests, "sampling": name, "exchange": exchange}
+        cell |= compared(result["steps"], requests=requests) | {"left": result["left"]}
         if options.profile:
-            of_each = {mode: measured(*given, 24, peer, tokens, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
+            how = exchange, tokens
+            of_each = {mode: measured(*given, 24, *how, (mode,), 1 << 30, True) for mode in ("vllm", "ours")}
             cell["kernels"] = {mode: result["kernels"] for mode, result in of_each.items()}
             print({mode: round(kernels["busy_us"]) for mode, kernels in cell["kernels"].items()}, "us of a step busy")
         print(line(cell), flush=True)
@@ -304,8 +306,13 @@ def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, 
     return cells
 
 
-def compared(steps: list[dict[str, Any]], peer: str = "vllm") -> dict[str, Any]:
+def compared(steps: list[dict[str, Any]], peer: str = "vllm", requests: int | None = None) -> dict[str, Any]:
     """Return the medians of each verification's steps, and the ratio of tokens a second, ours to a peer's, and its interval.
+
+    Args:
+        steps: figures.
+        peer: the other verification's name.
+        requests: of a step; None: those that the figures have, which batch-sharded are of one GPU alone.
 
     >>> def step(stretch, mode, us):
     ...     return {"stretch": stretch, "mode": mode, "step_us": us, "emitted": 6, "requests": 2}
@@ -326,7 +333,7 @@ def compared(steps: list[dict[str, Any]], peer: str = "vllm") -> dict[str, Any]:
             logs.append(math.log(by_mode[peer] / by_mode["ours"]))
     result: dict[str, Any] = {"pairs": len(logs)}
     length = sum(step["emitted"] for step in steps) / sum(step["requests"] for step in steps)
-    requests = max(step["requests"] for step in steps)  # batch-sharded, a GPU verifies some of them
+    requests = requests or max(step["requests"] for step in steps)
     for mode in (peer, "ours"):
         own = [step for step in steps if step["mode"] == mode]
         numbers = {key: statistics.median(step[key] for step in own) for key in own[0] if key.endswith("_us")}
@@ -356,7 +363,7 @@ def line(cell: dict[str, Any]) -> str:
     parts = [
         cell["drafter"],
         f"{cell['requests']}",
-        cell["sampling"] + ("" if cell["peer"] == "default" else f", {cell['peer']}"),
+        cell["sampling"] + ("" if cell["exchange"] == "default" else f", {cell['exchange']}"),
         f"{theirs['step_us'] / 1e3:.2f} / {ours['step_us'] / 1e3:.2f}",
         both("sample_device_us"),
         both("verify_device_us"),
@@ -420,7 +427,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256))
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLING), choices=list(SAMPLING))
     parser.add_argument("--drafters", nargs="+", default=DRAFTERS, choices=DRAFTERS)
-    parser.add_argument("--peers", nargs="+", default=PEERS[:1], choices=PEERS)
+    parser.add_argument("--exchange", nargs="+", default=EXCHANGES[:1], choices=EXCHANGES, help="of logits")
     parser.add_argument("--steps", type=int, default=240, help="of each cell")
     parser.add_argument("--kv-cache", type=int, default=24, help="GiB")
     parser.add_argument("--engine", default="{}", help="further arguments of vLLM's engine, as JSON")

@@ -1,6 +1,7 @@
 """Stand-ins for what vLLM's classes hold, with the names, shapes and dtypes of vLLM 0.33, and the arguments of `_verify`."""
 
 import logging
+import sys
 from types import SimpleNamespace as Namespace
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ import torch
 from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
+from specdecode.integrations.vllm.contract import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
 
 METHODS = ["probabilistic", "block", "strict"]
@@ -298,10 +300,19 @@ def arguments(case):
 
 def packed_arguments(method, states, case, draft_logits=None, num_draft_tokens=4):
     """Return what the sampler's `packed` is called with."""
-    verifier = Mock(method=method, backend="auto", shard=None)
+    verifier = Mock(method=method, backend="auto")
     verifier.packed.return_value = SamplerOutput(*[torch.zeros(1)] * len(SamplerOutput._fields))
     rejection_sampler(method, states, num_draft_tokens, verifier=verifier)._verify(draft_logits=draft_logits, **case)
     return verifier.packed.call_args.kwargs
+
+
+def group_of_ranks(monkeypatch, rank, size):
+    """A rank's group, as vLLM returns it. It can wait for the other ranks, and exchange nothing with them."""
+    ranks = Namespace(rank_in_group=rank, world_size=size, barrier=Mock())
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, Namespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, PARALLEL, Namespace(get_tp_group=lambda: ranks))
+    return ranks
 
 
 class Clock:

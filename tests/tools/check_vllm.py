@@ -21,9 +21,9 @@ each of the comparisons that `--compare` names, without it of the first four:
 - `thinking`: greedy requests that think, with a budget of tokens for it or without one; of sampled ones, how many end their
   thoughts where the budget does. It needs the same tokenizer.
 
-Each line has the steps that were verified, those of them that were left to vLLM (with several GPUs also those whose logits
-were gathered), the mean number of drafts of a request in a step, and how often a request was preempted
-(`"num_gpu_blocks_override"` makes too little room for all). Where plain greedy texts part, *gaps* says after how many
+Each line has the steps that were verified, those of them that were left to vLLM (with several GPUs of each rank), the mean
+number of drafts of a request in a step, and how often a request was preempted (`"num_gpu_blocks_override"` makes too little
+room for all). Where plain greedy texts part, *gaps* says after how many
 tokens, and how far apart the logits of the two tokens are. With `--price` vLLM's adaptive verification is told that rows
 are expensive, so that it leaves drafts out.
 
@@ -33,7 +33,6 @@ logits are.
 """
 
 import argparse
-import collections
 import hashlib
 import json
 import os
@@ -74,22 +73,15 @@ class Pricing(Measuring):
         drafting, verifying = (np.arange(len(table), dtype=np.float64) for table in manager.cost_tables)
         manager.cost_tables = 3 * drafting, verifying + 1e-6
 
-    def gathered(self) -> dict[str, int]:
-        """Return how many steps' logits have been gathered on this rank, by reason."""
-        columns = vars(self.model_runner.rejection_sampler).get("columns")  # type: ignore[attr-defined]
-        return {} if columns is None else dict(columns.gathered)
-
 
 def served(engine: Any, mode: str, prompts: Texts, params: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return what the engine returns of requests under one verification, and what was counted."""
-    before = collections.Counter(engine.collective_rpc("gathered")[0])
     engine.collective_rpc("begin_measuring", args=("default", -1, (mode,), 1, False))
     results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     ranks = engine.collective_rpc("end_measuring")
     counted = {key: ranks[0][key] for key in ("verified", "drafts", "left", "preempted")}
     if len(ranks) > 1:
         counted["each rank"] = [[rank["verified"], rank["left"]] for rank in ranks]
-        counted["gathered"] = dict(collections.Counter(engine.collective_rpc("gathered")[0]) - before)
     return [result.outputs[0] for result in results], counted
 
 

@@ -9,7 +9,6 @@
 | `verification` | a step with drafts |
 | `compiling` | which kernels are compiled ahead; calls whose arguments need no check |
 | `splitting` | a step of which a few requests need logits that vLLM prepares |
-| `columns` | tensor parallelism: a rank's part of the logits |
 | `listing` | what vLLM returns of rows: processed log-probabilities, sampling masks |
 | `adjusting` | penalties, biases and masks, from vLLM's own state by slot |
 | `masking` | the kernel that writes the masks of a step's rows |

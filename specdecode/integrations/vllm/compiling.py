@@ -2,7 +2,6 @@
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,13 @@ def kind_of(logits: Tensor, draft_logits: Tensor | None) -> Any:
     return logits.dtype, None if draft_logits is None else draft_logits.dtype
 
 
-def compile_all(
-    verifier: RejectionSampler,
-    call: dict[str, Any],
-    sampler: Any,
-    of_rank: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-) -> tuple[str | None, str | None]:
+def compile_all(verifier: RejectionSampler, call: dict[str, Any], sampler: Any) -> tuple[str | None, str | None]:
     """Compile the kernels of steps like a call: truncated or not, with adjustments or not, with what they may list.
 
     Args:
         verifier: compiles.
         call: the arguments of its `packed`, but how requests sample.
         sampler: has that.
-        of_rank: what of what changes logits, as `adjusted` returns it, the verifier takes.
 
     Returns:
         Why the kernels do not take steps that are not truncated, and those that are; None where they do.
@@ -43,13 +36,13 @@ def compile_all(
     one = {**call, "row_starts": call["row_starts"][:2], "slots": call["slots"][:1]}
     values = values_of(sampler)
     samplings = {"temperature": values.temperature}, for_drafts(truncated(values), call.get("draft_logits"))
-    lists = verifier.shard is None and call["num_draft_tokens"] > 0
+    lists = call["num_draft_tokens"] > 0
     others: list[dict[str, Any]] = [{}, *(listings(sampler) if lists else [])]
     if (known := getattr(sampler, "known", None)) is not None:
         mask = known.masks_of(len(call["target_logits"]), call["target_logits"].device)
         added = known.adjustments(None), known.adjustments(mask), Adjustments(allowed_mask=mask)
         kept = {"kept_sets": True} if lists and sampler.return_sampling_mask else {}  # which all steps list then
-        others += [kept | of_rank({"adjustments": each}) for each in added]
+        others += [kept | {"adjustments": each} for each in added]
     why_not = [why_not_by_kernels(verifier, {**one, **sampling}) for sampling in samplings]
     kinds = [{**sampling, **more} for sampling, reason in zip(samplings, why_not) if reason is None for more in others]
     warmups = [functools.partial(verifier.warmup, **one, **kind) for kind in kinds]
@@ -82,9 +75,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
     logits = call["target_logits"]
     backend = backends.choose(verifier.backend, logits)
     if backend is not eager:
-        batch = VerificationBatch.check(
-            **{"draft_logits": None, "draft_logsumexp": None, "positions": None, "shard": verifier.shard, **call}
-        )
+        batch = VerificationBatch.check(**{"draft_logits": None, "draft_logsumexp": None, "positions": None, **call})
         why_not: str | None = backend.why_not_verified(verifier.method, batch)
         return why_not
     return None if logits.is_cpu else backends.obstacle(logits.device)

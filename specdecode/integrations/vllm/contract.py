@@ -46,11 +46,9 @@ CONSULTED = {
         *("len", "logits_indices", "mask_stride", "range", "req_ids", "shape", "stream", "stride", "tensor", "torch"),
         *("triton", "wait_stream"),
     },
-    "forward": {"_get_logits", "logits_as_input", "scale", "soft_cap", "tanh", "torch"},
-    "_get_logits": {"_apply_head", "_gather_logits", "org_vocab_size", "tp_size"},
     "_validate_spec_decode": {"VLLMValidationError", "_SAMPLING_EPS", "logit_bias", "min_p"},
 }
-"""The names that vLLM's methods consult; `add_request` is that of sampling states, `forward` that of logits processors."""
+"""The names that vLLM's methods consult; `add_request` is that of sampling states."""
 
 ARGUMENTS = {
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
@@ -64,7 +62,7 @@ ATTRIBUTES = {
     "RejectionSampler": {
         *("sampler", "watermark_key", "num_speculative_steps", "enable_adaptive_verification", "fly_window_size"),
         *("use_block_verification", "fly_entropy_threshold", "fly_entropy_top_k", "synthetic_conditional_rates"),
-        *("columns", "host_starts", "listed", "mask_outputs", "num_listed"),
+        *("host_starts", "listed", "mask_outputs", "num_listed"),
     },
     "Sampler": {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),

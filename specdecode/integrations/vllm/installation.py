@@ -6,10 +6,9 @@ from typing import Any
 
 from specdecode import RejectionSampler
 from specdecode.integrations.adapters import EngineMethod
-from specdecode.integrations.vllm.columns import ColumnSampling, pad_to_blocks
 from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
-from specdecode.integrations.vllm.reporting import log_interval, logger, times_are_asked_for
+from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger, times_are_asked_for
 from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification
 
@@ -43,7 +42,7 @@ def install(method: EngineMethod) -> None:
         (DraftVerification, runner.RejectionSampler, "_verify"),
         (DraftVerification, runner.RejectionSampler, "_verify_in_chunks"),
         (DraftVerification, runner.RejectionSampler, "_get_logprobs_tensors"),
-        (ColumnSampling, runner.GPUModelRunner, "sample"),
+        (GrammarSteps, runner.GPUModelRunner, "sample"),
         (KeptGrammars, runner.StructuredOutputsWorker, "apply_grammar_bitmask"),
     ]
     for ours, theirs, name in replaced:
@@ -52,10 +51,9 @@ def install(method: EngineMethod) -> None:
     keeps = {"keeps_grammars": not unknown_names(runner.StructuredOutputsWorker.apply_grammar_bitmask)}
     runner.Sampler = type("Sampler", (TokenSampling, runner.Sampler), members | keeps)
     runner.RejectionSampler = type("RejectionSampler", (DraftVerification, runner.RejectionSampler), dict(members))
-    runner.GPUModelRunner = type("GPUModelRunner", (GrammarSteps, ColumnSampling, runner.GPUModelRunner), {})
+    runner.GPUModelRunner = type("GPUModelRunner", (AdvisedRunner, GrammarSteps, runner.GPUModelRunner), {})
     worker = KeptGrammars, runner.StructuredOutputsWorker
     runner.StructuredOutputsWorker = type("StructuredOutputsWorker", worker, {})
-    pad_to_blocks()
     lift_refusal()
 
 

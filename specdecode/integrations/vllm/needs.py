@@ -140,7 +140,7 @@ def for_drafts(sampling: dict[str, Any], draft_logits: Tensor | None) -> dict[st
     return sampling | {"draft_sampling": Sampling(temperature=sampling["temperature"])}
 
 
-def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor | None, added: Adjustments | None) -> Tensor:
+def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor, added: Adjustments | None) -> Tensor:
     """Return drafts, of which vLLM made some -1, with the id that was drawn wherever its row does not allow it.
 
     A draft that is left out because of what it is must be rejected as itself, so that the token is drawn from the residual.
@@ -149,13 +149,12 @@ def with_masked_drafts(drafts: Tensor, drawn: Tensor, logits: Tensor | None, add
     Args:
         drafts: [num_rows - 1] what each row but the last is to judge, -1 where vLLM leaves a draft out.
         drawn: [num_rows - 1] the ids that were drawn there.
-        logits: [num_rows, vocab] to which a grammar's masks may have been applied; None: they have not been.
+        logits: [num_rows, vocab] to which a grammar's masks may have been applied.
         added: to them; its masks are of all tokens.
     """
-    ids, is_masked = drawn.long().clamp(min=0), torch.zeros_like(drawn, dtype=torch.bool)
-    if logits is not None:
-        own = ids.clamp(max=logits.shape[1] - 1)
-        is_masked |= logits[:-1].gather(1, own[:, None]).squeeze(1) == -torch.inf
+    ids = drawn.long().clamp(min=0)
+    own = ids.clamp(max=logits.shape[1] - 1)
+    is_masked = logits[:-1].gather(1, own[:, None]).squeeze(1) == -torch.inf
     if added is not None and added.allowed_mask is not None:
         own = ids.clamp(max=WORD * added.allowed_mask.shape[1] - 1)
         words = added.allowed_mask[:-1].gather(1, own[:, None] // WORD).squeeze(1)

@@ -35,6 +35,11 @@ NO_FINITE_LOGIT = (
     "VLLM_COMPUTE_NANS_IN_LOGITS=1 lets vLLM count NaN, VLLM_RAISE_ON_LOGIT_NANS=1 lets it stop"
 )
 
+GATHERED = (
+    "specdecode: vLLM gathers the logits of all requests on each of %d GPUs; --enable-batch-sharded-sampling saves the "
+    "gather: each GPU then verifies its own requests"
+)
+
 
 def log_interval() -> float:
     """Return the seconds between two lines of the log that `SPECDECODE_VLLM_LOG_INTERVAL` asks for: 60; 0: no lines.
@@ -82,7 +87,7 @@ class Report:
         left: the steps left to vLLM, by reason.
         interval: seconds between two lines; 0: no lines.
         timed: whether to measure the time of verified steps.
-        counters: adds to those that an exporter reads: numbers by name, steps left by reason, steps gathered by reason.
+        counters: adds to those that an exporter reads: numbers by name, steps left by reason.
         how: what happens to the steps that are left.
         clock: seconds.
     """
@@ -100,14 +105,11 @@ class Report:
         self.left, self.interval, self.timed, self.counters, self.clock = left, interval, timed, counters, clock
         self.begun = self.now = clock()
         self.steps = self.steps_logged = 0
-        self.gathered: Fallbacks | None = None
-        """The steps whose logits are gathered, by reason; None: there are no other steps, or logits are not divided."""
         self.left_logged: Counter[str] = Counter()
-        self.gathered_logged: Counter[str] = Counter()
         self.kept: list[tuple[Tensor, ...]] = []
         self.sums: deque[Sums] = deque()
         self.totals = [0, 0, 0, 0]
-        self.ending: tuple[float, int, Counter[str], Counter[str]] | None = None
+        self.ending: tuple[float, int, Counter[str]] | None = None
         self.started: tuple[float, Any] | None = None
         self.host: list[float] = []
         self.device: list[float] = []
@@ -143,7 +145,7 @@ class Report:
         now = self.clock()
         if now - self.begun >= (self.interval or 60):
             self.add_up()
-            self.ending = now, self.steps, Counter(self.left), Counter(self.gathered)
+            self.ending = now, self.steps, Counter(self.left)
 
     def add_up(self) -> None:
         """Add up the outputs that were kept, and start to copy the sums to the host."""
@@ -161,42 +163,36 @@ class Report:
             start, end = self.events.popleft()
             self.device.append(start.elapsed_time(end) / 1e3)
 
-    def log(self, now: float, steps: int, left: Counter[str], gathered: Counter[str]) -> None:
+    def log(self, now: float, steps: int, left: Counter[str]) -> None:
         """Log an interval that has ended, and tell the exporter."""
         drafts, draft_tokens, accepted, invalid = self.totals
-        new_left, new_gathered = left - self.left_logged, gathered - self.gathered_logged
+        new_left = left - self.left_logged
         numbers: dict[str, float] = {"steps_verified": steps - self.steps_logged, "drafts": drafts}
         numbers |= {"draft_tokens": draft_tokens, "accepted_tokens": accepted, "invalid_requests": invalid}
         numbers |= {"verify_host_seconds": sum(self.host), "verify_device_seconds": sum(self.device)}
         if self.counters is not None:
-            self.counters(numbers, new_left, new_gathered)
+            self.counters(numbers, new_left)
         if self.interval:
-            logger.info("%s", self.line(now - self.begun, numbers, new_left, new_gathered))
+            logger.info("%s", self.line(now - self.begun, numbers, new_left))
         if invalid:
             logger.warning(NO_FINITE_LOGIT, invalid)
-        self.begun, self.steps_logged, self.left_logged, self.gathered_logged = now, steps, left, gathered
+        self.begun, self.steps_logged, self.left_logged = now, steps, left
         self.totals, self.ending, self.host, self.device = [0, 0, 0, 0], None, [], []
 
-    def line(self, seconds: float, numbers: dict[str, float], left: Counter[str], gathered: Counter[str]) -> str:
+    def line(self, seconds: float, numbers: dict[str, float], left: Counter[str]) -> str:
         """Return the line of an interval."""
         drafts = numbers["drafts"]
         length = f"{1 + numbers['accepted_tokens'] / drafts:.2f}" if drafts else "-"
+        reasons = "; ".join(f"{steps} with {reason}" for reason, steps in left.most_common())
         parts = [
             f"specdecode: in {seconds:.0f} s {numbers['steps_verified']} steps verified",
-            by_reason(left, self.how),
-            *([] if self.gathered is None else [by_reason(gathered, "whose logits were gathered")]),
+            f"{left.total()} {self.how}{reasons and f' ({reasons})'}",
             f"acceptance length {length}",
             f"{numbers['invalid_requests']} invalid requests",
         ]
         times = [(name, each) for name, each in (("host", self.host), ("device", self.device)) if each]
         parts += [f"{name} {1e3 * statistics.median(each):.3f} ms a step" for name, each in times]
         return ", ".join(parts)
-
-
-def by_reason(counts: Counter[str], what: str) -> str:
-    """Return how many steps there were of a kind, and of each reason."""
-    reasons = "; ".join(f"{steps} with {reason}" for reason, steps in counts.most_common())
-    return f"{counts.total()} {what}{reasons and f' ({reasons})'}"
 
 
 def recorded(device: torch.device) -> Any:
@@ -212,6 +208,24 @@ def reports_here(sampler: Any) -> bool:
     """Return whether this rank reports: the first one, or each, if each verifies other requests."""
     group = group_of(sampler)
     return group is None or bool(group.rank_in_group == 0)
+
+
+class AdvisedRunner:
+    """Mixed into vLLM's V2 model runner: it logs that a flag of vLLM saves the gather of logits, where that is so."""
+
+    # What vLLM's class has:
+    model: Any
+    rejection_sampler: Any
+    sampler: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, with vLLM's arguments."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "report", None) is not None
+        # Without this method of the model vLLM gathers in spite of the flag.
+        can_shard = hasattr(self.model, "compute_logits_local")
+        if reports and can_shard and group is not None and group.world_size > 1:
+            logger.info(GATHERED, group.world_size)
 
 
 @functools.cache
@@ -238,19 +252,13 @@ def prometheus() -> Callable[..., None] | None:
         "verify_device_seconds": "Time of the device in verified steps, if SPECDECODE_VLLM_TIMES is set.",
     }
     plain = {name: client.Counter(f"specdecode:{name}", text) for name, text in texts.items()}
-    reasoned = [
-        client.Counter(f"specdecode:steps_{name}", text, ["reason"])
-        for name, text in (
-            ("left", "Steps left to vLLM, or whose logits it prepared, by reason."),
-            ("gathered", "Steps whose logits were gathered on every rank, by reason."),
-        )
-    ]
+    text = "Steps left to vLLM, or whose logits it prepared, by reason."
+    steps_left = client.Counter("specdecode:steps_left", text, ["reason"])
 
-    def add(numbers: dict[str, float], *new: Counter[str]) -> None:
+    def add(numbers: dict[str, float], new_left: Counter[str]) -> None:
         for name, number in numbers.items():
             plain[name].inc(number)
-        for counter, counts in zip(reasoned, new):
-            for reason, steps in counts.items():
-                counter.labels(reason).inc(steps)
+        for reason, steps in new_left.items():
+            steps_left.labels(reason).inc(steps)
 
     return add

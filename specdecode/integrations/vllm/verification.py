@@ -25,7 +25,6 @@ from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.integrations.vllm.adjusting import StepRows
-from specdecode.integrations.vllm.columns import VerifiedColumns
 from specdecode.integrations.vllm.compiling import compile_all, kind_of
 from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.grammars import apply_grammar
@@ -55,7 +54,7 @@ from specdecode.integrations.vllm.splitting import Prepared, joined, prepared_in
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
 
 
-class DraftVerification(VerifiedColumns, ListedRows):
+class DraftVerification(ListedRows):
     """Mixed into vLLM's `RejectionSampler`: it verifies by this package what it can, and leaves other steps to vLLM."""
 
     verifier: ClassVar[RejectionSampler]
@@ -164,14 +163,9 @@ class DraftVerification(VerifiedColumns, ListedRows):
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
         step_rows = StepRows(expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos)
-        if self.columns is not None and self.columns.are_computed:
-            output = self.verify_columns(logits, drafts, where, needs_in(self.sampler, idx_mapping_np), step_rows)
-            return self.verified(logits, output)
         kind = kind_of(logits, draft_rows)
         if kind not in self.kinds and self.other_rule() is None:
-            call = self.call_of(logits, drafts, *where)
-            self.prepare(kind, call)
-            self.prepare_columns(call)
+            self.prepare(kind, self.call_of(logits, drafts, *where))
         needs, asked, prepared = self.asked_and_prepared(logits, idx_mapping_np)
         rule, processed = self.why_left(needs, kind, self.can_list)
         if rule is not None or (processed is not None and not is_strict):
@@ -212,18 +206,15 @@ class DraftVerification(VerifiedColumns, ListedRows):
             self.report.verified(output)
         return logits, output.token_ids, output.num_tokens
 
-    def output_of(
-        self, call: dict[str, Any], sampling: dict[str, Any], kind: Any, verifier: RejectionSampler | None = None
-    ) -> SamplerOutput:
+    def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
         """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        verifier = self.verifier if verifier is None else verifier
         asked = [name in sampling for name in ("top_p", "logprobs", "kept_sets")]
         added = [each is None for each in sampling.get("adjustments", ())]
-        checked = verifier is self.verifier, kind, *asked, *added
+        checked = kind, *asked, *added
         if checked not in self.checked:
             self.checked.add(checked)
-            return verifier.packed(**call, **sampling)
-        return verify_unchecked(verifier, {**call, **sampling})
+            return self.verifier.packed(**call, **sampling)
+        return verify_unchecked(self.verifier, {**call, **sampling})
 
     def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Let vLLM verify a step by its own method, and count it."""
