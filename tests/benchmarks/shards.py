@@ -1,26 +1,21 @@
-"""Compare verifying the shards with exchanging logits and verifying whole rows, on several ranks.
+"""Compare gathering shards of the vocabulary with the exchange of whole rows, on several ranks.
 
     torchrun --nproc-per-node=2 -m tests.benchmarks.shards --shapes 1x3 256x3 --json shards.json
 
 measures on the GPUs through NCCL if there are enough of them, else on CPUs through gloo. The inputs are those of the other
-benchmarks. Engines verify whole rows, in one of two ways:
+benchmarks. The ways to verify:
 
-* *gather, verify*: all-gather the shards, put them side by side, and verify all requests on every rank;
-* *all-to-all, verify own, gather results*: every rank gets the whole rows of some requests, verifies these, and gets the
-  results of the others, see `batch_sharded`.
+* *one GPU*: all rows are there, and nothing is exchanged;
+* *gather*: all-gather the shards, put them side by side, and verify all requests on every rank, as engines do by default;
+* *exchange*: [`VocabShard`][specdecode.VocabShard], an all-to-all of rows and an all-gather of results.
 
-Both are measured twice where there are draft logits. First a rank holds its columns of the draft rows, as of the target
-rows, and both are exchanged. With *whole draft rows* each rank holds all of these, and only target rows are exchanged: vLLM
-gathers draft logits as it drafts, and keeps them. That exchange is not in the time. Verifying shards is the same in both
-cases: it reads a rank's columns and exchanges no rows, or those that truncation needs.
+Both are measured twice where there are draft logits: with the rank's columns of draft rows, and with *whole draft rows* on
+every rank, as in vLLM, which gathers draft logits as it drafts. That exchange is not in the time.
 
 A time is that of one step. On a GPU it comes from a CUDA graph of ten steps that is replayed twice without a pause: events
 measure the second replay, so that no rank waits for another's start. It is the median of the rounds on the slowest rank. On
-CPUs it is the host's time of one step. Beside it are the bytes that a step brings to each rank (to the first, which has the
-most requests of its own), and the number of exchanges.
-
-Every way must give the same tokens: how many requests have others is printed. Of the Triton backend all outputs must be bit
-for bit those of one GPU, on every rank and in a replayed graph, or the program fails.
+CPUs it is the host's time of one step. All outputs must be bit for bit those of one GPU, on every rank and in a replayed
+graph, or the program fails.
 """
 
 import argparse
@@ -37,12 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from specdecode import RejectionSampler, VocabShard, transports
-from tests.benchmarks.batch_sharded import BatchSharded, side_by_side
+from specdecode import RejectionSampler, VocabShard
+from specdecode.sharding import all_gather
 from tests.benchmarks.inputs import VOCAB, Inputs
+from tests.support.sharded_calls import differences
 
-BLOCK, STEPS = 1024, 10
-GATHER, ALL_TO_ALL, WHOLE = "gather, verify", "all-to-all, verify own, gather results", ", whole draft rows"
+STEPS = 10
 METHODS = {  # name: method, with draft logits, with their logsumexp, temperature if not the given one
     "probabilistic": ("probabilistic", True, False, None),
     "probabilistic with draft_logsumexp": ("probabilistic", True, True, None),
@@ -50,44 +45,7 @@ METHODS = {  # name: method, with draft logits, with their logsumexp, temperatur
     "strict": ("strict", False, False, None),
     "greedy": ("strict", False, False, 0.0),
 }
-
-
-class Traffic:
-    """Counts the exchanges, and the bytes that they bring to this rank."""
-
-    def __init__(self) -> None:
-        self.exchanges = self.bytes = 0
-        self.all_gather, transports.all_gather = transports.all_gather, self.counted_all_gather
-        self.all_to_all, distributed.all_to_all_single = distributed.all_to_all_single, self.counted_all_to_all
-        memory, exchange = transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange
-
-        def counted_memory(transport: Any, words: int) -> Any:
-            self.bytes += 8 * words
-            return memory(transport, words)
-
-        def counted_exchange(transport: Any, words: Any) -> Any:
-            self.exchanges += 1
-            return exchange(transport, words)
-
-        transports.SymmetricMemory.memory, transports.SymmetricMemory.exchange = counted_memory, counted_exchange
-
-    def counted_all_gather(self, tensor: Tensor, group: Any) -> Tensor:
-        gathered = self.all_gather(tensor, group)
-        self.count(gathered)
-        return gathered
-
-    def counted_all_to_all(self, received: Tensor, *arguments: Any, **keywords: Any) -> Any:
-        self.count(received)
-        return self.all_to_all(received, *arguments, **keywords)
-
-    def count(self, received: Tensor) -> None:
-        self.exchanges += 1
-        self.bytes += received.numel() * received.element_size()
-
-    def of(self, step: Callable) -> tuple[int, int]:
-        self.exchanges = self.bytes = 0
-        step()
-        return self.exchanges, self.bytes
+ONE, GATHER, EXCHANGE, WHOLE = "one GPU", "gather", "exchange", ", whole draft rows"
 
 
 def captured(step: Callable, steps: int) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -138,25 +96,9 @@ def median_time(step: Callable, device: torch.device, rounds: int) -> float:
     return slowest.item()
 
 
-def check_bits(name: str, got: Any, expected: Any) -> None:
-    """Raise unless two outputs are the same."""
-    for field, mine, other in zip(expected._fields, got, expected):
-        if other is not None and not torch.equal(mine.nan_to_num(nan=-7), other.nan_to_num(nan=-7)):
-            raise SystemExit(f"{name}: {field} of rank {distributed.get_rank()} is not that of one GPU")
-
-
-def different_requests(got: Any, expected: Any) -> int:
-    """Return how many requests have other tokens or another number of accepted drafts, of all ranks' the most."""
-    others = (got.token_ids != expected.token_ids).any(dim=1) | (got.num_accepted != expected.num_accepted)
-    most = others.sum()
-    distributed.all_reduce(most, distributed.ReduceOp.MAX)
-    return int(most)
-
-
-@functools.cache
-def shard_of(start: int, transport: str) -> VocabShard:
-    """Return this rank's shard, the same for all cases: each has memory of its own."""
-    return VocabShard(None, start, VOCAB, transport=transport)
+def side_by_side(shards: Tensor) -> Tensor:
+    """Return whole rows, [..., ranks * columns], given each rank's columns, [ranks, ..., columns]."""
+    return shards.movedim(0, -2).flatten(-2)
 
 
 class Case:
@@ -164,22 +106,16 @@ class Case:
 
     def __init__(self, batch: int, drafts: int, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device, self.batch = options, device, batch
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        # Equal shards of whole blocks, so that the shards can be gathered in one call; the last one is filled up with -inf.
-        self.local = -(-VOCAB // (self.size * BLOCK)) * BLOCK
-        self.start = min(VOCAB, self.local * self.rank)
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        local = VOCAB // size  # equal shards, so that they can be gathered in one call
+        if VOCAB % size:
+            raise SystemExit(f"the vocabulary of {VOCAB} tokens has no {size} equal shards")
         self.inputs = Inputs(batch, drafts, getattr(torch, options.dtype), options.temperature, str(device))
         whole = self.inputs.target_logits, self.inputs.draft_logits
-        self.shards = [rows[..., self.start : self.start + self.local].contiguous() for rows in whole]
-        self.padded = [
-            torch.nn.functional.pad(rows, (0, self.local - rows.shape[-1]), value=-torch.inf) for rows in self.shards
-        ]
+        self.columns = [rows[..., local * rank : local * (rank + 1)].contiguous() for rows in whole]
+        self.shard = VocabShard(None, local * rank, VOCAB)
 
-    def gathered(self, rows: Tensor) -> Tensor:
-        """Return whole rows, as engines make them: gather, then put the shards of each row side by side."""
-        return side_by_side(transports.all_gather(rows, distributed.group.WORLD))[..., :VOCAB]
-
-    def ways(self, name: str, transports: list[str]) -> dict[str, Callable]:
+    def ways(self, name: str) -> dict[str, Callable]:
         """Return the ways to verify by a method: the first is what the others are compared with."""
         method, draws, has_logsumexp, temperature = METHODS[name]
         truncation = {"top_k": self.options.top_k, "top_p": self.options.top_p}
@@ -190,41 +126,30 @@ class Case:
         if has_logsumexp:
             keywords |= {"draft_logsumexp": draft.logsumexp, "draft_cutoff": draft.cutoff}
         drafts, whole = draft.token_ids, self.inputs.draft_logits if draws else None
-        plain, sharded = RejectionSampler(method), BatchSharded(distributed.group.WORLD, self.batch)
-        own_drafts, own_whole = drafts[sharded.own], whole[sharded.own] if draws else None
-        own = {key: value[sharded.own] if isinstance(value, Tensor) else value for key, value in keywords.items()}
+        columns, plain = self.columns[1] if draws else None, RejectionSampler(method)
+        sharded = RejectionSampler(method, shard=self.shard)
 
-        def gather_and_verify(exchanges_drafts: bool) -> Any:
-            target_rows = self.gathered(self.padded[0])
-            return plain(target_rows, drafts, self.gathered(self.padded[1]) if exchanges_drafts else whole, **keywords)
+        def gathered(rows: Tensor) -> Tensor:
+            return side_by_side(all_gather(rows, distributed.group.WORLD))
 
-        def verify_own(exchanges_drafts: bool) -> Any:
-            target_rows = sharded.own_rows(self.padded[0])[..., :VOCAB]
-            draft_rows = sharded.own_rows(self.padded[1])[..., :VOCAB] if exchanges_drafts else own_whole
-            output = plain(target_rows, own_drafts, draft_rows, **own) if sharded.count else None
-            return sharded.gather(output, drafts)
+        def gather(draft_rows: Callable[[], Tensor | None]) -> Any:
+            return plain(gathered(self.columns[0]), drafts, draft_rows(), **keywords)
 
         ways = {
-            "verify whole rows": functools.partial(plain, self.inputs.target_logits, drafts, whole, **keywords),
-            GATHER: functools.partial(gather_and_verify, draws),
-            ALL_TO_ALL: functools.partial(verify_own, draws),
+            ONE: functools.partial(plain, self.inputs.target_logits, drafts, whole, **keywords),
+            GATHER: functools.partial(gather, lambda: None if columns is None else gathered(columns)),
+            EXCHANGE: functools.partial(sharded, self.columns[0], drafts, columns, **keywords),
         }
         if draws:
-            ways[GATHER + WHOLE] = functools.partial(gather_and_verify, False)
-            ways[ALL_TO_ALL + WHOLE] = functools.partial(verify_own, False)
-        mine = self.shards[0], drafts, self.shards[1] if draws else None
-        for backend in self.options.backends:
-            for transport in transports if backend == "triton" else transports[:1]:
-                sampler = RejectionSampler(method, backend=backend, shard=shard_of(self.start, transport))
-                ways[f"shards, {backend}, {transport}"] = functools.partial(sampler, *mine, **keywords)
+            ways[GATHER + WHOLE] = functools.partial(gather, lambda: whole)
+            ways[EXCHANGE + WHOLE] = functools.partial(sharded, self.columns[0], drafts, whole, **keywords)
         return ways
 
 
-def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> list[dict[str, Any]]:
+def measure(case: Case, name: str) -> list[dict[str, Any]]:
     """Check and time all ways of a method; return a result for each."""
-    results: list[dict[str, Any]] = []
-    ways = case.ways(name, transports)
-    expected = next(iter(ways.values()))()
+    ways, results = case.ways(name), []
+    expected = ways[ONE]()
     for way, step in ways.items():
         outputs = [step()]
         if case.device.type == "cuda":
@@ -232,24 +157,14 @@ def measure(case: Case, name: str, traffic: Traffic, transports: list[str]) -> l
             graph.replay()
             torch.cuda.synchronize()
             outputs.append(replayed)
-        different = max(different_requests(got, expected) for got in outputs)
-        if "triton" in way:
-            for got in outputs:
-                check_bits(name, got, expected)
-        exchanges, moved = traffic.of(step)
-        milliseconds = median_time(step, case.device, case.options.rounds)
-        result = {
-            "method": name,
-            "way": way,
-            "us": round(1e3 * milliseconds, 2),
-            "bytes": moved,
-            "exchanges": exchanges,
-        }
-        results.append({"batch": case.batch, "drafts": case.inputs.draft_logits.shape[1]} | result)
-        if case.rank == 0:
-            print(f"{case.batch:>4}{name:>36}  {way:57}{result['us']:>10.1f}{moved:>14,}{exchanges:>4}", flush=True)
-            if different:
-                print(f"{name}, {way}: {different} requests have other tokens")
+        for got in outputs:
+            if fields := differences(got, expected):
+                raise SystemExit(f"{name}, {way}: {fields} of rank {distributed.get_rank()} are not those of one GPU")
+        us = round(1e3 * median_time(step, case.device, case.options.rounds), 2)
+        drafts = case.inputs.draft_logits.shape[1]
+        results.append({"batch": case.batch, "drafts": drafts, "method": name, "way": way, "us": us})
+        if distributed.get_rank() == 0:
+            print(f"{case.batch:>4}{name:>36}  {way:30}{us:>10.1f}", flush=True)
     return results
 
 
@@ -270,7 +185,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["1x3"], help="requests x drafts")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--backends", nargs="+", default=None, help="eager, triton")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-k", type=int, default=None, help="of target rows and draft rows")
     parser.add_argument("--top-p", type=float, default=None, help="of target rows and draft rows")
@@ -285,21 +199,16 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    options.backends = options.backends or ["triton" if on_gpu else "eager"]
 
     record: dict[str, Any] = environment(device) | {"ranks": size, "results": []}
-    traffic, ways = Traffic(), ["all_gather"]
-    if on_gpu:
-        ways.append("symmetric_memory")
     for shape in options.shapes:
         batch, drafts = map(int, shape.split("x"))
         case = Case(batch, drafts, options, device)
         for name in options.methods:
-            record["results"] += measure(case, name, traffic, ways)
+            record["results"] += measure(case, name)
             if options.json and rank == 0:
                 options.json.write_text(json.dumps(record, indent=1))
         del case
-    shard_of.cache_clear()  # a group of gloo that outlives this aborts the process
     distributed.destroy_process_group()
 
 
