@@ -641,92 +641,30 @@ def shards_of(record: str, method: str) -> dict[tuple[int, int], dict[str, dict[
 
 
 SHARD_WAYS = {
-    "verify whole rows": "whole rows, one GPU",
-    "gather, verify": "gather, verify",
-    "gather, verify, whole draft rows": "gather, verify; whole draft rows",
-    "all-to-all, verify own, gather results": "all-to-all, verify own",
-    "all-to-all, verify own, gather results, whole draft rows": "all-to-all, verify own; whole draft rows",
-    "shards, triton, all_gather": "shards, all-gather",
-    "shards, triton, symmetric_memory": "shards, symmetric memory",
-    "shards, eager, all_gather": "shards, eager backend",
+    "one GPU": "whole rows, one GPU",
+    "gather": "gather",
+    "gather, whole draft rows": "gather; whole draft rows",
+    "exchange": "exchange: `VocabShard`",
+    "exchange, whole draft rows": "exchange: `VocabShard`; whole draft rows",
 }
 
 
-def shards_table(record: str, method: str) -> str:
-    """Compare the ways to verify on several ranks: a row for each, a column for each number of requests and drafts."""
+def shards_table(record: str, method: str, removed: str = "") -> str:
+    """Compare the ways to verify on several ranks: a row for each, a column for each number of requests and drafts.
+
+    The last row is of the kernels over shards that were `removed`, from a record of a commit that had them.
+    """
     shapes = shards_of(record, method)
     rows = [
         [title, *[shown(ways[way]["us"]) + of_commit(record) if way in ways else "" for ways in shapes.values()]]
         for way, title in SHARD_WAYS.items()
         if any(way in ways for ways in shapes.values())
     ]
-    parts = [
-        min(result["bytes"] for way, result in ways.items() if "shards" in way) / ways["gather, verify"]["bytes"]
-        for ways in shapes.values()
-    ]
-    rows.append(["bytes of shards, of those gathered", *[f"{part:.2%}" for part in parts]])
+    if removed:
+        before = shards_of(removed, method)
+        times = [before[shape]["shards, triton, symmetric_memory"]["us"] for shape in shapes]
+        rows.append(["kernels over shards, removed", *[shown(us) + of_commit(removed) for us in times]])
     return html_table(["Requests, drafts", *[f"{batch:,}, {drafts}" for batch, drafts in shapes]], rows)
-
-
-def shard_bytes_table(record: str, methods: str, requests: str, drafts: str) -> str:
-    """Show what a step brings to each rank: all of the logits, or what is exchanged of shards, and its part of them."""
-    counts, rows = [int(count) for count in requests.split()], []
-    for method in methods.split(", "):
-        shapes = shards_of(record, method)
-        row = [f"`{method}`"]
-        for count in counts:
-            ways = shapes[count, int(drafts)]
-            whole, moved = ways["gather, verify"]["bytes"], ways["shards, triton, all_gather"]["bytes"]
-            row += [text + of_commit(record) for text in (f"{whole:,}", f"{moved:,}", f"{moved / whole:.2%}")]
-        rows.append(row)
-    names = [f"{count:,} request{'s' * (count > 1)}" for count in counts]
-    return html_table(["", *[f"{name}: {what}" for name in names for what in ("logits", "shards", "part")]], rows)
-
-
-def reading_of(record: str, reading: str, method: str, shape: tuple[int, int]) -> float:
-    """Return the microseconds in which one GPU reads all logits that are gathered, at the reference bandwidth."""
-    gathered = shards_of(record, method)[shape]["gather, verify"]["bytes"]
-    return float(gathered / (1e6 * load(reading)["read_TB/s"]))
-
-
-def shard_model_table(record: str, more: str, reading: str, methods: str) -> str:
-    """Compare what was measured on more ranks with a model of it: a rank reads less of each row, all else takes as long."""
-    way, rows, records = "shards, triton, symmetric_memory", [], more.split()
-    for method in methods.split(", "):
-        for shape in shards_of(records[0], method):
-            two = shards_of(record, method)[shape][way]["us"]
-            least = reading_of(record, reading, method, shape)
-            row = [f"`{method}`", f"{shape[0]:,}, {shape[1]}", shown(two) + of_commit(record)]
-            for other in records:
-                modelled = two - least * (1 / 2 - 1 / load(other)["ranks"])
-                measured = shards_of(other, method)[shape][way]["us"]
-                row += [shown(modelled) + of_commit(record), shown(measured) + of_commit(other)]
-            rows.append(row)
-    names = [f"{load(other)['ranks']} ranks: {what}" for other in records for what in ("model", "measured")]
-    return html_table(["", "Requests, drafts", "2 ranks, measured", *names], rows, text_columns=2)
-
-
-def shard_hosts_table(
-    record: str, fewer: str, most: str, reading: str, method: str, ranks: str, hop: str, port: str
-) -> str:
-    """Extrapolate steps by all-gather from two numbers of ranks, `fewer` and `most`, to more ranks on two hosts.
-
-    The model is compared with `record`, which it is not made from. A message takes `hop` microseconds to the other host, and
-    a rank receives `port` bytes a microsecond from there.
-    """
-    way, rows = "shards, triton, all_gather", []
-    first, last, two = (int(load(name)["ranks"]) for name in (fewer, most, record))
-    for shape, ways in shards_of(most, method).items():
-        least, end = reading_of(most, reading, method, shape), ways[way]["us"]
-        start, measured = (shards_of(name, method)[shape][way]["us"] for name in (fewer, record))
-        each = (end - start + least * (1 / first - 1 / last)) / (last - first)
-        row = [f"{shape[0]:,}, {shape[1]}", *[shown(us) + of_commit(most) for us in (end, each)]]
-        modelled = {n: end - least * (1 / last - 1 / n) + each * (n - last) for n in (two, *map(int, ranks.split()))}
-        row += [shown(modelled.pop(two)) + of_commit(most), shown(measured) + of_commit(record)]
-        crossing = 2 * float(hop) * ways[way]["exchanges"]
-        rows.append(row + [shown(us + crossing + ways[way]["bytes"] / (n * float(port))) for n, us in modelled.items()])
-    names = [f"{last} ranks, measured", "each rank more", f"{two} ranks: model", "measured"]
-    return html_table(["Requests, drafts", *names, *[f"{n} ranks on two hosts: model" for n in ranks.split()]], rows)
 
 
 TABLES: dict[str, Callable[..., str]] = {
@@ -751,9 +689,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "blocks": blocks_table,
     "with peers": with_peers_table,
     "shards": shards_table,
-    "shard bytes": shard_bytes_table,
-    "shard model": shard_model_table,
-    "shard hosts": shard_hosts_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {

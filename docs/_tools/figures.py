@@ -743,30 +743,27 @@ def level_figure() -> str:
 
 
 SHARD_STEPS = [
-    ("block statistics;\ndraft logits", "exchange 1: 8 bytes for 1,024 logits, 16 a row"),
-    ("the same\naccept decisions", ""),
-    ("its best token,\nif it stops there", "exchange 2: 8 bytes a row"),
-    ("the same tokens", ""),
+    ("half of each row,\nof all requests", "all-to-all: rows of logits"),
+    ("whole rows\nof its requests", ""),
+    ("tokens\nof its requests", "all-gather: tokens and counts"),
+    ("tokens\nof all requests", ""),
 ]
-"""What each rank computes from its shard and what came before, and what then travels."""
+"""What each rank has, and what then travels."""
 
 
 def shards_figure() -> str:
-    """Draw a step of probabilistic verification on two ranks: what each computes, and what they exchange."""
+    """Draw a step of verification on two ranks: what each has, and what they exchange."""
     left, gap, width, height = 1, 12, 172, 42
     columns = [left, left + width + gap]
     parts, y = [], 12.0
     for rank, x in enumerate(columns):
-        parts.append(text(x + width / 2, y, f"rank {rank}: half the vocabulary", "label"))
-        for block in range(6):
-            parts.append(rect(x + block * width / 6, y + 10, width / 6 - 3, 20, "box row", 2))
-    y += 30
-    for computed, exchanged in SHARD_STEPS:
+        parts.append(text(x + width / 2, y, f"rank {rank}", "label"))
+    for held, exchanged in SHARD_STEPS:
         for x in columns:
             middle = x + width / 2
             parts.append(path([(middle, y + 2), (middle, y + 16)], "arrow"))
             look = "box good" if not exchanged else "box"
-            parts += [rect(x, y + 16, width, height, look), text(middle, y + 41, computed, "small")]
+            parts += [rect(x, y + 16, width, height, look), text(middle, y + 41, held, "small")]
         y += 16 + height
         if exchanged:
             parts += [path([(x + width / 2, y + 2), (x + width / 2, y + 12)], "arrow") for x in columns]
@@ -776,9 +773,8 @@ def shards_figure() -> str:
         parts,
         y + 6,
         "A step on two ranks",
-        "Each rank holds half of each row's logits. "
-        + " ".join(
-            f"It computes {computed}. {exchanged and f'Then {exchanged}.'}" for computed, exchanged in SHARD_STEPS
+        " ".join(
+            f"Each rank has {held}. {exchanged and f'Then {exchanged}.'}" for held, exchanged in SHARD_STEPS
         ).replace("\n", " "),
     )
 
