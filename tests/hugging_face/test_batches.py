@@ -326,6 +326,17 @@ class TestSteps:
 
 
 class TestStreamer:
+    def test_tensors_do_not_come_from_the_default_device(self):
+        target, batch, prompt = TARGETS["llama"], padded(PROMPTS), torch.tensor(PROMPTS[:1])
+        options, streamer = {"max_new_tokens": NEW, "seeds": 100, "eos_token_id": [5, 6]}, self.Recorder()
+        for draft in (None, noisy(target, 0.1), PromptLookup()):
+            expected = generate(target, draft, *batch, **options)
+            with torch.device("meta"):  # whose tensors have no data
+                output = generate(target, draft, *batch, **options)
+                generate(target, draft, prompt, max_new_tokens=2, streamer=streamer)
+            assert torch.equal(output.sequences, expected.sequences)
+        assert len(streamer.calls) == 3 * 4
+
     class Recorder(transformers.generation.streamers.BaseStreamer):
         def __init__(self):
             self.calls = []

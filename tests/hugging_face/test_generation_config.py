@@ -1,7 +1,9 @@
 """Generation configs and other arguments of `generate`: what they do, and what is refused."""
 
 import copy
+import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +28,13 @@ from tests.support.distributions import FALSE_ALARM, p_value
 
 transformers = pytest.importorskip("transformers")
 
-from specdecode.integrations.transformers import PromptLookup, generate  # noqa: E402
+from specdecode.integrations.transformers import PromptLookup, generate, generation_config  # noqa: E402
+from specdecode.integrations.transformers.generation_config import (  # noqa: E402
+    HONOURED,
+    REFUSED,
+    REFUSED_IN_SAMPLING,
+    WITHOUT_EFFECT,
+)
 
 
 class Ban(transformers.LogitsProcessor):
@@ -245,6 +253,49 @@ class TestGenerationConfig:
         assert p_value(np.bincount(codes, minlength=vocab**new), np.array(list(joint.values()))) > FALSE_ALARM
 
 
+class TestFields:
+    def test_every_field_of_transformers_is_honoured_refused_or_without_effect(self):
+        known = [*HONOURED, *REFUSED, *REFUSED_IN_SAMPLING, *WITHOUT_EFFECT]
+        assert len(known) == len(set(known))
+        assert {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")} <= set(known)
+
+    def test_the_page_says_of_every_field_what_happens(self):
+        page = (Path(__file__).parents[2] / "docs" / "use" / "transformers.md").read_text(encoding="utf-8")
+        section = page.split("## The generation config")[1].split("\n## ")[0]
+        said = {"honoured": [], "refused": [], "no effect": []}
+        for fields, what in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", section, re.MULTILINE):
+            kind = next((kind for kind in said if what.startswith(kind)), "honoured")
+            said[kind] += re.findall(r"`(\w+)`", fields)
+        expected = [HONOURED, [*REFUSED, *REFUSED_IN_SAMPLING], WITHOUT_EFFECT]
+        assert list(map(sorted, said.values())) == list(map(sorted, expected))
+
+    def test_fields_without_effect_change_no_text(self):
+        target = with_config(TARGETS["llama"])
+        for name in WITHOUT_EFFECT:
+            setattr(target.generation_config, name, "static" if name == "cache_implementation" else 1)
+        assert texts(ragged(target, noisy(target, 0.05))) == texts(ragged(TARGETS["llama"], noisy(target, 0.05)))
+
+    def test_a_quantized_cache_and_fields_that_are_not_known_are_refused_by_name(self, monkeypatch):
+        target = with_config(TARGETS["llama"], cache_implementation="quantized")
+        with pytest.raises(
+            ValueError, match=r"^generation_config: cache_implementation = 'quantized' is not supported"
+        ):
+            ragged(target, None)
+        monkeypatch.setattr(generation_config, "WITHOUT_EFFECT", WITHOUT_EFFECT - {"low_memory"})
+        ragged(TARGETS["llama"], None, max_new_tokens=1)
+        with pytest.raises(ValueError, match=r"^generation_config: low_memory = True is not supported: this version"):
+            ragged(with_config(TARGETS["llama"], low_memory=True), None)
+
+    def test_a_least_number_of_new_tokens_wins_over_a_least_length_even_if_0(self):
+        target = with_config(TARGETS["llama"], min_new_tokens=0, min_length=13, eos_token_id=[1, 2, 3, 4])
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+        expected = target.generate(torch.tensor([PROMPTS[1]]), **options)
+        assert expected.shape[1] < 13
+        assert torch.equal(
+            generate(target, None, torch.tensor([PROMPTS[1]]), max_new_tokens=NEW, temperature=0).sequences, expected
+        )
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("message", "options"),
@@ -295,6 +346,14 @@ class TestErrors:
             generate(TARGETS["llama"], None, ids, max_new_tokens=4, on_step=5)
         with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):
             generate(TARGETS["llama"], None, ids, num_draft_tokens=2.0, max_new_tokens=4)
+
+    def test_token_types_are_refused_where_a_model_reads_them(self):
+        tokenized = {"input_ids": torch.tensor([[1, 2, 3]]), "token_type_ids": torch.zeros(1, 3, dtype=torch.int64)}
+        for models in ((TARGETS["gpt2"], None), (TARGETS["llama"], TARGETS["gpt2"])):
+            with pytest.raises(ValueError, match=r"^token_type_ids: expected None for a .* GPT2LMHeadModel: pass only"):
+                generate(*models, **tokenized, max_new_tokens=4)
+        for draft in (None, PromptLookup(), noisy(TARGETS["llama"], 0.1)):
+            assert generate(TARGETS["llama"], draft, **tokenized, max_new_tokens=4).num_generated == 4
 
     def test_ngrams(self):
         with pytest.raises(ValueError, match="max_ngram: expected a positive int, got 0"):

@@ -1,5 +1,6 @@
 """Texts end with stop tokens and stop strings where transformers' do, whatever is drafted."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,84 @@ TOKENIZER = word_tokenizer()
 
 def spelled(token_ids):
     return "".join(WORDS[token] for token in token_ids)
+
+
+ONE_STOP = {
+    "an int": 5,
+    "a numpy integer": np.int64(5),
+    "a tensor without dimensions": torch.tensor(5),
+    "a tensor": torch.tensor([5]),
+    "an array": np.array([5]),
+    "a list of numpy integers": [np.int64(5)],
+    "a tuple": (5,),
+    "a whole float": 5.0,
+    "beside none": [5, -1],
+    "after none": [-1, 5],
+    "beside one beyond the vocabulary": [VOCAB, 5],
+}
+NO_STOP = {"None": None, "-1": -1, "-1 in a list": [-1], "beyond the vocabulary": VOCAB}
+
+
+class TestStopTokens:
+    @pytest.mark.parametrize("spelling", ONE_STOP | NO_STOP)
+    def test_of_a_config_end_texts_where_those_of_transformers_end(self, spelling):
+        target = with_config(TARGETS["llama"], eos_token_id=(ONE_STOP | NO_STOP)[spelling], pad_token_id=0)
+        (ids, mask), new, steps = padded([[7, 1, 0], [2]]), 8, []
+        expected = target.generate(ids.clamp(min=0), attention_mask=mask, do_sample=False, max_new_tokens=new)
+        options, ends = {"seeds": 100, "max_new_tokens": new}, [5] if spelling in ONE_STOP else []
+        sampled = generate(target, None, ids, mask, eos_token_id=ends, **options).sequences
+        for draft in (None, noisy(target, 0.1), PromptLookup()):
+            output = generate(target, draft, ids, mask, temperature=0, **options, on_step=steps.append)
+            assert torch.equal(output.sequences[:, 3:], expected[:, 3:])
+            assert (output.num_generated == new).all() == (spelling in NO_STOP)
+            assert torch.equal(generate(target, draft, ids, mask, method="strict", **options).sequences, sampled)
+        assert all(0 <= token < VOCAB for step in steps for token in step.token_ids)
+
+    def test_a_stop_token_that_is_none_leaves_stop_strings_and_least_lengths_alone(self):
+        fields = {"min_new_tokens": 5, "bad_words_ids": [[4], [7]]}
+        options = {"stop_strings": ["da", "bb"], "tokenizer": TOKENIZER, "temperature": 0}
+        for stop in (7, None):
+            expected = texts(ragged(with_config(TARGETS["llama"], eos_token_id=stop, **fields), None, **options))
+            target = with_config(TARGETS["llama"], eos_token_id=[-1, 7] if stop else -1, **fields)
+            for draft in (None, noisy(target, 0.1), PromptLookup()):
+                assert texts(ragged(target, draft, **options)) == expected
+
+    @pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
+    @pytest.mark.parametrize("value", ["5", 2.5, float("nan"), [5, None], {"a": 5}])
+    def test_what_is_no_id_is_named(self, field, value):
+        target = with_config(TARGETS["llama"])
+        setattr(
+            target.generation_config, field, value
+        )  # as a file may have it, which transformers' class does not take
+        with pytest.raises(TypeError, match=rf"^generation_config: expected {field} to be an int"):
+            ragged(target, None)
+
+
+class TestPadding:
+    @pytest.mark.parametrize(
+        ("pad", "expected"),
+        [(None, 5), (-1, 5), (6, 6), (np.int64(6), 6), (torch.tensor(6), 6), (torch.tensor([6]), 6), (6.0, 6)],
+    )
+    def test_is_the_token_of_the_config_or_else_the_stop_token(self, pad, expected):
+        for eos in (5, [-1, 5]):
+            output = ragged(with_config(TARGETS["llama"], eos_token_id=eos, pad_token_id=pad), PromptLookup())
+            padding = output.token_kinds == -1
+            assert padding.any()
+            assert (output.sequences[:, -padding.shape[1] :][padding] == expected).all()
+
+    @pytest.mark.parametrize("pad", [VOCAB, -100])
+    def test_of_no_token_is_refused_where_it_would_be_written(self, pad):
+        target, ids = with_config(TARGETS["llama"], eos_token_id=5, pad_token_id=pad), torch.tensor(PROMPTS[:1])
+        message = rf"^generation_config: expected pad_token_id to be in \[0, 8\), .* got {pad}"
+        with pytest.raises(ValueError, match=message):
+            ragged(target, PromptLookup())
+        with pytest.raises(ValueError, match=message):
+            generate(target, None, ids, num_return_sequences=2, max_new_tokens=4)
+        assert generate(target, None, ids, max_new_tokens=4).num_generated >= 1
+        assert ragged(target, None, eos_token_id=[]).num_generated.tolist() == [NEW] * len(PROMPTS)
+        target.generation_config.pad_token_id = [6, 7]
+        with pytest.raises(TypeError, match=r"^generation_config: expected pad_token_id to be one id, got \[6, 7\]"):
+            ragged(target, None)
 
 
 class TestStopStrings:
@@ -85,6 +164,15 @@ class TestStopStrings:
             stop = "aa" + spelled([*prompts[0], first[0]])
             output = generate(target, draft, *padded(prompts), **options | {"max_new_tokens": 4}, stop_strings=stop)
             assert output.num_generated[0] == 4
+
+    def test_the_default_device_does_not_matter(self):
+        options = {"stop_strings": ["ad", "bd"], "tokenizer": TOKENIZER, "max_new_tokens": NEW, "seeds": 3}
+        expected = generate(TARGETS["llama"], None, torch.tensor(PROMPTS[:1]), **options).num_generated
+        ids = torch.tensor(PROMPTS[:1])
+        with torch.device("meta"):  # whose tensors have no data
+            assert torch.equal(
+                generate(TARGETS["llama"], PromptLookup(), ids, method="strict", **options).num_generated, expected
+            )
 
     def test_bytes_of_a_real_tokenizer(self):
         tokenizer, target, draft = (

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdecode import RejectionSampler, Sampling
 from specdecode.checks import check_count, check_tensor, check_type, shown
 from specdecode.integrations.transformers.generation_config import is_greedy
+from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import Step
 from specdecode.sampling import Truncation, check_temperature
 
@@ -78,7 +79,7 @@ def streaming(
 
     def stream(step: Step) -> None:
         for token in step.token_ids:
-            put(torch.tensor([token]))
+            put(torch.tensor([token], device="cpu"))
         if on_step is not None:
             on_step(step)
 
@@ -108,6 +109,16 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddin
     return mask
 
 
+def check_token_types(token_type_ids: Tensor | None, models: Sequence[CachedModel]) -> None:
+    """Refuse token types if a model reads them. Other models do not need them."""
+    for model in models if token_type_ids is not None else ():
+        if "token_type_ids" in model.parameters:
+            raise ValueError(
+                f"token_type_ids: expected None for a {model.name} model that reads them, {type(model.model).__name__}: "
+                "pass only input_ids and attention_mask"
+            )
+
+
 def check_sampling(sampling: Sampling, batch: int, vocab_size: int, device: torch.device) -> Sampling:
     """Return how tokens are drawn, on the device of the target, with None for what keeps all tokens."""
     sampling = Sampling._make(on(device, value) for value in sampling)
@@ -120,9 +131,9 @@ def on(device: torch.device, value: Any) -> Any:
 
 
 def find_stop_ids(config: GenerationConfig, eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+    """Return the stop tokens: those of the argument, or else those of the config without ids outside the vocabulary."""
     if eos_token_id is None:
-        own = config.eos_token_id
-        return [] if own is None else [own] if isinstance(own, int) else list(own)
+        return [token for token in read_ids(config, "eos_token_id") if 0 <= token < vocab_size]
     is_id = isinstance(eos_token_id, Integral) and not isinstance(eos_token_id, bool)
     stop_ids: Any = [eos_token_id] if is_id else eos_token_id
     if not isinstance(stop_ids, Sequence) or any(not isinstance(token, Integral) for token in stop_ids):
@@ -133,6 +144,33 @@ def find_stop_ids(config: GenerationConfig, eos_token_id: int | Sequence[int] | 
     return [int(token) for token in stop_ids]
 
 
-def find_pad_id(config: GenerationConfig, stop_ids: list[int]) -> int:
-    pad_id = config.pad_token_id
-    return int(pad_id) if pad_id is not None else stop_ids[0] if stop_ids else 0
+def find_pad_id(config: GenerationConfig, stop_ids: list[int], num_embeddings: int, is_written: bool) -> int:
+    """Return the padding token: that of the config, where -1 means none, else the first stop token, else 0.
+
+    Raises:
+        TypeError: the config has no single id.
+        ValueError: its id is outside the vocabulary, and padding may be written.
+    """
+    own = read_ids(config, "pad_token_id")
+    if len(own) > 1:
+        raise TypeError(f"generation_config: expected pad_token_id to be one id, got {shown(config.pad_token_id)}")
+    if not own or own[0] == -1:
+        return stop_ids[0] if stop_ids else 0
+    if is_written and not 0 <= own[0] < num_embeddings:
+        raise ValueError(
+            f"generation_config: expected pad_token_id to be in [0, {num_embeddings}), because texts of several requests "
+            f"are padded, got {own[0]}"
+        )
+    return own[0]
+
+
+def read_ids(config: GenerationConfig, name: str) -> list[int]:
+    """Return the token ids of a field: a number, a sequence, an array or a tensor, as transformers takes them."""
+    value = getattr(config, name)
+    try:
+        ids = torch.as_tensor([] if value is None else value, dtype=torch.float64, device="cpu").flatten().tolist()
+        if all(map(float.is_integer, ids)):
+            return list(map(int, ids))
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"generation_config: expected {name} to be an int, a sequence of ints or None, got {shown(value)}")

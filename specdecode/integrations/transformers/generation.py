@@ -19,6 +19,7 @@ from specdecode.integrations.transformers.arguments import (
     check_options,
     check_prompts,
     check_sampling,
+    check_token_types,
     find_pad_id,
     find_stop_ids,
     on,
@@ -65,6 +66,7 @@ def generate(
     accept_stop_tokens: bool = True,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
+    token_type_ids: Tensor | None = None,
 ) -> GenerationOutput:
     """Generate tokens with the target model's distribution, in fewer calls of the target than tokens.
 
@@ -77,7 +79,7 @@ def generate(
     `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
     is applied to each row that can matter, with the tokens before that row, drafts included: by the sampler, as
     [`Adjustments`][specdecode.Adjustments], or by transformers' logits processors. What cannot be honoured is refused by
-    name.
+    name. Fields about speed, memory or what is drafted have no effect; the documentation lists them.
 
     Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
 
@@ -100,7 +102,8 @@ def generate(
         top_p: likewise: float or [batch]; 1 = all tokens, None as for `top_k`.
         min_p: likewise: float or [batch]; 0 = all tokens, None as for `top_k`.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
-        eos_token_id: stop token or tokens; None = those of the config, [] = none.
+        eos_token_id: stop token or tokens; None = those of the config, whose ids outside the vocabulary, such as -1, stop
+            nothing; [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
         generation_config: what to do where no argument says it. The target's own `generation_config` fills in the fields
             that this one leaves out (None), and is used alone by default.
@@ -118,6 +121,7 @@ def generate(
         stop_strings: string or strings; a text ends with the token that completes one, as in transformers. None = those of
             the config, [] = none.
         tokenizer: the target's, needed only where there are stop strings.
+        token_type_ids: ignored, so that `**tokenizer(...)` can be passed; refused if a model reads them.
 
     Returns:
         The sequences, what kind of token each new token is, and acceptance statistics.
@@ -151,7 +155,9 @@ def generate(
 
     prompts = check_prompts(input_ids, attention_mask, target_model.num_embeddings)
     max_new_tokens = check_max_new_tokens(max_new_tokens, max_length, config, input_ids.shape[1])
-    check_fit([target_model, *([draft_model] if draft_model else [])], prompts, max_new_tokens)
+    models = [target_model, *([draft_model] if draft_model else [])]
+    check_fit(models, prompts, max_new_tokens)
+    check_token_types(token_type_ids, models)
     sampling = merged_sampling(config, Sampling(temperature, top_k, top_p, min_p))  # type: ignore[arg-type]
     check_config(config, sampling)
     copies = check_num_return_sequences(num_return_sequences, config, sampling)
@@ -161,6 +167,8 @@ def generate(
     seeds = seed_each(check_seeds(on(device, seeds), len(input_ids), device), len(input_ids), device)
     stop_ids = find_stop_ids(config, eos_token_id, vocab_size)
     stops = Stops(stop_ids, find_stop_strings(config, stop_strings, tokenizer), device)
+    is_padded = len(input_ids) > 1 and bool(stops)  # some texts may end before others
+    pad_id = find_pad_id(config, stop_ids, target_model.num_embeddings, is_padded)
 
     processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, vocab_size, device)
     drafter: Drafter
@@ -182,7 +190,7 @@ def generate(
     loop.decode_all(requests, input_ids.masked_fill(~prompts, 0).to(device), sampling, seeds)
     if streamer is not None:
         streamer.end()  # type: ignore[no-untyped-call]
-    return loop.output(input_ids, requests, find_pad_id(config, stop_ids))
+    return loop.output(input_ids, requests, pad_id)
 
 
 def check_fit(models: Sequence[CachedModel], prompts: Tensor, max_new_tokens: int) -> None:

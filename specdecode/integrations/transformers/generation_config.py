@@ -22,6 +22,63 @@ from specdecode import Sampling
 from specdecode.integrations.transformers.adjustments import Adjuster
 from specdecode.integrations.transformers.requests import Batch
 
+HONOURED = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "do_sample",
+    "eos_token_id",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "num_return_sequences",
+    "pad_token_id",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+}
+"""Fields that are used here, or by the logits processors that transformers builds."""
+
+WITHOUT_EFFECT = {
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_lookbehind",
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "early_stopping",
+    "length_penalty",
+    "low_memory",
+    "max_cache_len",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+    "return_dict_in_generate",
+    "speculation_type",
+    "target_lookbehind",
+    "transformers_version",
+    "use_cache",
+    "use_mtp",
+}
+"""Fields that are not read. They change speed, memory or the form of the output, or belong to what is refused."""
+
 REFUSED: dict[str, tuple[object, str]] = {
     "num_beams": (1, "beam search has no speculative form here"),
     "num_beam_groups": (1, "beam search has no speculative form here"),
@@ -36,6 +93,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "encoder_repetition_penalty": (1, "use repetition_penalty"),
     "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
     "assistant_ensemble_weight": (None, "it changes the distribution of the output"),
+    "is_assistant": (False, "it ends texts where the model is not sure of a token"),
     "max_time": (None, "raise an exception from on_step to stop early"),
     "output_scores": (False, "the output holds no scores"),
     "output_logits": (False, "the output holds no logits"),
@@ -51,6 +109,11 @@ REFUSED_IN_SAMPLING: dict[str, tuple[object, str]] = {
     "eta_cutoff": (0, "use top_k, top_p or min_p"),
 }
 """Likewise, but greedy decoding does not use them."""
+
+QUANTIZED: dict[str, tuple[object, str]] = {
+    "cache_implementation": (None, "rounded keys and values change the distribution of the output")
+}
+"""Fields of which the value "quantized" alone is refused."""
 
 REFUSED_PROCESSORS = {
     "AlternatingCodebooksLogitsProcessor",
@@ -116,12 +179,19 @@ def is_greedy(sampling: Sampling) -> bool:
 
 
 def check_config(config: GenerationConfig, sampling: Sampling) -> None:
-    """Refuse what cannot be honoured.
+    """Refuse what cannot be honoured, and fields that a later version of transformers has added.
 
     Raises:
         ValueError: a field asks for something that is not supported.
     """
-    refused = REFUSED if is_greedy(sampling) else REFUSED | REFUSED_IN_SAMPLING
+    known = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys()
+    refused = {
+        name: (default, "this version of specdecode does not know it")
+        for name, default in vars(GenerationConfig()).items()  # type: ignore[no-untyped-call]
+        if not name.startswith("_") and name not in known
+    }
+    refused |= REFUSED if is_greedy(sampling) else REFUSED | REFUSED_IN_SAMPLING
+    refused |= QUANTIZED if config.cache_implementation == "quantized" else {}
     for name, (neutral, hint) in refused.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
@@ -177,7 +247,8 @@ class Processors:
         for length in set(prompts.sum(1).tolist()):
             own = copy.copy(base)
             own.max_length = length + max_new_tokens
-            own.min_length = 0 if own.min_new_tokens else max(0, (own.min_length or 0) - prompts.shape[1] + length)
+            padding = prompts.shape[1] - length
+            own.min_length = max(0, (own.min_length or 0) - padding) if own.min_new_tokens is None else 0
             self.lists[length] = builder._get_logits_processor(
                 generation_config=own, input_ids_seq_length=length, logits_processor=custom, device=device
             )

@@ -133,7 +133,7 @@ class CachedModel:
         for row, end in enumerate(alignment.ends):
             groups[end].append(row)
         states = [self.states_after(end, alignment, rows) for end, rows in groups.items()]
-        order = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+        order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
         return [torch.cat(parts)[order.to(parts[0].device)] for parts in zip(*states)]
 
     def states_after(self, end: int, alignment: Alignment, rows: list[int]) -> list[Tensor]:

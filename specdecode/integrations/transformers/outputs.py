@@ -70,4 +70,4 @@ class GenerationOutput:
 def padded(rows: Sequence[Sequence[int]], value: int, dtype: torch.dtype) -> Tensor:
     """Return rows of several lengths as one tensor, [rows, longest row], filled up with `value`."""
     width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype)
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype, device="cpu")

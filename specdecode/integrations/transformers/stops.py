@@ -29,6 +29,10 @@ class Stops:
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.criterion = criterion
 
+    def __bool__(self) -> bool:
+        """Return whether anything ends a text before its last token."""
+        return self.stop_ids.numel() > 0 or self.criterion is not None
+
     def __call__(self, tokens: Tensor, lengths: Tensor, new_token_ids: Tensor) -> Tensor:
         """Return which new tokens end the text before them.
 
@@ -79,7 +83,8 @@ def find_stop_strings(
             f"tokenizer: expected the target's tokenizer, to look for stop_strings = {shown(given)}, got None"
         )
     try:
-        return StopStringCriteria(tokenizer, list(strings))
+        with torch.device("cpu"):  # the default device may be one without data
+            return StopStringCriteria(tokenizer, list(strings))
     except ValueError as error:
         raise ValueError(
             f"stop_strings: expected strings that tokens can spell, got {shown(given)}: {error}"
