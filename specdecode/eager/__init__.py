@@ -33,6 +33,8 @@ METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
 @torch.no_grad()
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
+    if method not in METHODS:
+        raise ValueError(f"backend: 'eager' has no method {method!r}: it is not in specdecode.eager.METHODS")
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch._replace(draft_logits=None, draft_logsumexp=None, draft_temperature=None)
     batch, raw_logits, has_rows = prepared(batch)
