@@ -59,6 +59,6 @@ def test_drafts_for_a_method_that_has_no_kernels_are_drawn_by_either_backend():
 def test_eager_refuses_a_method_that_it_does_not_have(monkeypatch):
     monkeypatch.delitem(eager.METHODS, "mine")
     with pytest.raises(
-        ValueError, match="^backend: 'eager' has no method 'mine': it is not in specdecode.eager.METHODS$"
+        ValueError, match=r"^backend: 'eager' has no method 'mine': it is not in specdecode\.eager\.METHODS$"
     ):
         RejectionSampler("mine", backend="eager")(**call())
