@@ -45,7 +45,7 @@ SHOWN_TOKENS = 64
 """How much of one text the demo shows."""
 
 EXPLANATION = """\
-drafts accepted: the mean; the first three methods decide on the same drafts
+drafts accepted: the mean; strict, probabilistic and block judge the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
 calls of the target: each gives 1 token without drafts, 1 + accepted with them
 """
@@ -249,5 +249,5 @@ def savings_table(accepted: dict[str, float], num_draft_tokens: int) -> Table:
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     table.add_row("plain decoding", "", "1,000")
     for name, mean in accepted.items():
-        table.add_row(name, f"{mean:.2f}", f"{1000 / (1 + mean):.0f}")
+        table.add_row(name, f"{mean:.2f}", f"{1000 / (1 + mean):,.0f}")
     return table
