@@ -5,9 +5,11 @@ command runs; `check` does without.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,60 @@ from specdecode.demo import TARGET
 METHODS = ("strict", "probabilistic", "block")
 SHAPES = ("decay", "constant", "minimum_variance")
 
+BROKEN_PIPE = 141
+"""The exit status if nobody reads the output any more: 128 + SIGPIPE, as of a command that this signal ends."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    options = parser().parse_args(arguments)
+    replace_unencodable()
     try:
+        return run(parser().parse_args(arguments))
+    except BrokenPipeError:  # such as `specdecode check ... | head -1`
+        return BROKEN_PIPE
+    finally:
+        discard_unwritten()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one command; return its exit status."""
+    try:
+        status = 0
         if options.run == "run_check":
-            return command.run(options)
-        commands = import_module("specdecode.commands")
-        module = import_module("specdecode.demo.comparison") if options.run == "run_demo" else commands
-        getattr(module, options.run)(options, commands.make_console())
+            status = command.run(options)
+        else:
+            commands = import_module("specdecode.commands")
+            module = import_module("specdecode.demo.comparison") if options.run == "run_demo" else commands
+            getattr(module, options.run)(options, commands.make_console())
+        if sys.stdout is not None:
+            sys.stdout.flush()  # its errors are handled here, not when the interpreter ends
+        return status
     except KeyboardInterrupt:
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             print()  # ends the line of text that was being written
         print("specdecode: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"specdecode: {by_option(str(error), options)}", file=sys.stderr)
         return 2
-    return 0
+
+
+def replace_unencodable() -> None:
+    """Have standard output write "?" for a character that its encoding lacks. (Standard error writes its code.)"""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def discard_unwritten() -> None:
+    """Discard output that cannot be written, or the interpreter tries again when it ends, and shows that error."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def by_option(message: str, options: argparse.Namespace) -> str:
@@ -52,6 +89,15 @@ def by_option(message: str, options: argparse.Namespace) -> str:
     return message
 
 
+def prompt(argument: str) -> str:
+    r"""Return a text from the command line; bytes that the locale's encoding lacks are read as UTF-8.
+
+    >>> prompt("\udcc3\udca9") == "\u00e9"
+    True
+    """
+    return argument.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     top = argparse.ArgumentParser(prog="specdecode", description="Verification for speculative decoding.")
@@ -62,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(demo)
     demo.add_argument(
         "--prompt",
+        type=prompt,
         action="append",
         metavar="TEXT",
         help="the text to continue; may be repeated (default: six beginnings of Python code)",
@@ -73,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="continue a prompt and show which drafts are accepted")
     add_model_options(generate)
-    generate.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    generate.add_argument("--prompt", type=prompt, required=True, metavar="TEXT", help="the text to continue")
     generate.add_argument("--max-new-tokens", type=int, default=200, help="at most (default %(default)s)")
     generate.add_argument("--method", choices=METHODS, default="probabilistic", help="(default %(default)s)")
     generate.add_argument(

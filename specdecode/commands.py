@@ -21,7 +21,7 @@ try:
     from rich.table import Table
     from rich.text import Text
 except ImportError:
-    raise SystemExit("specdecode: the command line needs rich: pip install 'specdecode[cli]'") from None
+    raise SystemExit("specdecode: the command line needs rich: pip install rich") from None
 
 from specdecode.checks import check_count, shown
 from specdecode.demo import DRAFT, TARGET
@@ -51,17 +51,25 @@ BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """What a model on the Hub can be called: OWNER/NAME, or a name alone."""
 
-BAR_WIDTH = 36
+FULL_BLOCK, BAR_WIDTH = "\u2588", 36
 
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 """A folder with one of these has a tokenizer of its own."""
 
 
+class StandardOutput(Console):
+    """A console for standard output that leaves a closed pipe to `cli.run`, as all other output does."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again; rich itself would end the process."""
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
     """Return a console for standard output; with NO_COLOR set it writes no escape sequences at all."""
     if os.environ.get("NO_COLOR"):
-        return Console(highlight=False, color_system=None, force_terminal=False)
-    return Console(highlight=False)
+        return StandardOutput(highlight=False, color_system=None, force_terminal=False)
+    return StandardOutput(highlight=False)
 
 
 def sampling_of(options: Namespace) -> Sampling:
@@ -98,7 +106,7 @@ class Models:
         try:
             transformers: Any = import_module("transformers")
         except ImportError:
-            raise ValueError("this command needs transformers: pip install 'specdecode[demo]'") from None
+            raise ValueError("this command needs transformers: pip install transformers") from None
         if draft is None and target == TARGET:
             draft = DRAFT
         if draft is None and needs_draft:
@@ -316,6 +324,19 @@ def run_solve(options: Namespace, console: Console) -> None:
         table.add_column(heading, justify="right")
     table.add_column("this draft and all before it accepted")
     for position, (conditional, joint) in enumerate(zip(schedule.conditional_rates, schedule.joint_rates), 1):
-        bar = "\u2588" * round(BAR_WIDTH * joint)
+        bar = bar_character(console.encoding) * round(BAR_WIDTH * joint)
         table.add_row(str(position), f"{conditional:.6f}", f"{joint:.6f}", bar)
     console.print(table)
+
+
+def bar_character(encoding: str) -> str:
+    """Return the character that bars consist of: a full block, or # in an encoding that has none.
+
+    >>> bar_character("ascii")
+    '#'
+    """
+    try:
+        FULL_BLOCK.encode(encoding)
+    except UnicodeEncodeError:
+        return "#"
+    return FULL_BLOCK

@@ -1,6 +1,6 @@
 """An afternoon on speculative decoding: every exercise of the pages in docs/learn, with its skeleton and its solution.
 
-Run it from top to bottom, `python afternoon.py`: it needs `specdecode[check]` and takes seconds on a CPU. Each
+Run it from top to bottom, `python afternoon.py`: it needs this package, NumPy and SciPy, and takes seconds on a CPU. Each
 skeleton runs as it is and is wrong. `try_it` prints what the checker says of it, and then of the solution. The pages include
 the parts between the marks, so this file is their only copy.
 """

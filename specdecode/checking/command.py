@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
         from specdecode.checking.checker import check
         from specdecode.checking.subjects import load, load_function
     except ImportError as error:
-        raise ValueError(f"check needs {error.name}: pip install 'specdecode[check]'") from None
+        raise ValueError(f"check needs NumPy and SciPy ({error}): pip install numpy scipy") from None
     files: dict[Path, ModuleType] = {}
     subject = load(options.subject, files)
     draft = load_function("draft", options.draft, files) if options.draft else subject.draft

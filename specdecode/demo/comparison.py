@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,17 +44,16 @@ SEEDS = 4
 SHOWN_TOKENS = 64
 """How much of one text the demo shows."""
 
-TIMED_TEXTS, TIMED_TOKENS = 4, 64
-"""Of how many texts, and of how many tokens of each, the demo takes the time."""
-
 EXPLANATION = """\
-drafts accepted: on average; strict, probabilistic and block decide on the same drafts
+drafts accepted: the mean; strict, probabilistic and block judge the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
-calls saved: a call of the target gives 1 token without drafts, 1 + accepted with them
+calls of the target: each gives 1 token without drafts, 1 + accepted with them
 """
 
-TIME = "Time is that of one text at a time, on this machine"
-SMALL = ".\nCalls of models this small are mostly overhead: drafts gain little time here"
+SMALL = """\
+The demo shows no times: calls of models this small are mostly overhead.
+With a large target, its calls take most of the time: fewer calls save time.
+"""
 """What is true of the models that come with the package."""
 
 
@@ -145,22 +142,6 @@ class Run:
         self.progress.remove_task(task)
         return output, steps
 
-    def seconds_per_step(
-        self, ways: dict[str, tuple[Any, RejectionSampler]], prompts: Sequence[torch.Tensor]
-    ) -> dict[str, float]:
-        """Return for each way, a drafter and a method, how long a step of one text takes.
-
-        It is the shortest mean of a text: whatever else the machine does can only add to it.
-        """
-        seconds = dict.fromkeys(ways, math.inf)
-        num_tokens = min(TIMED_TOKENS, self.options.max_new_tokens)
-        for prompt in prompts:
-            for name, (drafter, method) in ways.items():
-                start = perf_counter()
-                _, steps = self.generate(f"time, {name}", drafter, method, [prompt], num_tokens)
-                seconds[name] = min(seconds[name], (perf_counter() - start) / len(steps))
-        return seconds
-
 
 def run_demo(options: Namespace, console: Console) -> None:
     """Compare the methods, explain the comparison, and say what to try next."""
@@ -188,22 +169,14 @@ def compare_methods(options: Namespace, console: Console) -> None:
     texts = options.prompt or DEMO_PROMPTS
     prompts = [models.encode(text)[0] for text in texts]
     batch = [prompt for prompt in prompts for _ in range(TEXTS)]
-    strict, lookup = RejectionSampler("strict"), PromptLookup()
-    ways = {
-        "plain decoding": (None, strict),
-        "strict": (models.draft, strict),
-        "probabilistic": (models.draft, RejectionSampler("probabilistic")),
-        "block": (models.draft, RejectionSampler("block")),
-        "prompt lookup": (lookup, strict),
-    }
+    strict = RejectionSampler("strict")
     console.print(f"[bold]A small model drafts {num_drafts} tokens; the target checks them in one call.[/bold]")
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         run, comparison = Run(options, models, sampling, progress), Comparison(num_drafts)
         plain, _ = run.generate("plain decoding", None, strict, batch, num_new)
         compared, steps = run.generate("three methods", models.draft, comparison, batch, num_new)
-        _, by_lookup = run.generate("prompt lookup", lookup, strict, batch, num_new)
-        seconds = run.seconds_per_step(ways, batch[::TEXTS][:TIMED_TEXTS])
+        _, by_lookup = run.generate("prompt lookup", PromptLookup(), strict, batch, num_new)
 
     numbers = zip(("temperature", "top-k", "top-p", "min-p"), sampling)
     given = ", ".join(f"{name} {value:g}" for name, value in numbers if value is not None)
@@ -211,18 +184,16 @@ def compare_methods(options: Namespace, console: Console) -> None:
     show_beginning(Continuation(models.tokenizer, prompts[0].tolist()), texts[0], steps, console)
 
     accepted = comparison.accepted() | {"prompt lookup": accepted_in(by_lookup, num_drafts, num_new)}
-    table = savings_table(
-        {name: number.double().mean().item() for name, number in accepted.items()}, seconds, num_drafts
-    )
+    table = savings_table({name: number.double().mean().item() for name, number in accepted.items()}, num_drafts)
     table.title = f"{len(batch)} texts of {num_new} tokens"
     console.print(table)
     same = int((compared.sequences == plain.sequences).all(dim=1).sum())
     relation = "identical to" if same == len(batch) else "NOT identical to"
     console.print(
         f"strict was {relation} plain decoding, token for token ({same} of {len(batch)} texts),\n"
-        f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself.\n"
-        f"{TIME}{SMALL if options.target == TARGET else ''}.\n"
+        f"with {len(steps)} calls of the target instead of {int(plain.num_generated.sum())}, each text counted by itself."
     )
+    console.print(SMALL if options.target == TARGET else "")
 
 
 def show_beginning(continuation: Continuation, prompt: str, steps: Sequence[Step], console: Console) -> None:
@@ -265,20 +236,18 @@ def accepted_in(steps: Sequence[Step], num_draft_tokens: int, max_new_tokens: in
     return torch.tensor(accepted, dtype=torch.int64)[:, None]
 
 
-def savings_table(accepted: dict[str, float], seconds: dict[str, float], num_draft_tokens: int) -> Table:
+def savings_table(accepted: dict[str, float], num_draft_tokens: int) -> Table:
     """Return the table of what each way saves.
 
     Args:
-        accepted: the mean accepted drafts of a step, by the name of a method or drafter; none without drafts.
-        seconds: the time of a step, by the same names and that of decoding without drafts.
+        accepted: the mean accepted drafts of a step, by the name of a method or drafter.
         num_draft_tokens: drafts per step.
     """
     table = Table(box=SIMPLE)
-    headings = ("method", f"drafts accepted\nper step, of {num_draft_tokens}", "calls of the\ntarget saved")
-    for heading in (*headings, "time for\n1,000 tokens"):
+    headings = ("method", f"drafts accepted\nper step, of {num_draft_tokens}", "calls of the target\nfor 1,000 tokens")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-    for name, time in seconds.items():
-        mean = accepted.get(name, 0.0)
-        shown = (f"{mean:.2f}", f"{100 - 100 / (1 + mean):.1f} %") if name in accepted else ("", "")
-        table.add_row(name, *shown, f"{1000 * time / (1 + mean):.2f} s")
+    table.add_row("plain decoding", "", "1,000")
+    for name, mean in accepted.items():
+        table.add_row(name, f"{mean:.2f}", f"{1000 / (1 + mean):,.0f}")
     return table

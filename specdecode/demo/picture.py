@@ -28,7 +28,7 @@ def main(path: str) -> None:
     picture = console.export_svg(title="specdecode demo", unique_id="demo")
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.S)  # which would load a font from another host
     picture = picture.replace("Fira Code, monospace", FONTS)
-    Path(path).write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n")
+    Path(path).write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdecode.cli import replace_unencodable
+
 VOCAB_SIZE = 1024
 CONTEXT = 1024  # trained at full length: RoPE is poor at positions it never saw
 END = "<|endoftext|>"  # written between files; id 0
@@ -301,6 +303,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    replace_unencodable()
     torch.manual_seed(args.seed)
     begun = time.time()
 

@@ -31,6 +31,8 @@ METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
 @torch.no_grad()
 def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule | None = None) -> SamplerOutput:
     """Run one verification step."""
+    if method not in METHODS:
+        raise ValueError(f"backend: 'eager' has no method {method!r}: it is not in specdecode.eager.METHODS")
     if method == "strict":  # it ignores draft logits: not even their dtype may change a result
         batch = batch.without_draft_rows
     batch, raw_logits, has_rows = prepared(batch)

@@ -28,7 +28,7 @@ from specdecode.kernels.bundles import (
     sizes_in,
 )
 from specdecode.kernels.launch import Plan, compile_ahead
-from specdecode.kernels.methods import STRICT, Method, method_of
+from specdecode.kernels.methods import METHODS, STRICT, Method, method_of
 from specdecode.kernels.plan import (
     MANY_REQUESTS,
     MOST_PROGRAMS,
@@ -277,6 +277,8 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
 
 def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
     """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    if name not in METHODS:
+        return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:
         return None
     method, of_drafts = method_of(name, batch.num_draft_tokens, batch.draft_logits is not None), batch.draft_temperature
