@@ -88,7 +88,9 @@ def test_fifty_runs_of_right_verifiers_give_no_alarm_and_uniform_p_values():
         verifier, drafter = list(RIGHT.values())[seed % len(RIGHT)]
         report = check(verifier, drafter, requests=2_000, seed=seed)
         assert report.passed, str(report)
-        p_values += [each.p_value for each in report.checks if 0 < each.p_value < 1 and "accept" not in each.name]
+        p_values += [
+            each.p_value for each in report.checks if 0 < (each.p_value or 0) < 1 and "accept" not in each.name
+        ]
     assert len(p_values) > 400
     # The discrete ones, of few requests, are near 1 a little too often; what counts is that none are small too often.
     for limit in (0.1, 0.01, 0.001):
@@ -251,6 +253,32 @@ def test_drafts_that_are_not_drawn_from_their_logits_are_reported():
     assert [note for note in report.notes if "draft does not draw" in note]
 
 
-def test_a_verifier_that_uses_minus_1_as_an_index_is_told_so():
+# ---- Drafts of -1 ------------------------------------------------------------------------------------------------------
+
+MINUS_1 = MISTAKES["minus_1_is_an_index"].verifier
+
+
+def test_a_verifier_whose_requests_differ_fails_if_it_uses_minus_1_as_an_index():
+    report = check(MINUS_1, requests=1_000)
+    (failed,) = (each for each in report.checks if not each.passed)
+    assert failed.name == "ragged drafts"
+    assert "-1 means that there is no draft: is it used as an index?" in failed.detail
+    assert report.suspects == ["minus_1_is_an_index"]
+
+
+def test_a_verifier_that_refuses_minus_1_passes():
+    def verify(target_logits, draft_token_ids, draft_logits=None, *, temperature, seeds, positions):
+        assert (draft_token_ids >= 0).all(), "K drafts in each request"
+        options = {"temperature": temperature, "seeds": seeds, "positions": positions}
+        return MINUS_1(target_logits, draft_token_ids, draft_logits, **options)
+
+    report = check(verify, requests=1_000)
+    assert report.passed
+    assert [note for note in report.notes if "not asked: ragged drafts" in note and "K drafts in each request" in note]
+
+
+def test_a_verifier_that_may_be_meant_for_K_drafts_passes_with_a_note_unless_it_is_asked():
     report = check(student(), requests=1_000)
+    assert report.passed
     assert [note for note in report.notes if "is -1 used as an index?" in note]
+    assert check(student(), requests=1_000, only="ragged drafts").suspects == ["minus_1_is_an_index"]

@@ -1,5 +1,8 @@
 """What is no output of a verification, and what cannot be called: one error that says what, with an input that shows it."""
 
+from collections import namedtuple
+from dataclasses import make_dataclass
+
 import numpy as np
 import pytest
 
@@ -22,6 +25,10 @@ def replaced(ids, row, values):
     return ids
 
 
+Output = namedtuple("Output", "token_ids, num_accepted")
+Result = make_dataclass("Result", ["token_ids", "num_accepted"])
+
+
 def raising(ids, drafts):
     raise IndexError("index 7 is out of bounds")
 
@@ -35,6 +42,17 @@ ERRORS = {
         lambda ids, drafts: [[1], [1, 2]],
         "integer ids, each row filled up with -1, got list",
     ),
+    "a tuple": (lambda ids, drafts: (ids, ids[:, 0]), "got tuple(int64 [16, 4], int64 [16]): return the ids alone"),
+    "a tuple of one shape": (
+        lambda ids, drafts: (ids, ids),
+        "got tuple(int64 [16, 4], int64 [16, 4]): return the ids alone",
+    ),
+    "a named tuple": (
+        lambda ids, drafts: Output(ids, 3),
+        "got Output(token_ids: int64 [16, 4], num_accepted: int): return the ids alone",
+    ),
+    "a dataclass": (lambda ids, drafts: Result(ids, 3), "got Result(token_ids: int64 [16, 4], num_accepted: int)"),
+    "a dictionary": (lambda ids, drafts: {"ids": ids}, "got dict(ids: int64 [16, 4]): return the ids alone"),
     "beyond the vocabulary": (
         lambda ids, drafts: replaced(ids, 3, [5, -1, -1, -1]),
         "expected ids from 0 to 4, or -1 after the last token,\n  got [5, -1, -1, -1]",
@@ -159,3 +177,9 @@ def test_a_drafter_that_returns_nonsense_is_an_error():
     assert "draft: expected ids from -1 to 4, got 7" in report.checks[0].detail
     report = check(TOKENS, lambda logits: [[0]], requests=500)
     assert "draft: expected [16] integer ids" in report.checks[0].detail
+    report = check(TOKENS, lambda logits: (logits.argmax(axis=1), logits), requests=500)
+    assert "draft: expected [16] integer ids, got tuple(int64 [16], float32 [16, 5])" in report.checks[0].detail
+
+
+def test_a_row_of_ids_may_be_a_tuple():
+    assert check(returning(lambda ids, drafts: tuple(map(tuple, ids.tolist()))), requests=500, only="joint").passed

@@ -7,23 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from specdecode.checking import cases, runs
+from specdecode.checking import cases, greedy, runs
 from specdecode.checking.cases import ALIKE, CASES, HISTORY, Case
 from specdecode.checking.findings import Finding, findings, pairs
-from specdecode.checking.models import Models
-from specdecode.checking.notes import (
-    PROBES,
-    drafts_fit,
-    few_requests,
-    note_drafts,
-    note_impossible_drafts,
-    note_seeds,
-)
+from specdecode.checking.notes import drafts_fit, few_requests, note_drafts, note_impossible_drafts, note_seeds
 from specdecode.checking.report import Check, Report
 from specdecode.checking.settings import Answers, Progress, Settings
 from specdecode.checking.statistics import homogeneity
 from specdecode.checking.subject import Ids, OutputError, Subject
-from specdecode.checking.suspects import by_distribution, by_signature
+from specdecode.checking.suspects import by_distribution, by_greedy, by_signature
 
 FALSE_ALARM = 1e-6
 """Of a whole run, whatever the number of its tests."""
@@ -47,7 +39,8 @@ def check(
         verify: `verify(target_logits [n, K + 1, V] float32, draft_token_ids [n, K] int64, draft_logits [n, K, V] float32 or
             None, *, temperature, seeds [n], positions [n])`, called with NumPy arrays, returns [n, K + 1] ids: the accepted
             drafts, one more token, then -1. What it does not take of draft_logits, temperature, seeds and positions it
-            leaves out of its signature.
+            leaves out of its signature. A draft of -1 is no draft. A verifier that takes seeds or positions, so that
+            requests differ, must take -1 or raise an error; of others it is noted if they use it as an index.
         draft: `draft(draft_logits [n, V], *, temperature, seeds, positions, offset)` returns [n] ids; positions are those of
             this draft, offset is its index in the step. It, too, leaves out what it does not take. None: drafts are drawn
             from the softmax of their logits.
@@ -110,8 +103,11 @@ def suspects_of(subject: Subject, settings: Settings, answers: Answers, checks: 
     shown = [*dict.fromkeys(each.suspect for each in answers.findings if each.suspect)]
     failed = [each for each in checks if not each.passed]
     names = {each.name for each in failed}
+    if names == {cases.GREEDY}:
+        return shown if answers.greedy is None else by_greedy(subject, *answers.greedy)
     known = shown or by_signature({each.name for each in checks}, names)
-    if known or names & set(cases.INDEPENDENCE) or any(each.p_value is None for each in failed):
+    errors = any(each.p_value is None and not each.passed and not each.certain for each in answers.findings)
+    if known or names & set(cases.INDEPENDENCE) or errors:
         return known  # distributions tell nothing where requests are not independent, or an error stopped the run
     cases_failed = {case.name for case in CASES if any(asks(each, case.name) for each in names)}
     return by_distribution(subject, settings, answers.outcomes, cases_failed)
@@ -129,7 +125,7 @@ def check_settings(settings: Settings, only: str | None) -> None:
 
 def question_names() -> list[str]:
     """Return the names of all cases."""
-    return [*(case.name for case in CASES), *cases.INDEPENDENCE]
+    return [*(case.name for case in CASES), cases.GREEDY, *cases.INDEPENDENCE]
 
 
 def asks(only: str | None, name: str) -> bool:
@@ -147,9 +143,12 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
         if not asks(only, case.name):
             continue
         shown.say(case.name)
-        ask_case(subject, case, settings, answers, shown)
+        ask_case(subject, case, settings, answers, only, shown)
         if case is HISTORY and "joint" not in answers.outcomes:
             return answers  # a verifier that fails here fails everywhere alike
+    if asks(only, cases.GREEDY):
+        shown.say(cases.GREEDY)
+        ask_greedy(subject, settings, answers, shown)
     if asks(only, cases.IN_A_CALL) or asks(only, cases.IN_CALLS):
         ask_calls(subject, settings, answers, shown)
     if asks(only, cases.STEPS):
@@ -167,45 +166,46 @@ def ask(subject: Subject, settings: Settings, only: str | None, shown: Progress)
     return answers
 
 
-def ask_case(subject: Subject, case: Case, settings: Settings, answers: Answers, shown: Progress) -> None:
+def ask_case(
+    subject: Subject, case: Case, settings: Settings, answers: Answers, only: str | None, shown: Progress
+) -> None:
     """Run a case and apply its statistics."""
     if case.needs - subject.takes:
         answers.leave_out(case.name, f"verify takes no {', '.join(sorted(case.needs))}.")
         return
     models, random = settings.models(case), settings.random(case.name)
     try:
-        if case.how.drafts == "ragged" and not takes_ragged_drafts(subject, models, random):
-            answers.leave_out(
-                case.name,
-                "a request whose drafts are all -1 gets no token, or more than one. Do yours have fewer drafts than others? "
-                "Then this is an error: is -1 used as an index?",
-            )
-            return
         outcome = runs.run(subject, models, case.how, settings.size(case.share), random, shown.tick)
     except OutputError as error:
-        if case.may_refuse and error.raised:
-            answers.leave_out(case.name, f"{str(error).splitlines()[0]}.")
+        if (
+            case.how.drafts == "ragged"
+            and not error.raised
+            and only is None
+            and not subject.takes & cases.EACH_REQUESTS
+        ):
+            answers.leave_out(case.name, cases.FIXED)
         else:
-            answers.fail(case.name, error)
+            answers.fail(case.name, error, case.may_refuse)
         return
     answers.outcomes[case.name] = outcome
     drawn = subject.draft is None or case.how.drafts == "argmax" or drafts_fit(models, outcome)
     answers.findings += findings(case, models, outcome, drawn)
 
 
-def takes_ragged_drafts(subject: Subject, models: Models, random: np.random.Generator) -> bool:
-    """Return whether requests without any draft are answered by one token each.
-
-    Raises:
-        OutputError: the verifier raised.
-    """
+def ask_greedy(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:
+    """At temperature 0 every token must be the argmax."""
+    if "temperature" not in subject.takes:
+        answers.leave_out(cases.GREEDY, "verify takes no temperature.")
+        return
     try:
-        probe = runs.run(subject, models, runs.How("none"), PROBES, random)
+        arguments = greedy.make_texts(subject, settings)
+        shown.tick(len(arguments.seeds))
+        tokens = subject.call(arguments)
     except OutputError as error:
-        if error.raised:
-            raise
-        return False
-    return bool((probe.accepted == 0).all())
+        answers.fail(cases.GREEDY, error, may_refuse=True)
+        return
+    answers.greedy = arguments, tokens
+    answers.findings.append(greedy.compared(arguments, tokens))
 
 
 def ask_calls(subject: Subject, settings: Settings, answers: Answers, shown: Progress) -> None:

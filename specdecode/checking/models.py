@@ -127,11 +127,6 @@ def ordinary(target: Logits, draft: Logits, random: np.random.Generator) -> tupl
     return target, draft
 
 
-def similar(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
-    """Models that often agree on the most likely token."""
-    return target, (target + (draft - target) / 2).astype(np.float32)
-
-
 def zeros(target: Logits, draft: Logits, random: np.random.Generator) -> tuple[Logits, Logits]:
     """Give some tokens no probability, in each model others."""
     return without(target, random.random(target.shape) < 0.3), without(draft, random.random(draft.shape) < 0.3)

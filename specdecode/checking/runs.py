@@ -20,7 +20,7 @@ class How(NamedTuple):
     """How a case calls the verifier."""
 
     drafts: str = "drawn"
-    """"drawn" from the draft model, "argmax" of it, "ragged": drawn, each request with a number of its own, or "none"."""
+    """"drawn" from the draft model, "argmax" of it, or "ragged": drawn, each request with a number of its own."""
 
     draft_logits: bool = True
 
@@ -79,8 +79,6 @@ def draft(
     given = given_drafts(drafts)
     if how.drafts == "ragged":
         given = np.minimum(given, random.integers(0, num_drafts + 1, size=requests))
-    if how.drafts == "none":
-        given[:] = 0
     drafts[np.arange(num_drafts) >= given[:, None]] = -1
     return drafts, states
 

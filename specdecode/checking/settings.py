@@ -10,7 +10,7 @@ from specdecode.checking import runs
 from specdecode.checking.cases import Case
 from specdecode.checking.findings import Finding
 from specdecode.checking.models import Models, make_models
-from specdecode.checking.subject import OutputError
+from specdecode.checking.subject import Arguments, Ids, OutputError
 
 MOST_LOGITS = 2**22
 """Of one table of a model."""
@@ -53,6 +53,8 @@ class Answers:
         self.not_asked: dict[str, list[str]] = {}
         """Names of questions, by the reason."""
         self.outcomes: dict[str, runs.Outcome] = {}
+        self.greedy: tuple[Arguments, Ids] | None = None
+        """What the greedy question called the verifier with, and the tokens."""
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a question was not asked."""
@@ -63,9 +65,12 @@ class Answers:
         left_out = [f"not asked: {', '.join(names)}: {reason}" for reason, names in self.not_asked.items()]
         return left_out + self.notes + [note for each in self.findings for note in each.notes]
 
-    def fail(self, name: str, error: OutputError) -> None:
-        """Take an error as the answer."""
-        self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
+    def fail(self, name: str, error: OutputError, may_refuse: bool = False) -> None:
+        """Take an error as the answer, or as a refusal to be asked."""
+        if may_refuse and error.raised:
+            self.leave_out(name, f"{str(error).splitlines()[0]}.")
+        else:
+            self.findings.append(Finding(name, None, False, str(error), suspect=error.suspect))
 
 
 class Progress:

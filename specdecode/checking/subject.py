@@ -4,7 +4,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ MOST_SHOWN = 200
 
 SHOWN = {AFTER_REJECTION: "goes_on_after_a_rejection", NO_TOKEN: "no_token_after_the_drafts"}
 """Known mistakes that an error shows."""
+
+NO_DRAFT = "minus_1_is_an_index"
+"""What it shows if the request has fewer drafts than others."""
 
 DRAFTER_OPTIONS = ("temperature", "seeds", "positions", "offset")
 
@@ -153,18 +156,19 @@ class Subject:
         keywords = {name: value for name, value in ({**options, "offset": offset}).items() if name in self.draft_takes}
         try:
             with np.errstate(all="ignore"):
-                output = as_array(self.draft(logits.copy(), **keywords))
+                output = self.draft(logits.copy(), **keywords)
         except Exception as error:
             call = f"draft([{len(logits)}, {logits.shape[1]}] logits, offset={offset}, ...)"
             raise OutputError(f"draft raised {described(error)}\n  called: {call}", raised=True) from error
-        if output.shape != (len(logits),) or output.dtype.kind not in "iu":
-            raise OutputError(f"draft: expected [{len(logits)}] integer ids, got {output.dtype} {list(output.shape)}")
-        bad = (output < -1) | (output >= logits.shape[1])
+        ids = integers(output, (len(logits),))
+        if isinstance(ids, str):
+            raise OutputError(f"draft: expected [{len(logits)}] integer ids, got {ids}")
+        bad = (ids < -1) | (ids >= logits.shape[1])
         if bad.any():
             index = int(bad.argmax())
             most, row = logits.shape[1] - 1, array(logits[index])
-            raise OutputError(f"draft: expected ids from -1 to {most}, got {output[index]} for logits {row}")
-        return output.astype(np.int64)
+            raise OutputError(f"draft: expected ids from -1 to {most}, got {ids[index]} for logits {row}")
+        return ids
 
 
 def described(error: Exception) -> str:
@@ -202,10 +206,36 @@ def draft_options(draft: Callable[..., Any]) -> frozenset[str]:
 
 
 def as_array(output: Any) -> NDArray[Any]:
-    """Return an array of what a verifier returned: an array, nested lists, or a tensor on any device."""
+    """Return an array of what was returned: an array, nested lists, or a tensor on any device."""
     if hasattr(output, "detach"):  # PyTorch's, which this file does not import
         output = output.detach().cpu()
     return np.asarray(output)
+
+
+def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
+    """Return what was returned as int64 ids of this shape, or a description of what it is instead."""
+    try:
+        ids = as_array(output)
+    except Exception as error:  # lists of different lengths, or an object that does not convert
+        return fields(output) or f"{type(output).__name__}: {error}"
+    if ids.shape == shape and ids.dtype.kind in "iu":
+        return ids.astype(np.int64)
+    return fields(output) or (f"{ids.dtype} {list(ids.shape)}" if ids.ndim else repr(output))
+
+
+def fields(output: Any) -> str:
+    """Say what a tuple, a dictionary or a dataclass holds, "" for anything else."""
+    if isinstance(output, dict) or is_dataclass(output):
+        parts = output if isinstance(output, dict) else vars(output)
+        names = [f"{name}: " for name in parts]
+        values = list(parts.values())
+    elif isinstance(output, tuple):
+        names = [f"{name}: " for name in getattr(output, "_fields", ())] or [""] * len(output)
+        values = list(output)
+    else:
+        return ""
+    kinds = [f"{each.dtype} {list(each.shape)}" if hasattr(each, "dtype") else type(each).__name__ for each in values]
+    return f"{type(output).__name__}({', '.join(map(str.__add__, names, kinds))}): return the ids alone"
 
 
 def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
@@ -218,15 +248,10 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
     requests, num_drafts = drafts.shape
     vocab = arguments.target_logits.shape[2]
     expected = f"[{requests}, {num_drafts + 1}] integer ids"
-    try:
-        ids = as_array(output)
-    except Exception as error:  # lists of different lengths, or an object that does not convert
-        problem = f"verify: expected {expected}, each row filled up with -1, got {type(output).__name__}: {error}"
-        raise OutputError(f"{problem}\n{subject.shown(arguments, 0)}") from error
-    if ids.shape != (requests, num_drafts + 1) or ids.dtype.kind not in "iu":
-        got = f"{ids.dtype} {list(ids.shape)}" if ids.ndim else repr(output)
-        raise OutputError(f"verify: expected {expected}, got {got}\n{subject.shown(arguments, 0)}")
-    ids = ids.astype(np.int64)
+    ids = integers(output, (requests, num_drafts + 1))
+    if isinstance(ids, str):
+        filled = ", each row filled up with -1" if isinstance(output, list) else ""
+        raise OutputError(f"verify: expected {expected}{filled}, got {ids}\n{subject.shown(arguments, 0)}")
     ended = ids == -1
     length = np.where(ended.any(axis=1), ended.argmax(axis=1), num_drafts + 1)
     slots = np.arange(num_drafts + 1)
@@ -244,7 +269,10 @@ def sound(output: Any, arguments: Arguments, subject: Subject) -> Ids:
             index = int(bad.argmax())
             what = f"got {ids[index].tolist()} for drafts {drafts[index].tolist()} ({int(bad.sum())} of {requests} requests)"
             call = f"{subject.shown(arguments, index)}\n  returned: {array(ids[index : index + 1])}"
-            raise OutputError(f"verify: expected {rule},\n  {what}\n{call}", suspect=SHOWN.get(rule, ""))
+            suspect = SHOWN.get(rule, "")
+            if given[index] < num_drafts:
+                what, suspect = f"{what}\n  -1 means that there is no draft: is it used as an index?", NO_DRAFT
+            raise OutputError(f"verify: expected {rule},\n  {what}\n{call}", suspect=suspect)
     return ids
 
 

@@ -4,6 +4,8 @@ Each mistake is a verifier, so it can be run on the same models. The number of a
 rejection, the first draft and the last token together tell most mistakes apart. A mistake fits if these differ from what
 was seen by no more than chance in every case but one: two programs with one mistake often treat a corner otherwise, such as
 a request with fewer drafts. Of those that fit, the one that differs least is the likeliest.
+
+If temperature 0 alone is wrong, its mistakes are run on the same rows and drafts, and the kinds of error are compared.
 """
 
 from collections.abc import Mapping
@@ -11,16 +13,20 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.special import chdtrc, chdtri
 
-from specdecode.checking.cases import CASES, HISTORY, INDEPENDENCE, Case
+from specdecode.checking import greedy
+from specdecode.checking.cases import CASES, GREEDY, HISTORY, INDEPENDENCE, Case
 from specdecode.checking.mistakes import MISTAKES, Mistake
 from specdecode.checking.models import Models
 from specdecode.checking.runs import Outcome, run
 from specdecode.checking.settings import Settings
 from specdecode.checking.statistics import homogeneity
-from specdecode.checking.subject import Ids, Subject
+from specdecode.checking.subject import Arguments, Ids, Subject
 
 FITS = 1e-5
 """A mistake is left out if it differs with a smaller p-value, in all or in one case."""
+
+SHARED = 0.6
+"""At temperature 0 a mistake is left out if fewer of its kinds of error, and of those that were seen, are of both."""
 
 LOOKS = (2_000, 20_000)
 """Requests of the first comparisons, which leave most mistakes out."""
@@ -39,6 +45,22 @@ def by_signature(asked: set[str], failed: set[str]) -> list[str]:
     if "requests of a call" in failed:
         asked = failed = {"requests of a call"}  # the others take for granted what failed
     return [name for name, mistake in MISTAKES.items() if mistake.signature and mistake.signature & asked == failed]
+
+
+def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
+    """Return the ids of the mistakes that make errors of the same kinds at temperature 0, the likeliest first."""
+    if "draft_logits" not in subject.takes:
+        arguments = arguments._replace(draft_logits=None)
+    seen, distances = greedy.errors(arguments, tokens), {}
+    for name, mistake in MISTAKES.items():
+        if mistake.signature == {GREEDY}:
+            own = greedy.errors(arguments, Subject.of(mistake.verifier).call(arguments))
+            kinds, own_kinds = {*seen[seen > 0]}, {*own[own > 0]}
+            shared = len(kinds & own_kinds) / len(kinds | own_kinds)
+            counts = [np.bincount(each, minlength=greedy.DIVIDED + 1) for each in (seen, own)]
+            if shared >= SHARED:
+                distances[name] = -shared, int(abs(counts[0] - counts[1]).sum())
+    return sorted(distances, key=lambda name: distances[name])[:MOST]
 
 
 def by_distribution(

@@ -199,15 +199,6 @@ TEMPERATURES = {
         "Divide all logits by it.",
         Verifier(target_probs=unscaled, draft_probs=unscaled),
     ),
-    "greedy_draws": Mistake(
-        "at temperature 0 tokens are drawn, as at temperature 1.",
-        EASY,
-        "Take the argmax of the logits, or send temperature 0 elsewhere and raise an error here.",
-        Verifier(
-            target_probs=lambda logits, temperature: softmax(logits, temperature or 1),
-            draft_probs=lambda logits, temperature: softmax(logits, temperature or 1),
-        ),
-    ),
     "temperature_multiplied": Mistake(
         "logits are multiplied by the temperature.",
         EASY,

@@ -50,6 +50,17 @@ class GoesOn(Verifier):
 
 
 @dataclass(frozen=True)
+class Minus1(Verifier):
+    """Reads -1 as the last token's index, as NumPy does."""
+
+    def __call__(self, target_logits: Logits, draft_token_ids: Ids, *others: Any, **options: Any) -> Ids:
+        """Return ids that are no output of a verification where there is a -1."""
+        token_ids = super().__call__(target_logits, draft_token_ids % target_logits.shape[2], *others, **options)
+        accepted = token_ids[:, 1:] != -1
+        return np.column_stack([np.where(accepted, draft_token_ids, token_ids[:, :-1]), token_ids[:, -1]])
+
+
+@dataclass(frozen=True)
 class AcceptedAlone(Verifier):
     """Returns the accepted drafts and nothing after them."""
 
@@ -167,6 +178,13 @@ RECOVERED = {
         EASY,
         "Emit one token more than there are accepted drafts, also if there are none.",
         AcceptedAlone(),
+        signature=frozenset({"an error"}),
+    ),
+    "minus_1_is_an_index": Mistake(
+        "a draft id of -1, which means that there is no draft, is used as an index.",
+        "vLLM pull request 46533",
+        "Let -1 end the request's drafts. If all have the same number, raise an error for -1: it is not asked then.",
+        Minus1(),
         signature=frozenset({"an error"}),
     ),
     "recovered_with_the_accept_noise": Mistake(
