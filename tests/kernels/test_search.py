@@ -70,7 +70,7 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     holds = (sums <= bounds) & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(place, inputs.requests, sizes).exponentials
-    searched, _ = select_residual_block(place, exponentials, (p, residual), (), rows, inputs, workspace, sizes, tuning)
+    searched = select_residual_block(place, exponentials, (p, residual), rows, inputs, sizes, tuning)
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
     tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))

@@ -5,7 +5,7 @@
 All ranks make the same calls, those of the tests: of every method and option, padded and packed, with NaN and infinities,
 with shards of any lengths, in any order of the ranks, some of them empty. Half of the padded calls are captured in a CUDA
 graph and replayed with other inputs. A bit that differs ends the program. Without GPUs, or with `--cpu`, ranks are processes
-of a gloo group.
+of a gloo group. `--backend eager` makes many calls at once; the kernels of each kind of call are compiled first.
 """
 
 import argparse
@@ -51,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--backend", choices=("auto", "eager"), default="auto")
     options = parser.parse_args()
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available() and not options.cpu
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -64,7 +65,7 @@ def main() -> None:
             vocab, chance = VOCABULARIES[seed % 4], random.Random(seed)
             shard, first, end = shards[vocab, chance.randrange(3)]
             method, call = random_call(seed, vocab, str(device))
-            whole, sampler = sampler_of(method), sampler_of(method, shard)
+            whole, sampler = (sampler_of(method, each, options.backend) for each in (None, shard))
             mine = columns(call, first, end, vocab, whole_drafts=chance.random() < 0.3)
             bad = differences(verified(sampler, mine), verified(whole, call))
             if not bad and on_gpu and "row_starts" not in call and chance.random() < 0.5:
