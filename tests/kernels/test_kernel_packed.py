@@ -50,6 +50,7 @@ NO_LIMITS = {
     "logprobs": None,
     "draft_vocab_ids": None,
     "adjustments": None,
+    "vocab_size": None,
 }
 
 
