@@ -214,10 +214,12 @@ def own_part(
         exchange: returns their whole rows, given this rank's columns of all requests' rows.
         are_whole: whether draft logits are whole rows.
     """
-    adjustments, draft_logits, has_rows = by_request(batch), batch.draft_logits, None
+    adjustments, has_rows = of_requests(batch.adjustments, own), None
     if batch.packing is not None:
+        adjustments = by_request(batch, batch.packing, own)
         batch, has_rows = unpack(batch, batch.packing)
-        has_rows, draft_logits = has_rows[own], batch.draft_logits
+        has_rows = has_rows[own]
+    draft_logits = batch.draft_logits
     seeds = seed_each(batch.seeds, len(batch.draft_token_ids), batch.draft_token_ids.device)
     rows: dict[str, Any] = {
         "target_logits": exchange(gathered(batch.target_logits)),
@@ -227,8 +229,8 @@ def own_part(
         is_whole = batch.draft_vocab_ids is not None or are_whole(draft_logits)
         rows["draft_logits"] = gathered(draft_logits[own]) if is_whole else exchange(gathered(draft_logits))
     no_rows: dict[str, Any] = dict.fromkeys(rows)
-    others = batch._replace(seeds=seeds, adjustments=adjustments, **no_rows)
-    return of_requests(others, own)._replace(**rows), has_rows
+    others = of_requests(batch._replace(seeds=seeds, adjustments=None, **no_rows), own)
+    return others._replace(adjustments=adjustments, **rows), has_rows
 
 
 def verify(

@@ -177,12 +177,12 @@ def with_a_mask(adjustments: Adjustments) -> Adjustments:
     return adjustments._replace(allowed_mask=mask.new_zeros(1, *mask.shape[1:]))
 
 
-def by_request(batch: VerificationBatch) -> Adjustments | None:
-    """Return the adjustments of a batch as if it were not packed."""
-    packing, adjustments = batch.packing, batch.adjustments
-    if packing is None or adjustments is None:
-        return adjustments
-    rows, slots = rows_and_slots(packing, len(batch.target_logits))
+def by_request(batch: VerificationBatch, packing: Packing, requests: slice) -> Adjustments | None:
+    """Return the adjustments of some requests of a packed batch, by request in place of slot and row."""
+    adjustments = batch.adjustments
+    if adjustments is None:
+        return None
+    rows, slots = (each[requests] for each in rows_and_slots(packing, len(batch.target_logits)))
     each: Any = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
     mask = with_a_mask(adjustments).allowed_mask
     return Adjustments._make([*each, None if mask is None else mask[rows]])
