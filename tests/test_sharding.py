@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import Adjustments, RejectionSampler, VocabShard, sample
+from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, sample
 from tests.support.differential import case, like_a_device
 from tests.support.packing import packed_rows, with_counts
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
@@ -131,6 +131,17 @@ def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
 
         ranks.run(make, call)
         assert [seen[rank] for rank in range(3)] == [((share, 3, 900), (share, 2, 900)) for share in shares]
+
+
+def test_the_temperature_of_drafts_stays_the_targets_tensor_in_packed_calls(ranks_of):
+    """By this the kernels know that both are equal, without a read on the host."""
+    ranks, batch = ranks_of([0, 2051]), case(3, 2, 2051, torch.float32)
+    call = packed_rows(batch, [2, 2, 2]) | {"draft_logits": batch.draft_logits, "temperature": batch.temperature}
+    sampler, seen = sampler_of("probabilistic", ranks.shards[0]), []
+    rows = sampler._verify_rows
+    sampler._verify_rows = lambda given: seen.append(given) or rows(given)
+    sampler.packed(**call, draft_sampling=Sampling(batch.temperature), seeds=0)
+    assert seen[0].draft_temperature.data_ptr() == seen[0].temperature.data_ptr()
 
 
 class NoHostReads(TorchDispatchMode):

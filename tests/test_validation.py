@@ -124,6 +124,11 @@ def test_those_of_shards_are_refused_by_every_rank(bounds):
     for name in ("target_logits", "draft_logits"):
         error_of(arguments(with_probabilities(batch, name)), name)
     error_of({"logits": batch.draft_logits[:, 0].softmax(dim=1), "seeds": 0}, "logits")
+    short = arguments(batch) | {
+        "draft_vocab_ids": torch.arange(0, 1100, 4),
+        "draft_logits": batch.draft_logits[..., ::4],
+    }
+    error_of(short | {"draft_logits": short["draft_logits"].softmax(dim=2)}, "draft_logits")
     ranks.run(lambda shard: sampler_of(backend="eager", shard=shard), arguments(batch))
 
 

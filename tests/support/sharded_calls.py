@@ -75,6 +75,12 @@ def random_call(seed: int, vocab: int, device: str = "cpu") -> tuple[str, dict[s
             options["row_positions"] = fed_positions(options.pop("positions"), rows)
         if adjustments is not None:
             adjustments = packed(adjustments, rows, counts, slots, requests + 2)
+        if chance.random() < 0.5:  # one more request, without rows
+            options["target_logits"][0] = batch.target_logits[0, 0]  # a row like others, where it would be looked for
+            place = chance.randrange(requests)
+            for name in ("row_starts", "slots", "positions"):
+                if name in options:
+                    options[name] = torch.cat([options[name][: place + 1], options[name][place:]])
     options["adjustments"] = adjustments
     return method, {name: on(each, device) for name, each in options.items()}
 
