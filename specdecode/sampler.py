@@ -425,11 +425,11 @@ class RejectionSampler:
         batch = VerificationBatch.check(*arguments, *limits, *others, *where, **report)
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
+        backend = backends.to_verify(self.backend, self.method, batch)
         if self.shard is not None:
             batch = sharding.for_warmup(self.shard, self._with_rows_read(batch))
         if backends.choose(self.backend, target_logits) is eager:
             return
-        backend = backends.to_verify(self.backend, self.method, batch)
         if backend is not eager:
             backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
@@ -450,15 +450,15 @@ class RejectionSampler:
         """Verify a checked batch by a backend; with a shard, this rank's requests."""
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
-        if self.shard is None:
-            return self._verify_rows(batch)
-        return sharding.verify(self.shard, self._with_rows_read(batch), self._verify_rows)
+        backend = backends.to_verify(self.backend, self.method, batch)  # of all requests, so that all ranks agree
 
-    def _verify_rows(self, batch: VerificationBatch) -> SamplerOutput:
-        """Verify a batch of whole rows by a backend."""
-        backend = backends.to_verify(self.backend, self.method, batch)
-        output: SamplerOutput = backend.verify(self.method, batch, self.schedule)
-        return output
+        def verify_rows(rows: VerificationBatch) -> SamplerOutput:
+            output: SamplerOutput = backend.verify(self.method, rows, self.schedule)
+            return output
+
+        if self.shard is None:
+            return verify_rows(batch)
+        return sharding.verify(self.shard, self._with_rows_read(batch), verify_rows)
 
     def _with_rows_read(self, batch: VerificationBatch) -> VerificationBatch:
         """Return a batch with the rows that the method reads."""

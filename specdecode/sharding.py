@@ -2,9 +2,10 @@
 
     a rank's columns of all rows -> all-to-all -> whole rows of its own requests -> verify -> all-gather -> all results
 
-Under tensor parallelism the last layer leaves each rank some columns of the logits. The all-to-all brings a rank as many
-bytes as gathering all rows does, divided by the number of ranks, and verification is divided too. Backends see ordinary
-batches of whole rows.
+Under tensor parallelism the last layer leaves each rank some columns of the logits. If requests divide evenly, the all-to-all
+brings a rank as many bytes as gathering all rows does, divided by the number of ranks; verification is divided too.
+Packed rows are padded to `num_draft_tokens + 1` a request first, because the host does not know their lengths. Backends see
+ordinary batches of whole rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,8 +36,9 @@ class VocabShard:
 
     Pass it to [`RejectionSampler`][specdecode.RejectionSampler] or [`sample`][specdecode.sample] on every rank of the group.
     Logits are then [..., local]. All other arguments are those of the whole vocabulary and of all requests, the same on
-    every rank: token ids, temperatures, seeds, masks and counts. Draft logits may also be whole rows, [..., vocab], if every
-    rank has them; with `draft_vocab_ids` they must be. Every rank gets the results of all requests.
+    every rank: token ids, temperatures, seeds, masks and counts. The draft logits of a verification may also be whole rows,
+    [..., vocab], if every rank has them; with `draft_vocab_ids` they must be. Every rank gets the results of all requests.
+    Drafts from whole rows need no shard: draw them with a sampler without one, and with `seeds`.
 
     The shards of all ranks must tile the vocabulary, in any order of the ranks. Shards may have different lengths and may be
     empty. Each rank verifies an equal share of the requests. The results are bit for bit those of one process with whole
@@ -87,8 +89,8 @@ class VocabShard:
         rank = f"rank {self.group.rank()} of {self.group.size()}"
         return f"VocabShard(<{rank}>, start={self.start}, vocab_size={self.vocab_size})"
 
-    def layout(self, logits: Tensor) -> Layout | None:
-        """Return the layout of all shards; None if it is not known yet and every rank has whole rows.
+    def layout(self, logits: Tensor) -> Layout:
+        """Return the layout of all shards; the first call exchanges it.
 
         Raises:
             ValueError: the shards do not tile the vocabulary, or this rank's has another length than before.
@@ -96,8 +98,6 @@ class VocabShard:
         if self._layout is None:
             mine = torch.tensor([self.start, logits.shape[-1], self.vocab_size], device=logits.device)
             table = all_gather(mine, self.group).tolist()
-            if len(table) > 1 and all(length == self.vocab_size for _, length, _ in table):
-                return None
             check_tiling(table)
             lengths = [length for _, length, _ in table]
             self._layout = Layout(lengths, sorted(range(len(table)), key=lambda rank: table[rank]))
@@ -105,8 +105,7 @@ class VocabShard:
 
     def are_whole(self, draft_logits: Tensor) -> bool:
         """Return whether draft logits are whole rows, not columns."""
-        layout = self.layout(draft_logits)
-        return layout is None or draft_logits.shape[-1] == self.vocab_size > max(layout.lengths)
+        return draft_logits.shape[-1] == self.vocab_size > max(self.layout(draft_logits).lengths)
 
     def share(self, batch: int, rank: int | None = None) -> slice:
         """Return the requests of a rank, by default this one: the first ranks have equally many, the last may have none."""
@@ -117,12 +116,12 @@ class VocabShard:
     def own_rows(self, columns: Tensor) -> Tensor:
         """Return whole rows of this rank's requests, [share, ..., vocab], given its columns of all, [batch, ..., local]."""
         layout = self.layout(columns)
-        if layout is None:
-            raise ValueError(f"shard: every rank has whole rows, of {self.vocab_size} tokens; call without a shard")
+        expected = layout.lengths[self.group.rank()]
+        if columns.shape[-1] == self.vocab_size == max(layout.lengths):
+            columns = columns[..., :expected]  # one rank holds all tokens: the rows of others are not needed
         batch, *inner, local = columns.shape
-        if local != layout.lengths[self.group.rank()]:
-            expected = f"{layout.lengths[self.group.rank()]} tokens, as in its first call"
-            raise ValueError(f"shard: expected logits of {expected}, got {local}")
+        if local != expected:
+            raise ValueError(f"shard: expected logits of {expected} tokens, as in its first call, got {local}")
         rows = columns.shape[1:-1].numel()
         if batch * rows == 0:  # on every rank
             return columns.new_zeros(len(range(batch)[self.share(batch)]), *inner, self.vocab_size)
@@ -256,9 +255,7 @@ def for_warmup(shard: VocabShard, batch: VerificationBatch) -> VerificationBatch
 
 
 def draw(shard: VocabShard, batch: RowBatch, draw_own: Callable[[RowBatch], Sequence[Any]]) -> Sequence[Any]:
-    """Draw a token from each row of a batch of this rank's columns, or of whole rows, which are not exchanged."""
-    if shard.are_whole(batch.logits):
-        return draw_own(batch)
+    """Draw a token from each row of a batch of this rank's columns: exchange rows, draw, gather the results."""
     requests, own = len(batch.logits), shard.share(len(batch.logits))
     rows = shard.own_rows(batch.logits)
     seeds = seed_each(batch.seeds, requests, rows.device)

@@ -1,7 +1,6 @@
 """Vocabulary shards: every rank gets the bits that one process gets from the whole logits, whatever a call asks for."""
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, sample
+from specdecode import Adjustments, RejectionSampler, Sampling, VocabShard, eager, sample
+from tests.conftest import HAS_TRITON
 from tests.support.differential import case, like_a_device
-from tests.support.packing import packed_rows, with_counts
+from tests.support.packing import packed_rows
 from tests.support.ranks import Ranks, groups, made_once, on_ranks
 from tests.support.sharded_calls import METHODS, columns, differences, random_call, sampler_of, verified
 
@@ -84,7 +84,7 @@ def test_the_random_calls_cover_every_option():
 
 @pytest.mark.parametrize("bounds", [TWO, EMPTY], ids=str)
 def test_ranks_draw_the_tokens_of_one_process(bounds, ranks_of):
-    """Drafts and plain samples, with their logsumexp and cutoff; a draft's rows may be whole on every rank."""
+    """Drafts and plain samples, with their logsumexp and cutoff."""
     ranks = ranks_of(*bounds)
     for requests in (0, 1, 2, 7):
         logits = case(max(requests, 1), 0, ranks.vocab_size, torch.bfloat16).target_logits[:requests, 0]
@@ -94,74 +94,85 @@ def test_ranks_draw_the_tokens_of_one_process(bounds, ranks_of):
             expected = sampler_of("block").draft(**call, offset=2)
             for got in ranks.run(lambda shard: partial(sampler_of("block", shard).draft, offset=2), call):
                 assert_same(got, expected)
-            for shard in ranks.shards:  # exchanges nothing
-                assert_same(sampler_of("block", shard).draft(**call, offset=2), expected)
             for got in ranks.run(lambda shard: partial(sample, shard=shard), call):
                 assert torch.equal(got, sample(**call))
 
 
-def test_whole_draft_rows_may_be_drawn_from_before_shards_are_known():
-    ranks, logits = Ranks(*THREE), torch.randn(3, 900)
-    expected = sampler_of("block").draft(logits, seeds=0)
-    for got in on_ranks(
-        lambda shard: sampler_of("block", shard).draft(logits, seeds=0), [(one,) for one in ranks.shards]
-    ):
-        assert_same(got, expected)
-    method, call = random_call(3, 900)
-    assert_same(of_ranks(ranks, method, call), verified(sampler_of(method), call))
+def test_one_rank_may_hold_all_tokens_and_draft_rows_may_be_whole_on_the_others():
+    ranks = Ranks([0, 0, 900])
+    for seed in (1, 5):
+        method, call = random_call(seed, 900)
+        for whole in (False, True):
+            assert_same(of_ranks(ranks, method, call, whole), verified(sampler_of(method), call))
 
 
 def test_each_rank_verifies_its_share_of_the_requests_and_reads_whole_rows():
     """An equal share; nobody computes what another does."""
-    ranks = Ranks(*THREE)
-    seen: dict[int, tuple] = {}
+    ranks, seen, verify_rows = Ranks(*THREE), [], eager.verify
+
+    def noted(method: str, batch: Any, schedule: Any) -> Any:
+        seen.append((tuple(batch.target_logits.shape), tuple(batch.draft_logits.shape)))
+        return verify_rows(method, batch, schedule)
+
     for requests, shares in ((7, [3, 3, 1]), (2, [1, 1, 0]), (6, [2, 2, 2])):
-        call = vars(case(requests, 2, 900, torch.float32))
-
-        def make(shard: VocabShard) -> Callable:
-            sampler = sampler_of("probabilistic", shard)
-            rows = sampler._verify_rows
-
-            def noted(batch: Any) -> Any:
-                seen[shard.group.rank()] = tuple(batch.target_logits.shape), tuple(batch.draft_logits.shape)
-                return rows(batch)
-
-            sampler._verify_rows = noted
-            return sampler
-
-        ranks.run(make, call)
-        assert [seen[rank] for rank in range(3)] == [((share, 3, 900), (share, 2, 900)) for share in shares]
+        seen.clear()
+        with mock.patch.object(eager, "verify", noted):
+            ranks.run(lambda shard: sampler_of("block", shard), vars(case(requests, 2, 900, torch.float32)))
+        assert sorted(seen) == sorted(((share, 3, 900), (share, 2, 900)) for share in shares)
 
 
-def test_the_temperature_of_drafts_stays_the_targets_tensor_in_packed_calls(ranks_of):
-    """By this the kernels know that both are equal, without a read on the host."""
-    ranks, batch = ranks_of([0, 2051]), case(3, 2, 2051, torch.float32)
-    call = packed_rows(batch, [2, 2, 2]) | {"draft_logits": batch.draft_logits, "temperature": batch.temperature}
-    sampler, seen = sampler_of("probabilistic", ranks.shards[0]), []
-    rows = sampler._verify_rows
-    sampler._verify_rows = lambda given: seen.append(given) or rows(given)
-    sampler.packed(**call, draft_sampling=Sampling(batch.temperature), seeds=0)
-    assert seen[0].draft_temperature.data_ptr() == seen[0].temperature.data_ptr()
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of infinities in the interpreter
+def test_what_a_backend_refuses_is_refused_on_every_rank(ranks_of):
+    """Also where a rank has no request of its own; and packed calls are not refused for copies made of their arguments."""
+    ranks, batch = ranks_of(*THREE), case(2, 1, 900, torch.float32)
+    call = vars(batch) | {"top_k": 5, "draft_sampling": Sampling(batch.temperature.clone(), top_k=5)}
+    errors = on_ranks(
+        lambda shard, start, end: sampler_of("probabilistic", shard, "triton")(**columns(call, start, end, 900)),
+        [(shard, *part) for shard, part in zip(ranks.shards, ranks.parts)],
+    )
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(ValueError, match=r"^draft_sampling: 'triton' takes drafts of the target's temperature only"):
+        raise errors[2]
+    packed = packed_rows(batch, [1, 1]) | {"draft_logits": batch.draft_logits, "temperature": batch.temperature}
+    same = {"draft_sampling": Sampling(batch.temperature[:], top_k=5), "top_k": 5, "seeds": batch.seeds}
+    one = made_once()([0, 900]).shards[0]
+    output = sampler_of("probabilistic", one, "triton").packed(**packed, **same)
+    assert_same(output, sampler_of("probabilistic", backend="triton").packed(**packed, **same))
+
+
+ATEN = torch.ops.aten
+READS = {ATEN._local_scalar_dense, ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN.is_nonzero}
 
 
 class NoHostReads(TorchDispatchMode):
     """Fails on operations that make the host wait for a device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
+        assert func.overloadpacket not in READS, func
+        if func.overloadpacket in (ATEN.index, ATEN.index_put, ATEN.index_put_):
+            assert not any(index is not None and index.dtype == torch.bool for index in args[1]), func
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_read_on_the_host(method, ranks_of):
-    batch, ranks = case(4, 3, 2051, torch.bfloat16), ranks_of([0, 2051])
-    counts, others = [3, 0, 2, 3], ("draft_logits", "temperature", "seeds", "positions")
-    packed = packed_rows(with_counts(batch, counts), counts) | {name: vars(batch)[name] for name in others}
-    for call in (vars(batch) | {"logprobs": "processed"}, packed | {"top_k": 9, "top_p": 0.7}):
-        expected = of_ranks(ranks, method, call)
-        with like_a_device(), NoHostReads():
-            output = verified(sampler_of(method, ranks.shards[0], "eager"), call)
-        assert_same(output, expected)
+def test_nothing_is_read_on_the_host(ranks_of, monkeypatch):
+    """After the first call, in which ranks exchange their bounds."""
+    ranks = ranks_of(*THREE)
+    calls = [random_call(seed, 900) for seed in range(12)]
+    expected = [of_ranks(ranks, *call) for call in calls]
+    monkeypatch.setattr(Tensor, "tolist", None)  # which copies all at once
+
+    def rank(index: int) -> list[Any]:
+        mine = [(method, columns(call, *ranks.parts[index], 900)) for method, call in calls]
+        with NoHostReads():
+            return [verified(sampler_of(method, ranks.shards[index], "eager"), call) for method, call in mine]
+
+    with like_a_device():
+        results = on_ranks(rank, [(index,) for index in range(3)])
+    for outputs in results:
+        assert not isinstance(outputs, Exception), outputs
+        for got, of_one in zip(outputs, expected):
+            assert_same(got, of_one)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -271,7 +282,9 @@ def test_whole_target_rows_and_other_lengths_than_before_are_refused():
     ranks, drafts = Ranks([0, 1024, 3100]), torch.zeros(2, 0, dtype=torch.int64)
     rows = torch.zeros(2, 1, 3100)
     for error in on_ranks(lambda shard: sampler_of("strict", shard)(rows, drafts), [(one,) for one in ranks.shards]):
-        with pytest.raises(ValueError, match=r"^shard: every rank has whole rows, of 3100"):
+        with pytest.raises(
+            ValueError, match=r"^shard: ranks 0 and 1 both hold token 1024; ranks hold rank 0 \[0, 3100\)"
+        ):
             raise error
     packed = {"row_starts": torch.tensor([0, 1, 2]), "num_draft_tokens": 0}
     call = {"target_logits": rows[:, 0], "draft_token_ids": torch.zeros(2, dtype=torch.int64)} | packed

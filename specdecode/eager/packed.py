@@ -82,10 +82,6 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     def each(value: Any) -> Any:
         return value[slots] if isinstance(value, Tensor) else value
 
-    temperature, draft_temperature = each(batch.temperature), batch.draft_temperature
-    # The Triton backend takes drafts of the target's temperature if both are one tensor.
-    draft_temperature = temperature if draft_temperature is batch.temperature else each(draft_temperature)
-
     def each_limit(truncation: Truncation | None) -> Truncation | None:
         return None if truncation is None else Truncation(*map(each, truncation))
 
@@ -94,11 +90,11 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
         token_ids,
         draft_logits,  # type: ignore[arg-type]
         each(batch.draft_logsumexp),
-        temperature,
+        each(batch.temperature),
         batch.seeds if packing.seeds_by_request else each(batch.seeds),
         positions,
         each_limit(batch.truncation),
-        draft_temperature,
+        each(batch.draft_temperature),
         each_limit(batch.draft_truncation),
         each(batch.draft_cutoff),
         batch.logprobs,
