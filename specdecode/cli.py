@@ -51,13 +51,24 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if sys.stdout is not None and sys.stdout.isatty():
             print()  # ends the line of text that was being written
-        print("specdecode: interrupted", file=sys.stderr)
+        complain("interrupted")
         return 130
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        print(f"specdecode: {by_option(str(error), options)}", file=sys.stderr)
+        complain(by_option(str(error), options))
         return 2
+
+
+def complain(message: str) -> None:
+    """Write a line to standard error, if there is one and it is not full; the exit status says the same."""
+    try:
+        if sys.stderr is not None:  # for None `print` takes standard output
+            print(f"specdecode: {message}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return
 
 
 def replace_unencodable() -> None:

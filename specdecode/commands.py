@@ -112,8 +112,10 @@ class Models:
         if draft is None and needs_draft:
             raise ValueError("draft: expected a folder, because --target is given, got none")
         try:
-            torch.empty(0, device=device)
+            is_usable = not torch.empty(0, device=device).is_meta  # which holds no data
         except (RuntimeError, AssertionError):  # PyTorch without CUDA fails an assertion
+            is_usable = False
+        if not is_usable:
             raise ValueError(f"device: expected a device that PyTorch can use here, got {device!r}") from None
         transformers.utils.logging.disable_progress_bar()
         if target == TARGET:

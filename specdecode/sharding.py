@@ -2,8 +2,8 @@
 
     a rank's columns of all rows -> all-to-all -> whole rows of its own requests -> verify -> all-gather -> all results
 
-Under tensor parallelism the last layer leaves each rank some columns of the logits. If requests divide evenly, the all-to-all
-brings a rank as many bytes as gathering all rows does, divided by the number of ranks; verification is divided too.
+Under tensor parallelism the last layer leaves each rank some columns of the logits. If requests divide evenly, a rank
+receives as many bytes as by gathering all rows, divided by the number of ranks; verification is divided too.
 Packed rows are padded to `num_draft_tokens + 1` a request first, because the host does not know their lengths. Backends see
 ordinary batches of whole rows.
 """

@@ -26,7 +26,7 @@ def replaced(ids, row, values):
 
 
 Output = namedtuple("Output", "token_ids, num_accepted")
-Result = make_dataclass("Result", ["token_ids", "num_accepted"])
+Result = make_dataclass("Result", ["token_ids", "num_accepted"], slots=True)
 
 
 def raising(ids, drafts):

@@ -67,6 +67,11 @@ def users(choose=argmax, accepts=None, bonus=None):
 
 USERS = {
     "p >= q": (users(accepts=lambda i, x, p, q: softmax(p)[x] >= softmax(q)[x]), "greedy_accepts_if_likelier"),
+    "a coin": (
+        users(accepts=lambda i, x, p, q: random.random() * softmax(q)[x] <= softmax(p)[x]),
+        "greedy_accepts_if_likelier",
+    ),
+    "2 p >= q": (users(accepts=lambda i, x, p, q: 2 * softmax(p)[x] >= softmax(q)[x]), "greedy_accepts_if_likelier"),
     "p / q > 1": (users(accepts=lambda i, x, p, q: softmax(p)[x] / softmax(q)[x] > 1), "greedy_accepts_if_likelier"),
     "everything": (users(accepts=lambda i, x, p, q: True), "greedy_accepts_everything"),
     "after the first": (users(accepts=lambda i, x, p, q: i or x == p.argmax()), "greedy_accepts_after_the_first"),

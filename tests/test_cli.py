@@ -246,6 +246,19 @@ def test_output_that_cannot_be_written_ends_in_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "specdecode: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_messages_that_cannot_be_written_change_no_status(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        check = "check", "specdecode:strict:eager", "--requests", "500", "--only", "greedy", "--progress"
+        assert cli.main(check) == 0
+        assert "greedy" in capsys.readouterr().out
+        assert cli.main(("solve", "--rate", "7", "--num-draft-tokens", "3")) == 2
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(("solve", "--rate", "7", "--num-draft-tokens", "3")) == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_what_is_missing_is_named_with_a_command_that_installs_it(capsys, monkeypatch):
     for missing in ("rich.box", "transformers", "specdecode.checking.checker"):
         monkeypatch.setitem(sys.modules, missing, None)  # importing it fails
@@ -292,6 +305,7 @@ def test_bad_values_end_in_one_line_that_names_them(capsys, tmp_path):
         (("generate", "--prompt", ""), "--prompt: expected at least one token, got ''"),
         (("generate", "--prompt", "x", "--target", str(tmp_path)), "--draft: expected a folder, because --target is"),
         (("generate", "--prompt", "x", "--device", "nowhere"), "--device: expected a device that PyTorch can use here"),
+        (("demo", "--device", "meta"), "--device: expected a device that PyTorch can use here, got 'meta'"),
         (("demo", "--device", "cuda:99"), "--device: expected a device that PyTorch can use here, got 'cuda:99'"),
         (("demo", "--target", str(tmp_path), "--draft", str(tmp_path)), "--target: expected a folder with a model"),
         (("demo", "--max-new-tokens", "3"), "--max-new-tokens: expected at least 4"),

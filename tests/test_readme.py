@@ -55,4 +55,7 @@ def test_the_times_are_those_of_the_records():
     shards = json.loads((RECORDS / "h100x4-exchange.json").read_text())["results"]
     us = {cell["way"]: cell["us"] for cell in shards if (cell["batch"], cell["method"]) == (256, "probabilistic")}
     text = " ".join(text.split())
-    assert f"take {us['exchange']:.0f} µs on four H100s; where every rank gathers all logits, {us['gather']:,.0f} (" in text
+    assert (
+        f"take {us['exchange']:.0f} µs on four H100s; where every rank gathers all logits, {us['gather']:,.0f} ("
+        in text
+    )

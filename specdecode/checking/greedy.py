@@ -20,7 +20,7 @@ GRID = 1 / 8
 """Logits differ by multiples of it and none is 0. bfloat16 holds them: none become equal by rounding."""
 
 ROLES = ("first drafts", "later drafts", "first recovered tokens", "later recovered tokens", "bonus tokens")
-EQUAL, DIVIDED = len(ROLES) + 1, len(ROLES) + 2
+BONUS, EQUAL, DIVIDED = len(ROLES) - 1, len(ROLES) + 1, len(ROLES) + 2
 
 
 def make_texts(subject: Subject, settings: Settings) -> Arguments:
@@ -74,7 +74,7 @@ def roles(arguments: Arguments, tokens: Ids) -> Ids:
     """Return which of the roles each token has, [n, K + 1]; -1 after the last."""
     place, accepted = np.arange(tokens.shape[1]), (tokens != -1).sum(axis=1, keepdims=True) - 1
     bonus = accepted == given_drafts(arguments.draft_token_ids)[:, None]
-    last = np.where(bonus, 4, 2 + (place > 0))
+    last = np.where(bonus, BONUS, 2 + (place > 0))
     return np.where(place < accepted, place > 0, np.where(place == accepted, last, -1))
 
 

@@ -92,9 +92,18 @@ class Progress:
         if self.wanted and (not requests or now - self.shown > 0.1):
             self.shown = now
             share = min(1.0, self.done / self.requests)
-            print(f"\r{share:4.0%} {self.what:40}", end="", file=sys.stderr, flush=True)
+            self.show(f"\r{share:4.0%} {self.what:40}")
 
     def end(self) -> None:
         """Clear the line."""
         if self.wanted:
-            print("\r" + " " * 46 + "\r", end="", file=sys.stderr, flush=True)
+            self.show("\r" + " " * 46 + "\r")
+
+    def show(self, text: str) -> None:
+        """Write to standard error; if it is full, show no more."""
+        try:
+            print(text, end="", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self.wanted = False

@@ -1,10 +1,11 @@
 """What is checked: a verifier, and perhaps a drafter, called with what they take; what comes back is looked at closely."""
 
+import dataclasses
 import inspect
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,10 +226,11 @@ def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
 
 def fields(output: Any) -> str:
     """Say what a tuple, a dictionary or a dataclass holds, "" for anything else."""
-    if isinstance(output, dict) or is_dataclass(output):
-        parts = output if isinstance(output, dict) else vars(output)
-        names = [f"{name}: " for name in parts]
-        values = list(parts.values())
+    if isinstance(output, dict):
+        names, values = [f"{name}: " for name in output], [*output.values()]
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        held = [each.name for each in dataclasses.fields(output)]
+        names, values = [f"{name}: " for name in held], [getattr(output, name) for name in held]
     elif isinstance(output, tuple):
         names = [f"{name}: " for name in getattr(output, "_fields", ())] or [""] * len(output)
         values = list(output)

@@ -52,9 +52,13 @@ def by_greedy(subject: Subject, arguments: Arguments, tokens: Ids) -> list[str]:
     if "draft_logits" not in subject.takes:
         arguments = arguments._replace(draft_logits=None)
     seen, distances = greedy.errors(arguments, tokens), {}
+    accepts_all = bool((greedy.roles(arguments, tokens) == greedy.BONUS).any(axis=1).all())
     for name, mistake in MISTAKES.items():
         if mistake.signature == {GREEDY}:
-            own = greedy.errors(arguments, Subject.of(mistake.verifier).call(arguments))
+            its_tokens = Subject.of(mistake.verifier).call(arguments)
+            if not accepts_all and (greedy.roles(arguments, its_tokens) == greedy.BONUS).any(axis=1).all():
+                continue  # it rejects nothing, and the verifier does
+            own = greedy.errors(arguments, its_tokens)
             kinds, own_kinds = {*seen[seen > 0]}, {*own[own > 0]}
             shared = len(kinds & own_kinds) / len(kinds | own_kinds)
             counts = [np.bincount(each, minlength=greedy.DIVIDED + 1) for each in (seen, own)]

@@ -131,6 +131,8 @@ class TestGenerationConfig:
             ({"top_p": 0.6}, {"temperature": 1.0, "top_p": 0.6}),
             ({"do_sample": True, "min_p": 0.3}, {"temperature": 1.0, "min_p": 0.3}),
             ({"do_sample": False, "top_k": 3}, {"temperature": 0.0}),
+            ({"do_sample": 0}, {"temperature": 0.0}),
+            ({"do_sample": torch.tensor(False)}, {"temperature": 0.0}),
             ({}, {"temperature": 1.0}),
         ]:
             target = with_config(bare, **fields)

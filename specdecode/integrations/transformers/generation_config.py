@@ -159,7 +159,8 @@ def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
     """
     temperature, *truncation = given
     if temperature is None:
-        temperature = 0.0 if config.do_sample is False else 1.0 if config.temperature is None else config.temperature
+        samples = config.do_sample is None or bool(config.do_sample)
+        temperature = 0.0 if not samples else 1.0 if config.temperature is None else config.temperature
     names = ("top_k", "top_p", "min_p")
     values: Any = [getattr(config, name) if value is None else value for name, value in zip(names, truncation)]
     sampling = Sampling(temperature, *values)
