@@ -71,7 +71,7 @@ def compared(arguments: Arguments, tokens: Ids) -> Finding:
 
 
 def roles(arguments: Arguments, tokens: Ids) -> Ids:
-    """Return which of the roles each token has, [n, K + 1]; -1 after the last."""
+    """Return the role of each token, [n, K + 1]; -1 after the last."""
     place, accepted = np.arange(tokens.shape[1]), (tokens != -1).sum(axis=1, keepdims=True) - 1
     bonus = accepted == given_drafts(arguments.draft_token_ids)[:, None]
     last = np.where(bonus, BONUS, 2 + (place > 0))

@@ -214,7 +214,7 @@ def as_array(output: Any) -> NDArray[Any]:
 
 
 def integers(output: Any, shape: tuple[int, ...]) -> Ids | str:
-    """Return what was returned as int64 ids of this shape, or a description of what it is instead."""
+    """Return the output as int64 ids of this shape, or a description of what it is instead."""
     try:
         ids = as_array(output)
     except Exception as error:  # lists of different lengths, or an object that does not convert
