@@ -28,8 +28,7 @@ class Adjustments(NamedTuple):
     adjusted in float32 (float64 logits in the eager backend in float64) where it is read.
 
     In a packed call what is [batch, ...] here is by slot, [num_slots, ...], and `allowed_mask` by row, [num_rows, ...]. With
-    a shard, masks and counts have the columns of this rank's tokens, which may be views of whole ones; ids stay those of the
-    whole vocabulary.
+    a shard, masks and counts cover the whole vocabulary, the same on every rank.
 
     Example:
         >>> import torch
