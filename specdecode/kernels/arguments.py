@@ -156,7 +156,8 @@ class Workspace(NamedTuple):
     state_ptr: Pointer  # int32, see `stops`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
-    kept_ptr: Pointer  # [rows, LISTS, CANDIDATES] int32, see `truncation.narrow`, or None
+    maxima_ptr: Pointer  # [rows, num_blocks, groups] float32, see `statistics.group_maxima`; None likewise
+    kept_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None likewise
     terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
@@ -202,7 +203,6 @@ class Truncating(NamedTuple):
 
     OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
     POSTED: Constant  # rows behind a stop that was posted while reading were not read
-    WARPS: Constant  # of a program
     OVERLAPS: Constant
 
 

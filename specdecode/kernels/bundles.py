@@ -28,8 +28,8 @@ from specdecode.noise import BLOCK_SIZE
 from specdecode.report import MOST_KEPT
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
-# so all usual sizes compile the same kernels.
-MIN_DRAFTS, MIN_BLOCKS = 32, 256
+# so all usual sizes compile the same kernels. But rows of at most 65,536 tokens have kernels of their own.
+MIN_DRAFTS, MIN_BLOCKS, FEW_BLOCKS = 32, 256, 64
 
 LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
 EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
@@ -93,7 +93,8 @@ def at_least(least: int, size: int) -> int:
 
 def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
     """Return what kernels are compiled for of sizes: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
-    max_blocks = at_least(MIN_BLOCKS, -(-vocab_size // BLOCK_SIZE))
+    num_blocks = -(-vocab_size // BLOCK_SIZE)
+    max_blocks = FEW_BLOCKS if num_blocks <= FEW_BLOCKS else at_least(MIN_BLOCKS, num_blocks)
     return max_blocks, at_least(MIN_DRAFTS, num_draft_tokens + 1), vocab_size % 16 == 0
 
 

@@ -28,9 +28,10 @@ from specdecode.kernels.launch import Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
+from specdecode.kernels.statistics import WARP
 from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
-from specdecode.kernels.truncation.narrow import CANDIDATES, LISTS
+from specdecode.kernels.truncation.narrow import list_size
 from specdecode.kernels.vocabulary import SPAN, map_kernel
 
 READ_BLOCKS = 4  # that a program reads at once, each by one warp
@@ -38,7 +39,6 @@ READ_BLOCKS = 4  # that a program reads at once, each by one warp
 # Registers of a thread that truncates a row: so two programs of 8 warps run on a multiprocessor, or, in a large batch, four
 # of 4 warps, which take longer.
 TRUNCATION_REGISTERS = 128
-LIST_SIZE = LISTS.value * CANDIDATES.value
 
 # Up to SMALL_GRID programs, each reads READ_BLOCKS blocks once (one and a half times as many as run at once); or up to
 # SMALL_GRID_BOTH, where each reads a target and a draft row and none exits early. Beyond that a program reads requests /
@@ -56,7 +56,7 @@ READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
 # More of them where a large batch is summed at two temperatures: some would spill. On an H100, 256 requests of 3 drafts,
 # T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
-RAW_REGISTERS = 16
+MORE_REGISTERS = 16
 
 # LANES of all that sums residuals. They set the order, and so the last bit, which must not depend on the batch.
 RESIDUAL_LANES = 256
@@ -90,7 +90,8 @@ def allocate(
         "state": (torch.int32, state) if structure.has_drafts else None,
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
-        "kept": (torch.int32, rows_read * LIST_SIZE) if truncates else None,
+        "maxima": (torch.float32, rows_read * WARP.value * sizes.num_blocks) if truncates else None,
+        "kept": (torch.int64, rows_read * list_size(sizes.MAX_BLOCKS)) if truncates else None,
         "terms": (torch.float32, num_rows * TERMS.value) if settles else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
@@ -151,8 +152,8 @@ def add_reading(
     if inputs.adjustments.EXIST:
         only_masks = inputs.adjustments.repetition is None and inputs.adjustments.bias_ptr is None
         registers = READ_REGISTERS_MASKED if only_masks else READ_REGISTERS_ADJUSTED[large]
-    if large and workspace.raw_statistics_ptr is not None:
-        registers += RAW_REGISTERS
+    if workspace.maxima_ptr is not None or (large and workspace.raw_statistics_ptr is not None):
+        registers += MORE_REGISTERS
     tuning = Reading(
         tiles=tiles,
         chunks=chunks,
@@ -179,8 +180,8 @@ def add_reading(
 def add_truncation(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, large: bool, posted: bool) -> None:
     """Add the launch that truncates the rows that were read; or two, if draft rows are read in another way."""
     target_rows, draft_rows = sizes.batch * (sizes.num_draft_tokens + 1), sizes.batch * sizes.num_draft_tokens
-    num_warps = 4 if large else 8
-    tuning = Truncating(False, posted, num_warps, can_overlap(plan.device))
+    num_warps = 8
+    tuning = Truncating(False, posted, can_overlap(plan.device))
 
     def add(rows: Any, inputs: Inputs, tuning: Truncating) -> None:
         bundles = inputs, workspace, sizes, tuning

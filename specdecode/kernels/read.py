@@ -24,12 +24,14 @@ from specdecode.kernels.rows import (
     WARP_BITS,
     load_stored_blocks,
     logits_of_stored,
+    row_index,
     whole_draft_row_at,
     whole_target_row_at,
 )
 from specdecode.kernels.selection import noise_at
 from specdecode.kernels.statistics import (
     draft_statistics,
+    maxima_at,
     raw_statistics,
     store_both,
     store_statistics,
@@ -63,15 +65,15 @@ def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def store_adjusted(pointer, stored, row, first, temperature, sizes, tuning):
+def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, tuning):
     """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
     span = first * BLOCK_SIZE, tl.minimum((first + tuning.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
     if may_change(row.adjustments, span):
         LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
         parts = logits_of_stored(stored, row, first + tl.arange(0, tuning.BLOCKS), LANES)
-        store_statistics(pointer, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        store_statistics(pointer, maxima_ptr, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
     else:
-        store_statistics(pointer, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        store_statistics(pointer, maxima_ptr, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
 
 
 @triton.jit
@@ -84,11 +86,16 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
     request, offset, token, _, temperature = place
     row = whole_target_row_at(request, offset, inputs, sizes)
     statistics = target_statistics(workspace, request, offset, sizes)
+    maxima_ptr, its_maxima = None, None
+    if workspace.maxima_ptr is not None:
+        maxima_ptr = maxima_at(workspace, row_index(request, offset, False, sizes), sizes)
     if workspace.raw_statistics_ptr is not None:
         raw = raw_statistics(workspace, request, offset, sizes)
     if inputs.draft.ptr is not None:
         draft_row = whole_draft_row_at(request, offset, inputs, sizes)
         its_statistics = draft_statistics(workspace, request, offset, sizes)
+        if workspace.maxima_ptr is not None:
+            its_maxima = maxima_at(workspace, row_index(request, offset, True, sizes), sizes)
     if token is not None:
         reads_draft = (token >= 0) & (temperature > 0)
     for tile in range(tuning.tiles):
@@ -105,15 +112,19 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
         if inputs.adjustments.EXIST:
             if workspace.raw_statistics_ptr is not None:
                 ONE = tl.full([], 1.0, tl.float32)
-                store_statistics(raw, target, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            store_adjusted(statistics, target, row, first, temperature, sizes, tuning)
+                store_statistics(raw, None, target, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            store_adjusted(statistics, maxima_ptr, target, row, first, temperature, sizes, tuning)
         elif workspace.raw_statistics_ptr is None:
-            store_statistics(statistics, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+            store_statistics(
+                statistics, maxima_ptr, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+            )
         else:
-            store_statistics_and_raw(statistics, raw, target, first, temperature, sizes, tuning)
+            store_statistics_and_raw(statistics, raw, maxima_ptr, target, first, temperature, sizes, tuning)
         if token is not None:
             if has_blocks:
-                store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+                store_statistics(
+                    its_statistics, its_maxima, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+                )
             elif workspace.draft_ids_ptr is not None:
                 if reads_draft:  # the row goes on to the target's last block, with nothing
                     nothing = tl.zeros([tuning.BLOCKS], tl.float32)
@@ -124,7 +135,7 @@ def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
                 for tile in range(tuning.tiles):
                     first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
                     draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
-                    store_statistics(its_statistics, draft, first, temperature, sizes, tuning.BLOCKS, False)
+                    store_statistics(its_statistics, its_maxima, draft, first, temperature, sizes, tuning.BLOCKS, False)
 
 
 @triton.jit

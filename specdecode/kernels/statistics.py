@@ -39,14 +39,28 @@ def block_statistics_and_raw(parts, temperature, INTEGER_MAX: tl.constexpr):
 
 
 @triton.jit
-def largest_logits(parts, INTEGER_MAX: tl.constexpr):
-    """Return the maximum of each block, given its parts."""
+def maxima_of_parts(parts):
+    """Return the largest logits of blocks over their parts, [BLOCKS, LANES]; NaN is ignored."""
     logits = unpack(parts[0])
     maxima = logits[0] if len(logits) == 1 else tl.maximum(logits[0], logits[1])
     for part in tl.static_range(1, len(parts)):
         logits = unpack(parts[part])
         for half in tl.static_range(len(logits)):
             maxima = tl.maximum(maxima, logits[half])
+    return maxima
+
+
+@triton.jit
+def lane_maxima(parts):
+    """Return the largest logit of what each thread of a warp has loaded of a block, [BLOCKS, WARP], given the parts."""
+    maxima = maxima_of_parts(parts)
+    return tl.max(tl.reshape(maxima, [maxima.shape[0], WARP, maxima.shape[1] // WARP]), 2)
+
+
+@triton.jit
+def largest_logits(parts, INTEGER_MAX: tl.constexpr):
+    """Return the maximum of each block, given its parts."""
+    maxima = maxima_of_parts(parts)
     if INTEGER_MAX:
         # One instruction for each comparison instead of five; whatever it makes of NaN is non-finite or ignored.
         return in_order(tl.max(in_order(maxima.to(tl.int32, bitcast=True)), 1)).to(tl.float32, bitcast=True)
@@ -122,15 +136,25 @@ def draft_statistics(workspace, request, offset, sizes):
 
 
 @triton.jit
-def store_statistics(pointer, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr):
-    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts."""
+def maxima_at(workspace, index, sizes):
+    """Return a pointer to the lane maxima of a row, given its `row_index`."""
+    return workspace.maxima_ptr + index * sizes.num_blocks * WARP
+
+
+@triton.jit
+def store_statistics(
+    pointer, maxima_ptr, parts, first, temperature, sizes, BLOCKS: tl.constexpr, INTEGER_MAX: tl.constexpr
+):
+    """Store the statistics of `BLOCKS` consecutive blocks of a row, given their parts; and their group maxima, if wanted."""
+    store_maxima(maxima_ptr, parts, first, sizes, BLOCKS)
     block_max, sumexp = block_statistics(parts, temperature, INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, BLOCKS)
 
 
 @triton.jit
-def store_statistics_and_raw(pointer, raw_pointer, parts, first, temperature, sizes, tuning):
+def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, temperature, sizes, tuning):
     """Store the statistics of a program's blocks; and at temperature 1, if they are others, or kept in any case."""
+    store_maxima(maxima_ptr, parts, first, sizes, tuning.BLOCKS)
     block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, tuning.INTEGER_MAX)
     store_both(pointer, block_max, sumexp, first, sizes, tuning.BLOCKS)
     if tuning.KEEPS_RAW or temperature != 1:
@@ -147,6 +171,14 @@ def store_both(pointer, block_max, sumexp, first, sizes, BLOCKS: tl.constexpr):
     wanted = (blocks < sizes.num_blocks) & (lanes == 0)
     tl.store(pointers, tl.broadcast_to(block_max[:, None], [BLOCKS, WARP]), mask=wanted)
     tl.store(pointers + 1, tl.broadcast_to(sumexp[:, None], [BLOCKS, WARP]), mask=wanted)
+
+
+@triton.jit
+def store_maxima(pointer, parts, first, sizes, BLOCKS: tl.constexpr):
+    """Store the group maxima of consecutive blocks, if they are wanted."""
+    if pointer is not None:
+        blocks, lanes = first + tl.arange(0, BLOCKS)[:, None], tl.arange(0, WARP)[None, :]
+        tl.store(pointer + blocks * WARP + lanes, lane_maxima(parts), mask=blocks < sizes.num_blocks)
 
 
 @triton.jit

@@ -87,6 +87,12 @@ def exists(part):
     return len(part) > 0
 
 
+@triton.constexpr_function
+def ordinal_shift(dtype, adjustments):
+    """Return the number of bits by which keys can be shifted at compile time: those of different logits stay different."""
+    return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
+
+
 class Request(NamedTuple):
     """A request: the indices of what belongs to it, which are all the same unless the call is packed."""
 
@@ -127,12 +133,10 @@ class Summary(NamedTuple):
     """What is known of a row before its cutoff is."""
 
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
-    sorted_max: Any  # [MAX_BLOCKS] the same, the largest first
     p: Distribution  # before truncation
     temperature: Any
     limits: Any  # top_k, top_p and min_p
     floor: Any  # a little below the least logit that min-p keeps
-    num_blocks: Any  # that reach the floor
 
 
 class WeighedRow(NamedTuple):
@@ -142,13 +146,6 @@ class WeighedRow(NamedTuple):
     row_max: Any
     scale: Any  # log2(e) / T
     total: Any  # what all tokens weigh
-
-
-class Level(NamedTuple):
-    """A logit from which on the tokens of a row are candidates."""
-
-    logit: Any
-    blocks: Any  # how many blocks reach it
 
 
 class Normalizer(NamedTuple):

@@ -18,12 +18,10 @@ from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.kernels.arguments import Constant, Pointer
+from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.rows import whole_row
 from specdecode.kernels.truncation import kernel as truncation
-from specdecode.kernels.truncation.kernel import level_of, summary_of
-from specdecode.kernels.truncation.wide import amounts_from, by_block, empty_tables, filled
-from specdecode.kernels.values import Distribution
+from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
 from tests.conftest import ON_GPU
@@ -235,7 +233,7 @@ FEW_LIKELY = {  # among 70 blocks: where likely tokens are, and their logits
     ("row", "options", "attempts"),
     [
         ("side by side", {"top_k": 20}, 1),
-        ("side by side", {"top_k": 200, "top_p": 0.5}, 1),
+        ("side by side", {"top_k": 50, "top_p": 0.5}, 1),
         ("each in its own block", {"top_k": 50}, 1),
         ("each in its own block", {"top_k": 50, "top_p": 0.95}, 2),  # the first looks for a mass, in few blocks
         ("each in its own block", {"top_k": 50, "top_p": 0.45}, 2),
@@ -272,11 +270,68 @@ def test_rows_that_keep_few_tokens_are_cut_among_candidates(row, options, attemp
     assert len(called) <= attempts
 
 
-@pytest.mark.parametrize("kept", [31, 32, 33, 128])
+CROWDED_OPTIONS = [
+    (1.0, {"top_k": 50, "top_p": 0.95}),
+    (0.7, {"top_k": 20, "top_p": 0.9}),
+    (0.7, {"top_k": 300}),
+    (0.8, {"top_p": 0.7}),
+    (0.5, {"top_p": 0.95}),
+    (1.0, {"top_p": 0.7, "min_p": 0.004}),
+]
+
+
+@pytest.mark.parametrize("dtype", WIDE_DTYPES)
+@pytest.mark.parametrize("values", [2, 8])
+def test_rows_whose_likely_tokens_are_crowded_and_equal_are_cut_where_a_sort_cuts_them(values, dtype):
+    """As those of language models: likely tokens have low ids, and logits have few values, here so many to a unit."""
+    noise = torch.randn(40 * 1024 + 5, generator=torch.Generator().manual_seed(values))
+    row = ((15 - 1.5 * torch.arange(len(noise)).add(20).log() + 1.5 * noise) * values).round().to(dtype) / values
+    among_equals = 0
+    for temperature, options in CROWDED_OPTIONS:
+        sampling = Sampling(temperature, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
+        result, margin = truncate(row.double().numpy(), sampling)
+        _, logsumexp, cutoffs = drawn(row[None].to(DEVICE), temperature, options)
+        last = cutoff(row.double().numpy(), sampling)
+        among_equals += int((row[last + 1 :] == row[last]).any())
+        assert margin > FLOAT32_BAND, options
+        assert cutoffs.tolist() == [last], options
+        kept = result[np.isfinite(result)] / temperature
+        np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(kept), rtol=1e-6)
+    assert among_equals >= 4
+
+
+@needs_interpreter
+@pytest.mark.parametrize("equal", [0, 20, 60, 140])
+def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, monkeypatch):
+    """Of 140 blocks only some can be looked at: those above so many others that have the same maximum."""
+    row = -9 + torch.randn(140 * 1024, generator=torch.Generator().manual_seed(0))
+    row[5 + 1024 * torch.arange(140)] = torch.linspace(6.0, 0.0, 140)
+    row[5 + 1024 * torch.arange(40, 40 + min(equal, 100))] = 3.0
+    searched: list[Any] = []
+    monkeypatch.setattr(truncation, "wide_cutoff", lambda *arguments: searched.append(arguments))
+    for options in ({"top_k": 30}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.3}, {"top_p": 0.1}):
+        sampling = Sampling(1.0, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
+        _, margin = truncate(row.double().numpy(), sampling)
+        assert margin > FLOAT32_BAND, options
+        assert drawn(row[None], 1.0, options)[2].tolist() == [cutoff(row.double().numpy(), sampling)], options
+    assert not searched
+
+
+def test_sums_of_equal_tokens_are_exact():
+    row = torch.full((5000,), -torch.inf)
+    row[1500:2012] = 2.0  # 512, in two blocks
+    for top_p in (0.499, 0.749, 0.9999):
+        _, logsumexp, cutoffs = drawn(row[None].to(DEVICE), 1.0, {"top_p": top_p})
+        kept = int(np.ceil(512 * top_p))
+        assert cutoffs.tolist() == [1499 + kept]
+        np.testing.assert_allclose(float(logsumexp[0]), 2 + np.log(kept), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kept", [31, 32, 33, 255, 256, 257, 512, 513])
 def test_candidates_may_be_as_many_as_a_vector_has_elements(kept):
-    """In as many groups of neighbours, and in two or three blocks; all of them are kept, or those that top-p leaves."""
-    logits = torch.full((2100,), -30.0)
-    logits[16 * torch.arange(kept)] = 8 - 0.01 * torch.arange(kept)
+    """In as many groups, and in two or more blocks; all of them are kept, or those that top-p leaves."""
+    logits = torch.full((16 * kept + 1030,), -30.0)
+    logits[16 * torch.arange(kept)] = 8 - 1.28 * torch.arange(kept) / kept
     for top_p in (None, 0.7):
         sampling = Sampling(1.0, 0, top_p or 1.0, 0.1)
         result, margin = truncate(logits.double().numpy(), sampling)
@@ -289,85 +344,27 @@ def test_candidates_may_be_as_many_as_a_vector_has_elements(kept):
 class Passed(NamedTuple):
     """What a pass over a row is given, and finds."""
 
-    logits_ptr: Pointer  # [vocab], or None
-    amounts_ptr: Pointer  # [3] float32, or one for each block
-    BLOCKS: Constant
-
-
-class Levels(NamedTuple):
-    maxima_ptr: Pointer  # [256] float32
-    floor_ptr: Pointer  # [1] float32
-    top_k_ptr: Pointer  # [1] int32
-    chosen_ptr: Pointer  # [2, 2] float32: of each attempt the level, and how many blocks reach it
-
-
-@triton.jit
-def levels_kernel(passed, sizes):
-    block_max, top_k = tl.load(passed.maxima_ptr + tl.arange(0, 256)), tl.load(passed.top_k_ptr)
-    distribution = Distribution(9.0, 1.0, -1, block_max)
-    summary = summary_of(block_max, distribution, 1.0, (top_k, 1.0, 0.0), tl.load(passed.floor_ptr))
-    for attempt in range(2):
-        level = level_of(attempt, summary, sizes)
-        tl.store(passed.chosen_ptr + 2 * attempt, level.logit)
-        tl.store(passed.chosen_ptr + 2 * attempt + 1, level.blocks.to(tl.float32))
-
-
-@pytest.mark.parametrize("blocks", [5, 16, 250])
-@pytest.mark.parametrize("has_ties", [False, True])
-def test_the_level_is_what_so_many_blocks_reach(blocks, has_ties):
-    """16 at first, then as many as have k tokens, and 64 at most; more where their maxima are equal.
-
-    If fewer blocks reach the floor, it is 8 natural logarithms below the first token, then the floor.
-    """
-    maxima = torch.full((256,), -torch.inf)
-    maxima[:blocks] = 9 - 14 * torch.rand(blocks, generator=torch.Generator().manual_seed(blocks))
-    maxima = maxima[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
-    maxima = maxima.round() if has_ties else maxima
-    ranked = maxima.sort(descending=True).values
-    for floor, top_k in ((-3e38, 20), (-3e38, 1000), (4.0, 1000), (8.9, 20), (-3e38, 1)):
-        chosen = torch.zeros(2, 2, device=DEVICE)
-        numbers = torch.tensor([floor]), torch.tensor([top_k], dtype=torch.int32)
-        run_kernel(
-            levels_kernel, 1, Levels(*[each.to(DEVICE) for each in (maxima, *numbers)], chosen), sizes_of(1, 0, 2000)
-        )
-        for (level, reach), wanted, lowest in zip(chosen.tolist(), (16, min(top_k, 64)), (9.0 - 8.0, floor)):
-            logit = float(ranked[wanted - 1]) if (ranked >= floor).sum() >= wanted else lowest
-            assert level == float(torch.tensor(max(logit, floor)))
-            assert reach == int((maxima >= level).sum())
-
-
-@triton.jit
-def tables_kernel(passed, sizes):
-    tables = empty_tables(sizes, passed.BLOCKS)
-    for tile in range(sizes.MAX_BLOCKS // passed.BLOCKS):
-        tables = filled(tables, (tl.arange(0, passed.BLOCKS) + tile * passed.BLOCKS).to(tl.float32), tile)
-    tl.store(passed.amounts_ptr + tl.arange(0, sizes.MAX_BLOCKS), by_block(tables))
-
-
-@pytest.mark.parametrize("blocks", [2, 4, 8])
-def test_tables_are_in_the_order_of_blocks(blocks):
-    sizes, numbers = sizes_of(1, 0, 1024), torch.zeros(256, device=DEVICE)
-    run_kernel(tables_kernel, 1, Passed(None, numbers, blocks), sizes, num_warps=blocks)
-    assert numbers.tolist() == list(range(sizes.MAX_BLOCKS))
+    logits_ptr: Pointer  # [vocab]
+    amounts_ptr: Pointer  # [3] float32
 
 
 @triton.jit
 def amounts_kernel(passed, sizes):
     row = whole_row(passed.logits_ptr, 1, sizes.vocab_size)
-    amounts = amounts_from((-1.0, 0.5, 2.0), row, 4.0, 1.0, sizes, passed.BLOCKS)
+    amounts = amounts_from((-1.0, 0.5, 2.0), row, 4.0, 1.0, sizes)
     for index in tl.static_range(3):
         tl.store(passed.amounts_ptr + index, amounts[index])
 
 
-def test_amounts_do_not_depend_on_how_many_blocks_are_read_at_once():
-    vocab = 40 * 1024 + 5  # more than one table where four blocks are
+def test_amounts_do_not_depend_on_the_number_of_warps():
+    vocab = 40 * 1024 + 5
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
     logits[7::1000] = torch.nan
     outputs = []
-    for blocks in (4, 8):
+    for num_warps in (4, 8):
         outputs.append(torch.zeros(3, device=DEVICE))
-        bundles = Passed(logits.to(DEVICE), outputs[-1], blocks), sizes_of(1, 0, vocab)
-        run_kernel(amounts_kernel, 1, *bundles, num_warps=blocks)
+        bundles = Passed(logits.to(DEVICE), outputs[-1]), sizes_of(1, 0, vocab)
+        run_kernel(amounts_kernel, 1, *bundles, num_warps=num_warps)
     assert torch.equal(*outputs)
     weights = torch.exp2(logits.double() - 4)
     want = [float(weights[logits >= threshold].sum()) for threshold in (-1.0, 0.5, 2.0)]

@@ -11,15 +11,26 @@ from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.request import load_draft_limits, load_limits
-from specdecode.kernels.rows import INFINITY
+from specdecode.kernels.rows import INFINITY, scaled
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.stops import post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.truncation.kernel import weights_of_maxima
-from specdecode.kernels.truncation.narrow import sum_rounded_down
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
+
+
+@triton.jit
+def weights_of_maxima(block_max, row_max, temperature):
+    """Return the weights of the largest tokens of blocks, relative to the row's."""
+    return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+
+
+@triton.jit
+def sum_rounded_down(masses):
+    """Return the sum of masses of at most 1, as integers, or a little less."""
+    ONE: tl.constexpr = 2**30 // masses.shape[0]  # so that no sum overflows
+    return tl.sum((masses * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
 
 
 @triton.jit

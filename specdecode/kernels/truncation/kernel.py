@@ -27,38 +27,36 @@ from specdecode.kernels.rows import (
     LARGEST,
     LAST_TOKEN,
     load_logit,
-    scaled,
     whole_draft_row_at,
     whole_row,
     whole_target_row_at,
 )
-from specdecode.kernels.statistics import at, load_statistics, statistics_at, sum_in_order
+from specdecode.kernels.statistics import load_statistics, maxima_at, statistics_at
 from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.truncation.narrow import (
+    ALL,
+    ANY_NUMBER,
     CANDIDATES,
-    DEPTH,
     FEW,
-    FEW_BLOCKS,
-    MORE_BLOCKS,
+    LIKELY,
     cut_candidates,
-    level_at,
+    level_with,
+    likely_blocks,
     list_at,
     list_tokens,
+    load_maxima,
+    shares_of,
     store_kept_candidates,
-    sum_rounded_down,
     token_in_order,
 )
-from specdecode.kernels.truncation.wide import ROUNDING, store_kept, wide_cutoff
+from specdecode.kernels.truncation.wide import store_kept, wide_cutoff
 from specdecode.kernels.values import Summary
 
-ATTEMPTS = tl.constexpr(4)
-"""To find a cutoff among few tokens, at most: two, and more once there were too many."""
+ATTEMPTS = tl.constexpr(2)
+"""To find the cutoff of top-p among few tokens, at most."""
 
-
-@triton.jit
-def weights_of_maxima(block_max, row_max, temperature):
-    """Return what the largest token of each block weighs, relative to the row's."""
-    return tl.where(block_max > -INFINITY, tl.exp(scaled(block_max, row_max, temperature)), 0.0)
+CAUTION = tl.constexpr(0.5)
+"""Of what top-p leaves out of a row, the part that an attempt leaves out: group maxima weigh less than all tokens."""
 
 
 @triton.jit
@@ -69,115 +67,75 @@ def floor_of(row_max, temperature, limits):
 
 
 @triton.jit
-def summary_of(block_max, p, temperature, limits, floor):
-    """Return what is known of a row with a finite maximum, where T > 0, before its cutoff is."""
-    num_blocks = tl.sum((block_max >= floor).to(tl.int32), 0)
-    return Summary(block_max, tl.sort(block_max, descending=True), p, temperature, limits, floor, num_blocks)
+def level_of(maxima, lowest, seen, share, summary, sizes):
+    """Return a level: of top-k and min-p, such that all tokens that they keep reach it; of top-p alone, probably.
 
-
-@triton.jit
-def first_attempt(summary, sizes):
-    """Return which attempt is the first to make: `ATTEMPTS` if none is of use; 0 where a mass decides, else 1.
-
-    And 0 where there are few blocks.
-    """
-    top_k, top_p, _ = summary.limits
-    has_k, has_p = top_k < sizes.vocab_size, top_p < 1
-    is_hopeless = has_k & (has_p == 0) & (top_k > CANDIDATES) & (summary.num_blocks > MORE_BLOCKS)
-    is_first = (has_p & (top_k > 2 * FEW_BLOCKS)) | (summary.num_blocks < FEW_BLOCKS)
-    return tl.where(is_hopeless, ATTEMPTS, tl.where(is_first, 0, 1))
-
-
-@triton.jit
-def blocks_with_mass(mass, summary):
-    """Return how many blocks' largest tokens weigh so much, if any do; a sum of integers is the same in any order."""
-    weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
-    ONE: tl.constexpr = 2**30 // weights.shape[0]  # so that no sum overflows
-    masses = tl.cumsum((weights * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
-    return tl.minimum(tl.sum((masses < mass).to(tl.int32), 0) + 1, weights.shape[0])
-
-
-@triton.jit
-def level_of(attempt, summary, sizes):
-    """Return the level of an attempt: a logit that 16 blocks reach, then as many as have k tokens, and 64 at most.
-
-    With top-p alone as few as have the mass, if these are fewer. If there are not so many, it is one at some depth, then the
-    floor; and never less than that.
-    """
-    top_k, top_p, _min_p = summary.limits
-    blocks = tl.where(attempt == 0, FEW_BLOCKS, tl.minimum(top_k, MORE_BLOCKS))
-    if (top_p < 1) & (top_k == sizes.vocab_size):
-        blocks = tl.minimum(blocks, blocks_with_mass(top_p * summary.p.sumexp, summary))
-    lowest = tl.where(attempt == 0, summary.p.row_max - summary.temperature * (DEPTH / 2), summary.floor)
-    logit = tl.where(summary.num_blocks < blocks, lowest, at(summary.sorted_max, blocks - 1))
-    return level_at(tl.maximum(logit, summary.floor), summary.block_max)
-
-
-@triton.jit
-def may_decide(level, summary, sizes):
-    """Return whether the cutoff may be among the candidates of a level: top-p's is not if their blocks weigh too little.
-
-    And there are too many candidates if there are too many blocks.
+    And, with top-p alone, the share of the group maxima that reach it. Those of the last attempt had `seen`, its candidates
+    `share`. From one level to the next tokens are taken to have the same part of all tokens left as maxima of maxima left.
     """
     top_k, top_p, min_p = summary.limits
-    within_reach = sum_in_order(tl.where(summary.block_max >= level.logit, summary.p.block_sums, 0.0))
-    is_within_reach = within_reach >= top_p * summary.p.sumexp * (1 - ROUNDING)
-    may = (top_k < sizes.vocab_size) | (min_p > 0) | (level.logit <= summary.floor) | is_within_reach
-    return may & (level.blocks <= CANDIDATES)
+    amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
+    total = tl.where(
+        top_k < sizes.vocab_size, ANY_NUMBER, 0
+    )  # not known, nor needed; of min-p all that reach the floor
+    if (top_k == sizes.vocab_size) & (min_p == 0):
+        amounts = shares_of(maxima, summary.p, summary.temperature)
+        total = tl.sum(amounts, 0)
+        left_out, unseen = (1 - top_p) * ALL, (total - seen).to(tl.float32)
+        beyond = 0.0  # of what is within reach
+        if sizes.MAX_BLOCKS > LIKELY:
+            of_others = tl.where(summary.block_max < lowest, summary.p.block_sums, 0.0)
+            beyond = tl.sum(of_others, 0) / summary.p.sumexp * ALL
+        to_leave = tl.maximum(left_out * CAUTION - beyond, 0.0) / (ALL - beyond - share.to(tl.float32))
+        aim = seen + unseen * (1 - tl.minimum(to_leave, 1.0))
+        goal = tl.maximum(tl.where(seen == 0, tl.minimum(aim, top_p * ALL), aim).to(tl.int32), 1)
+        slack = (left_out / 16).to(tl.int32)
+    row_max, temperature = summary.p.row_max, summary.temperature
+    return level_with(maxima, amounts, goal, slack, total, ANY_NUMBER, lowest, row_max, temperature)
 
 
 @triton.jit
-def cut_listed(list_ptr, found, level, summary, sizes):
-    """Return what `cut_candidates` does, given the list of a level's candidates and how many were found."""
-    top_k, _top_p, min_p = summary.limits
-    unseen = 0.0
-    if (top_k < sizes.vocab_size) & (min_p == 0) & (found < top_k):
-        weights = weights_of_maxima(summary.sorted_max, summary.p.row_max, summary.temperature)
-        below = tl.arange(0, sizes.MAX_BLOCKS) - level.blocks
-        unseen = sum_rounded_down(tl.where((below >= 0) & (below < top_k - found), weights, 0.0))
-    if found <= FEW:
-        last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, FEW)
-    else:
-        last, is_known, is_few = cut_candidates(list_ptr, found, level, unseen, summary, sizes, CANDIDATES)
-    return last, is_known, is_few
-
-
-@triton.jit
-def cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS: tl.constexpr):
+def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     p, temperature, limits = summary.p, summary.temperature, summary.limits
     top_k, top_p, _ = limits
-    too_high, too_low = p.row_max, summary.floor  # levels from which on there are too few candidates, and too many
-    overflows, resolved = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
-    attempt = first_attempt(summary, sizes)
-    logit, token = p.row_max, tl.full([], LAST_TOKEN, tl.int32)
-    while (resolved == 0) & (attempt < ATTEMPTS):
-        level = level_of(attempt, summary, sizes)
-        if overflows:
-            level = level_at(too_high / 2 + too_low / 2, summary.block_max)
-        found, is_few = tl.full([], 0, tl.int32), tl.full([], True, tl.int1)
-        if may_decide(level, summary, sizes):
-            found = list_tokens(level.logit, level.blocks, row, summary.block_max, list_ptr, sizes)
-            last, resolved, is_few = cut_listed(list_ptr, found, level, summary, sizes)
-            if resolved:
-                logit, token = token_in_order(last)
-                store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes)
-        if found > CANDIDATES:
-            overflows, too_low = tl.full([], True, tl.int1), tl.maximum(level.logit, p.row_max - temperature * DEPTH)
-        elif overflows:
-            too_high = level.logit
-        goes_on = tl.where(overflows, (top_p < 1) | (top_k <= CANDIDATES), (attempt == 0) & is_few)
-        attempt = tl.where(goes_on, attempt + 1, ATTEMPTS)
-    if resolved == 0:
-        logit, token = rarely(cut_wide, row, (p.row_max, p.sumexp, temperature, limits, statistics_ptr, WARPS), sizes)
+    has_k = top_k < sizes.vocab_size
+    blocks, lowest = likely_blocks(summary, list_ptr, sizes)
+    if sizes.MAX_BLOCKS > LIKELY:
+        groups, maxima = load_maxima(maxima_ptr, blocks, row)
+    else:
+        groups, maxima = every_maximum
+    seen, share, found = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    resolved, last = tl.full([], False, tl.int1), tl.full([], 0, tl.int64)
+    is_hopeless = (has_k & (top_k > CANDIDATES)) | (lowest == INFINITY)
+    attempt = tl.where(is_hopeless, ATTEMPTS, 0)
+    while attempt < ATTEMPTS:
+        level, seen = level_of(maxima, lowest, seen, share, summary, sizes)
+        found = list_tokens(level, groups, maxima, row, list_ptr, sizes)
+        is_complete = (level <= summary.floor) | (found >= top_k)
+        if found <= CANDIDATES:
+            if found <= FEW:
+                last, share = cut_candidates(list_ptr, found, is_complete, summary, FEW)
+            else:
+                last, share = cut_candidates(list_ptr, found, is_complete, summary, CANDIDATES)
+            resolved = is_complete | ((has_k == 0) & (share.to(tl.float32) >= top_p * ALL))
+        # After so many the next attempt would probably list too many.
+        attempt = tl.where(resolved | has_k | (level <= lowest) | (found > CANDIDATES // 4), ATTEMPTS, attempt + 1)
+    logit, token = token_in_order(last)
+    if resolved:
+        store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes)
+    else:
+        logit, token = rarely(
+            cut_wide, row, (p.row_max, p.sumexp, temperature, limits, statistics_ptr, list_ptr), sizes
+        )
     return logit, token
 
 
 @triton.jit
-def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, WARPS: tl.constexpr, sizes):
+def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr, sizes):
     """Return what `cut` does, whose cutoff is not among few tokens."""
-    logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes, WARPS)
-    return store_kept(statistics_ptr, logit, ties, row, temperature, sizes, WARPS)
+    logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
+    return store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes)
 
 
 @triton.jit
@@ -195,18 +153,20 @@ def locate_row(index, inputs, sizes):
 
 
 @triton.jit
-def truncate_row(row, index, temperature, limits, workspace, sizes, WARPS: tl.constexpr):
+def truncate_row(row, index, temperature, limits, workspace, sizes):
     """Return the cutoff of a row, and leave the statistics of what is kept."""
     statistics_ptr = statistics_at(workspace.statistics_ptr, index, sizes)
+    maxima_ptr, list_ptr = maxima_at(workspace, index, sizes), list_at(workspace, index, sizes)
+    every_maximum = ()
+    if sizes.MAX_BLOCKS <= LIKELY:  # in flight while statistics are combined
+        every_maximum = load_maxima(maxima_ptr, tl.arange(0, sizes.MAX_BLOCKS), row)
     statistics = load_statistics(statistics_ptr, True, sizes)
     statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     p = combine_recomputed(statistics, row, temperature, sizes)
     logit, token = p.row_max, p.one_hot
     if token < 0:
-        list_ptr = list_at(workspace, index)
-        floor = floor_of(p.row_max, temperature, limits)
-        summary = summary_of(statistics[0], p, temperature, limits, floor)
-        logit, token = cut(row, summary, statistics_ptr, list_ptr, sizes, WARPS)
+        summary = Summary(statistics[0], p, temperature, limits, floor_of(p.row_max, temperature, limits))
+        logit, token = cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes)
     return logit, token
 
 
@@ -277,7 +237,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
     if is_truncated:
         if tuning.OF_DRAFTS:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
-            logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+            logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
         else:
             if inputs.draft.ptr is not None:  # the code is there once for rows that are read alike, which is faster
                 draft_row = whole_draft_row_at(request, offset, inputs, sizes)
@@ -285,5 +245,5 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
                 if inputs.draft_vocabulary.ids_ptr is not None:
                     vocab_size = tl.where(of_draft, draft_row.vocab_size, vocab_size)
                 row = whole_row(tl.where(of_draft, draft_row.ptr, row.ptr), inputs.target.stride_token, vocab_size)
-            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes, tuning.WARPS)
+            logit, token = truncate_row(row, index, temperature, limits, workspace, sizes)
     keep_cutoff(workspace, index, logit, token)

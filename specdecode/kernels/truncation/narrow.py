@@ -1,155 +1,84 @@
 """Truncation among few tokens in Triton: those that are likely enough to be kept of a row, the *candidates*.
 
-1. A *level* is chosen: the 16th largest of the maxima of the blocks, or the 64th, or the k-th. (A block whose maximum
-   reaches it has at least that one token there.) Only blocks that reach the level are read.
-2. Their tokens that reach it are listed: first groups of neighbours, then tokens.
-3. Of each candidate it is computed how many tokens come before it, and their mass; so which are kept follows from the
-   definition. It is also told whether that is all that is kept, or whether it takes more to tell: there are too many
-   candidates, or the mass of what top-k keeps is known too roughly.
+1. A *level* is chosen from the maxima of groups of 64 tokens, which reading has left, of `LIKELY` blocks: the k-th largest,
+   say. A group whose maximum reaches the level has a token there, and a token that reaches it is in such a group.
+2. These groups are read, and their tokens that reach the level are listed.
+3. All pairs of candidates are compared: how many tokens come before each, and their mass. So the cutoff follows from the
+   definition.
+
+Masses are added up as integers, shares of the row's sum. Unlike a sum of floats, one of integers is the same in any order:
+the cutoff does not depend on how the compiler distributes a tensor over threads.
 """
 
 import triton
 import triton.language as tl
 
-from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
     INFINITY,
     LAST_TOKEN,
+    WARP_BITS,
     base_2_scale,
     key_of,
     load_logits,
     logit_of,
     scaled,
 )
-from specdecode.kernels.values import Level
+from specdecode.kernels.statistics import WARP
 
-DEPTH = tl.constexpr(16.0)
-"""Where too many tokens reach a level, the next lies less than so many natural logarithms below the first token."""
+CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
+"""That are listed of a row, at most, and groups; and so many as there are threads, which most rows have at most."""
 
-CANDIDATES = tl.constexpr(128)
-"""So many at most: all pairs of them are compared."""
+LIKELY = tl.constexpr(64)
+"""Blocks whose groups are looked at, at most: those with the largest maxima."""
 
-FEW = tl.constexpr(32)
-"""Candidates, or groups of them, that nearly all rows have at most. They take as few threads as a warp has, so that no warp
-has to wait for another."""
+LANES_OF_GROUP = tl.constexpr(2)
+"""Threads of a warp whose tokens of a block are a group."""
 
-LISTS = tl.constexpr(3)
-"""In the workspace of a row: groups of tokens; keys and ids of candidates."""
+GROUPS, GROUP = tl.constexpr(WARP.value // 2), tl.constexpr(BLOCK_SIZE.value * 2 // WARP.value)
+"""Groups of a block; tokens of a group."""
 
-GROUP = tl.constexpr(8)
-"""Neighbouring tokens, of which the largest logit shows whether any is a candidate."""
+AT_ONCE = tl.constexpr(32)
+"""Groups that are read at once."""
 
-PAIRS = tl.constexpr(1024)
-"""Of candidates that are compared at once."""
+WAYS = tl.constexpr(8)
+"""Thresholds that a step of a search tries at once."""
 
-FEW_BLOCKS, MORE_BLOCKS, AT_ONCE = tl.constexpr(16), tl.constexpr(64), tl.constexpr(8)
-"""That are to reach a level: where a mass decides, at first; else, at most. And how many are read at once."""
+DEPTHS, DEEPEST = tl.constexpr(8192), tl.constexpr(64)
+"""Levels that are told apart, down to so many temperatures (of at least 0.5) below the row's maximum; lower ones are not."""
+
+ALL = tl.constexpr(2.0**30)
+"""The sum of a row as an integer."""
 
 ANY_NUMBER = tl.constexpr(2**31 - 1)
 
 NO_ORDER = tl.constexpr(2**63 - 1)
 """Larger than what `order_of` returns of any token."""
 
-FINE = tl.constexpr(2.0**23)
-"""Masses are added up as integers, those of candidates as multiples of 1 / FINE. Unlike a sum of floats, one of integers is
-the same in any order. So what is decided by it depends neither on how the compiler distributes a tensor over threads, which
-differs from kernel to kernel, nor on the rank."""
 
-BITS_OF_ONE = tl.constexpr(0x3F800000)
+def list_size(max_blocks: int) -> int:
+    """Return the size of the lists of a row, int64: orders of candidates; then groups, or sums of blocks."""
+    return CANDIDATES.value + max(CANDIDATES.value, max_blocks + 1)
 
 
-@triton.jit
-def list_at(workspace, index):
-    """Return where the lists of a row are, given its `row_index`."""
-    return workspace.kept_ptr + index * LISTS * CANDIDATES
+list_size_of = triton.constexpr_function(list_size)
 
 
 @triton.jit
-def in_parts(masses):
-    """Return masses of at most 1 as multiples of 1 / FINE: in a float32 from 1 to 2 the last bit is that much."""
-    return (masses + 1.0).to(tl.int32, bitcast=True) - BITS_OF_ONE
+def list_at(workspace, index, sizes):
+    """Return a pointer to the lists of a row, given its `row_index`."""
+    return workspace.kept_ptr + index * list_size_of(sizes.MAX_BLOCKS)
 
 
 @triton.jit
-def mass_of(parts):
-    """Return such multiples as masses."""
-    return parts.to(tl.float32) * (1 / FINE)
-
-
-@triton.jit
-def sum_rounded_down(masses):
-    """Return the sum of masses of at most 1, as integers, or a little less."""
-    ONE: tl.constexpr = 2**30 // masses.shape[0]  # so that no sum overflows
-    return tl.sum((masses * ONE).to(tl.int32), 0).to(tl.float32) * (1 / ONE)
-
-
-@triton.jit
-def level_at(logit, block_max):
-    """Return the level that is a logit."""
-    return Level(logit, tl.sum((block_max >= logit).to(tl.int32), 0))
-
-
-@triton.jit
-def list_groups(level, num_blocks, row, block_max, list_ptr, sizes):
-    """List the groups of tokens that reach a level: the first token of each; return how many there are.
-
-    Beyond the first `CANDIDATES` they are only counted.
-    """
-    GROUPS: tl.constexpr = AT_ONCE * BLOCK_SIZE // GROUP
-    tl.debug_barrier()  # what another attempt has listed may still be read
-    reach = block_max >= level
-    entries, blocks_ptr = tl.cumsum(reach.to(tl.int32), 0) - 1, list_ptr + CANDIDATES  # where keys will be
-    tl.store(blocks_ptr + entries, tl.arange(0, sizes.MAX_BLOCKS), mask=reach & (entries < num_blocks))
-    tl.debug_barrier()  # what is listed is read by other threads than wrote it
-    found = tl.full([], 0, tl.int32)
-    for first in range(0, num_blocks, AT_ONCE):
-        listed = first + tl.arange(0, AT_ONCE)
-        tile = tl.load(blocks_ptr + listed, mask=listed < num_blocks, other=sizes.num_blocks) * BLOCK_SIZE
-        logits = load_logits(row, tile[:, None] + tl.arange(0, BLOCK_SIZE)[None, :], True)
-        is_listed = (tl.max(tl.reshape(logits, [GROUPS, GROUP]), 1) >= level).to(tl.int32)
-        group_ids = tl.reshape(tile[:, None] + tl.arange(0, BLOCK_SIZE // GROUP)[None, :] * GROUP, [GROUPS])
-        listed = found + tl.cumsum(is_listed, 0) - is_listed
-        tl.store(list_ptr + listed, group_ids, mask=(is_listed == 1) & (listed < CANDIDATES))
-        found += tl.sum(is_listed, 0)
-    tl.debug_barrier()
-    return found
-
-
-@triton.jit
-def list_candidates(level, num_groups, row, list_ptr, MOST: tl.constexpr):
-    """List the tokens that reach a level, given the groups they are in, at most `MOST`; return how many tokens there are.
-
-    Of each its key and its id.
-    """
-    listed = tl.arange(0, MOST)
-    group_ids = tl.load(list_ptr + listed, mask=listed < num_groups, other=LAST_TOKEN - GROUP)
-    token_ids = group_ids[:, None] + tl.arange(0, GROUP)[None, :]
-    logits = load_logits(row, token_ids, True)
-    is_candidate = tl.reshape((logits >= level).to(tl.int32), [MOST * GROUP])
-    entries = tl.cumsum(is_candidate, 0) - is_candidate
-    is_listed = (is_candidate == 1) & (entries < CANDIDATES)
-    candidates_ptr = list_ptr + CANDIDATES
-    tl.store(candidates_ptr + entries, tl.reshape(key_of(logits), [MOST * GROUP]), mask=is_listed)
-    tl.store(candidates_ptr + CANDIDATES + entries, tl.reshape(token_ids, [MOST * GROUP]), mask=is_listed)
-    tl.debug_barrier()
-    return tl.sum(is_candidate, 0)
-
-
-@triton.jit
-def list_tokens(level, num_blocks, row, block_max, list_ptr, sizes):
-    """List the tokens of a row that reach a level, which so many blocks do; return how many, or more than `CANDIDATES`."""
-    num_groups = list_groups(level, num_blocks, row, block_max, list_ptr, sizes)
-    if num_groups <= FEW:
-        found = list_candidates(level, num_groups, row, list_ptr, FEW)
-    else:
-        found = list_candidates(level, num_groups, row, list_ptr, CANDIDATES)
-    return tl.where(num_groups > CANDIDATES, CANDIDATES + 1, found)
+def numbers_at(list_ptr):
+    """Return a pointer to the second list of a row."""
+    return list_ptr + CANDIDATES
 
 
 @triton.jit
 def order_of(keys, token_ids):
-    """Return int64 of which the largest is the first token in order, given tokens' keys and ids."""
+    """Return the int64 order of tokens, given their keys and ids: the largest is the first token."""
     return (keys.to(tl.int64) << 32) | (token_ids ^ LAST_TOKEN)
 
 
@@ -160,107 +89,163 @@ def token_in_order(order):
 
 
 @triton.jit
-def load_candidates(list_ptr, first, found, COUNT: tl.constexpr):
-    """Return the logits and ids of `COUNT` listed tokens, and the `order_of` each."""
-    listed = first + tl.arange(0, COUNT)
-    keys = tl.load(list_ptr + CANDIDATES + listed, mask=listed < found, other=-ANY_NUMBER - 1)
-    token_ids = tl.load(list_ptr + 2 * CANDIDATES + listed, mask=listed < found, other=LAST_TOKEN)
-    logits = tl.where(listed < found, logit_of(keys), -INFINITY)
-    return logits, token_ids, order_of(keys, token_ids)
+def shares_of(logits, p, temperature):
+    """Return the probabilities of tokens before truncation, as integers of which `ALL` is 1."""
+    weights = tl.exp2((logits - p.row_max) * base_2_scale(temperature))
+    return (weights * (ALL / p.sumexp)).to(tl.int32)
 
 
 @triton.jit
-def count_before(order, list_ptr, found, row_max, scale):
-    """Return how many candidates come before each, and what these weigh, given the `order_of` each."""
-    TOGETHER: tl.constexpr = PAIRS // order.shape[0]
-    num_before = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
-    parts = tl.zeros([TOGETHER, order.shape[0]], tl.int32)
-    for first in range(0, tl.minimum(found, CANDIDATES), TOGETHER):
-        logits, _, others = load_candidates(list_ptr, first, found, TOGETHER)
-        is_before = others[:, None] > order[None, :]
-        num_before += is_before.to(tl.int32)
-        parts += tl.where(is_before, in_parts(tl.exp2((logits - row_max) * scale))[:, None], 0)
-    num_before, parts = tl.reduce((num_before, parts), 0, add_both)
-    return num_before, mass_of(parts)
+def search(values, amounts, goal, slack, low, high, from_low):
+    """Return the largest x in [low, high] such that the amounts of values >= x add up to a goal, or `low`; and that sum.
 
-
-@triton.jit
-def bounds_on_mass(kept, missing, unseen, level_weight, total, limits, sizes):
-    """Return what the tokens that top-k and min-p keep weigh at least and at most.
-
-    Given what those among the candidates weigh, how many are missing to k, and what so many of the others weigh at least
-    if none is left out by min-p.
+    A smaller x will do if its sum exceeds the goal by at most `slack`. From `low` on the sum is `from_low`. All are int32,
+    the values at most `high`, and the goal is positive.
     """
-    top_k, _, min_p = limits
-    lower, upper = kept, kept
-    if missing > 0:
-        lower = kept + unseen
-        upper = tl.minimum(total, kept + missing.to(tl.float32) * level_weight)
-        if (top_k == sizes.vocab_size) & (min_p == 0):
-            lower = total
-    return lower, tl.maximum(lower, upper)
+    zero = tl.full([], 0, tl.int32)
+    low, high, from_low = zero + low, zero + high, zero + from_low
+    while (low < high) & (from_low - goal > slack):
+        step = (high - low + WAYS - 1) // WAYS
+        thresholds = low + step * (tl.arange(0, WAYS) + 1)
+        sums = tl.sum(tl.where(values[None, :] >= thresholds[:, None], amounts[None, :], 0), 1)
+        number = tl.sum((sums >= goal).to(tl.int32), 0)
+        from_low = tl.where(number > 0, tl.min(tl.where(sums >= goal, sums, ANY_NUMBER), 0), from_low)
+        low += step * number
+        high = tl.minimum(high, low + step - 1)
+    return low, from_low
 
 
 @triton.jit
-def cut_candidates(list_ptr, found, level, unseen, summary, sizes, MOST: tl.constexpr):
-    """Return the `order_of` the last candidate that is kept; and whether that is all that is kept.
+def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
+    """Return the highest level from which on the amounts, of a `total`, add up to a goal, see `search`; and that sum.
 
-    And whether it could be, from a lower level on: not if top-p keeps more tokens than can be compared.
+    If that is more than `most`, it is the next level, from which on the sum is below the goal. It is not below `lowest`,
+    from which on there may be less.
+    """
+    scale = DEPTHS / (DEEPEST * tl.maximum(temperature, 0.5))
+    depths = -tl.minimum((row_max - maxima) * scale, DEPTHS).to(tl.int32)
+    amounts = tl.where(maxima >= lowest, amounts, 0)
+    deepest, seen = search(depths, amounts, goal, slack, -DEPTHS, 0, total)
+    deepest += (seen > most).to(tl.int32)
+    depth = (1 - deepest) / scale
+    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # of rounding: rather more tokens, but no more than `most`
+    level = row_max - depth - tl.where(seen > most, -margin, margin)
+    return tl.where(deepest > -DEPTHS, tl.maximum(level, lowest), lowest), seen
+
+
+@triton.jit
+def likely_blocks(summary, list_ptr, sizes):
+    """Return blocks with the largest maxima, [LIKELY], and the level that no other block reaches."""
+    block_max, floor, p = summary.block_max, summary.floor, summary.p
+    if sizes.MAX_BLOCKS <= LIKELY:
+        return tl.arange(0, sizes.MAX_BLOCKS), floor
+    else:
+        blocks_ptr = numbers_at(list_ptr)
+        ones = tl.full([sizes.MAX_BLOCKS], 1, tl.int32)
+        total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 3 // 4, LIKELY // 4
+        level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
+        reaches = block_max >= level
+        entries = tl.cumsum(reaches.to(tl.int32), 0) - 1
+        tl.store(blocks_ptr + entries, tl.arange(0, sizes.MAX_BLOCKS), mask=reaches & (entries < LIKELY))
+        number = tl.sum(reaches.to(tl.int32), 0)
+        tl.debug_barrier()  # what is listed is read by other threads than wrote it
+        listed = tl.arange(0, LIKELY)
+        blocks = tl.load(blocks_ptr + listed, mask=listed < number, other=sizes.num_blocks).to(tl.int32)
+        return blocks, tl.where(number <= LIKELY, level, INFINITY)
+
+
+@triton.jit
+def load_maxima(pointer, blocks, row):
+    """Return the groups of some blocks of a row, and their maxima, -inf beyond its last block."""
+    NUMBER: tl.constexpr = blocks.shape[0] * GROUPS
+    groups = tl.reshape(blocks[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], [NUMBER])
+    lanes = groups[:, None] * LANES_OF_GROUP + tl.arange(0, LANES_OF_GROUP)[None, :]
+    inside = (groups // GROUPS * BLOCK_SIZE < row.vocab_size)[:, None]
+    return groups, tl.max(tl.load(pointer + lanes, mask=inside, other=-INFINITY), 1)
+
+
+@triton.jit
+def tokens_of_groups(groups, LANES: tl.constexpr):
+    """Return the token ids of groups, [groups, GROUP]; `LANES` are the tokens of a block that a warp loads at once."""
+    each, width = tl.arange(0, GROUP)[None, :], LANES // GROUPS
+    starts = groups // GROUPS * BLOCK_SIZE + groups % GROUPS * width
+    return starts[:, None] + each // width * LANES + each % width
+
+
+@triton.jit
+def list_tokens(level, groups, maxima, row, list_ptr, sizes):
+    """List the tokens of a row that reach a level, given groups and their maxima; return their number, if there is room."""
+    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    reaches, groups_ptr = maxima >= level, numbers_at(list_ptr)
+    tl.debug_barrier()  # what was listed before may still be read
+    places = tl.cumsum(reaches.to(tl.int32), 0) - 1
+    tl.store(groups_ptr + places, groups, mask=reaches & (places < CANDIDATES))
+    num_groups = tl.sum(reaches.to(tl.int32), 0)
+    tl.debug_barrier()
+    found, first = tl.where(num_groups > CANDIDATES, num_groups, 0), tl.full([], 0, tl.int32)
+    while (first < num_groups) & (found <= CANDIDATES):
+        listed = first + tl.arange(0, AT_ONCE)
+        read = tl.load(groups_ptr + listed, mask=listed < num_groups, other=sizes.num_blocks * GROUPS).to(tl.int32)
+        token_ids = tokens_of_groups(read, LANES)
+        logits = load_logits(row, token_ids, True)
+        is_listed = tl.reshape((logits >= level).to(tl.int32), [AT_ONCE * GROUP])
+        entries = tl.reshape(found + tl.cumsum(is_listed, 0) - 1, [AT_ONCE, GROUP])
+        order = order_of(key_of(logits), token_ids)
+        tl.store(list_ptr + entries, order, mask=(logits >= level) & (entries < CANDIDATES))
+        found += tl.sum(is_listed, 0)
+        first += AT_ONCE
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def load_candidates(list_ptr, found, MOST: tl.constexpr):
+    """Return the `order_of` candidates, and their logits; -inf where there are no more."""
+    listed = tl.arange(0, MOST)
+    order = tl.load(list_ptr + listed, mask=listed < found, other=-NO_ORDER)
+    logits, _ = token_in_order(order)
+    return order, tl.where(listed < found, logits, -INFINITY)
+
+
+@triton.jit
+def cut_candidates(list_ptr, found, is_complete, summary, MOST: tl.constexpr):
+    """Return the `order_of` the last candidate that is kept; and the share of all candidates up to the k-th.
+
+    Top-p's share is of the row, or of that if top-k and min-p keep no other tokens (`is_complete`).
     """
     top_k, top_p, min_p = summary.limits
-    row_max, total, scale = summary.p.row_max, summary.p.sumexp, base_2_scale(summary.temperature)
-    logits, _, order = load_candidates(list_ptr, 0, found, MOST)
-    num_before, mass_before = count_before(order, list_ptr, found, row_max, scale)
-    passed = (logits > -INFINITY) & (scaled(logits, row_max, summary.temperature) >= tl.log(min_p))
-    in_top_k = passed & (num_before < top_k)
-    weights = tl.where(in_top_k, tl.exp2((logits - row_max) * scale), 0.0)
-    num_passed, parts = tl.reduce((passed.to(tl.int32), in_parts(weights)), 0, add_both)
-    mass = mass_of(parts)
-    is_complete = (level.logit <= summary.floor) | (num_passed < found) | (num_passed >= top_k)
-    missing = tl.where(is_complete, 0, top_k - num_passed)
-    level_weight = tl.exp2((level.logit - row_max) * scale)
-    lower, upper = bounds_on_mass(mass, missing, unseen, level_weight, total, summary.limits, sizes)
-    kept = in_top_k & ((mass_before < top_p * lower) | (num_before == 0))
-    kept_at_most = in_top_k & ((mass_before < top_p * upper) | (num_before == 0))
-    num_kept, most = tl.reduce((kept.to(tl.int32), kept_at_most.to(tl.int32)), 0, add_both)
-    is_known = num_kept == most
-    is_all = is_complete | (num_kept < num_passed) | (mass >= top_p * upper)
-    last = tl.min(tl.where(kept, order, NO_ORDER), 0)
-    most_mass = mass - (found - CANDIDATES).to(tl.float32) * level_weight  # of as many tokens as there is room for
-    is_few = (found <= CANDIDATES) & (most_mass >= top_p * lower)
-    return last, (found <= CANDIDATES) & (found > 0) & is_known & is_all, is_few | (top_k < sizes.vocab_size)
+    p, temperature = summary.p, summary.temperature
+    order, logits = load_candidates(list_ptr, found, MOST)
+    num_before, share_before = tl.zeros_like(order).to(tl.int32), tl.zeros_like(order).to(tl.int32)
+    for other in range(0, found):
+        other_order = tl.load(list_ptr + other)
+        other_logit, _ = token_in_order(other_order)
+        is_before = other_order > order
+        num_before += is_before.to(tl.int32)
+        share_before += tl.where(is_before, shares_of(other_logit, p, temperature), 0)
+    is_kept = (logits > -INFINITY) & (scaled(logits, p.row_max, temperature) >= tl.log(min_p)) & (num_before < top_k)
+    share = tl.sum(tl.where(is_kept, shares_of(logits, p, temperature), 0), 0)
+    goal = tl.ceil(tl.minimum(top_p, 1.0) * tl.where(is_complete, share.to(tl.float32), ALL)).to(tl.int32)
+    is_kept &= (share_before < tl.where(top_p < 1, goal, ANY_NUMBER)) | (num_before == 0)
+    return tl.min(tl.where(is_kept, order, NO_ORDER), 0), share
 
 
 @triton.jit
-def store_kept_candidates(statistics_ptr, last, list_ptr, found, temperature, sizes):
+def store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes):
     """Replace the statistics of a row's blocks by those of the candidates up to the last that is kept."""
     every_block = tl.arange(0, sizes.MAX_BLOCKS)
-    inside = every_block < sizes.num_blocks
-    tl.store(statistics_ptr + every_block * 2, tl.full([sizes.MAX_BLOCKS], -INFINITY, tl.float32), mask=inside)
-    tl.store(statistics_ptr + every_block * 2 + 1, tl.zeros([sizes.MAX_BLOCKS], tl.float32), mask=inside)
-    tl.debug_barrier()  # else another thread might store what is kept of a block first
-    if found <= FEW:
-        store_blocks(statistics_ptr, last, list_ptr, found, temperature, FEW)
-    else:
-        store_blocks(statistics_ptr, last, list_ptr, found, temperature, CANDIDATES)
-
-
-@triton.jit
-def store_blocks(statistics_ptr, last, list_ptr, found, temperature, MOST: tl.constexpr):
-    """Store the statistics of blocks that have kept candidates."""
-    TOGETHER: tl.constexpr = PAIRS // MOST
-    scale = base_2_scale(temperature)
-    logits, token_ids, order = load_candidates(list_ptr, 0, found, MOST)
-    blocks = token_ids // BLOCK_SIZE
-    parts = tl.zeros([TOGETHER, MOST], tl.int32)
-    before = tl.zeros([TOGETHER, MOST], tl.int32)
-    for first in range(0, found, TOGETHER):
-        other_logits, others_ids, others = load_candidates(list_ptr, first, found, TOGETHER)
-        is_with = ((others_ids // BLOCK_SIZE)[:, None] == blocks[None, :]) & (others >= last)[:, None]
-        weights = tl.exp2((other_logits[:, None] - logits[None, :]) * scale)  # at most 1 where it matters
-        parts += tl.where(is_with, in_parts(tl.minimum(weights, 1.0)), 0)
-        before += (is_with & (others[:, None] > order[None, :])).to(tl.int32)
-    parts, before = tl.reduce((parts, before), 0, add_both)
-    is_first = (order >= last) & (before == 0)  # in its block, whose maximum it is
-    tl.store(statistics_ptr + blocks * 2, logits, mask=is_first)
-    tl.store(statistics_ptr + blocks * 2 + 1, mass_of(parts), mask=is_first)
+    inside, sums_ptr = every_block < sizes.num_blocks, numbers_at(list_ptr)
+    tl.store(statistics_ptr + every_block * 2, summary.block_max, mask=inside)
+    tl.store(sums_ptr + every_block, tl.zeros([sizes.MAX_BLOCKS], tl.int64), mask=inside)
+    tl.debug_barrier()  # what is stored is changed by other threads
+    order, logits = load_candidates(list_ptr, found, CANDIDATES)
+    _, token_ids = token_in_order(order)
+    is_kept, blocks = (logits > -INFINITY) & (order >= last), token_ids // BLOCK_SIZE
+    block_max = tl.load(statistics_ptr + blocks * 2, mask=is_kept, other=0.0)
+    weights = tl.exp2((logits - block_max) * base_2_scale(summary.temperature))
+    parts = (tl.where(is_kept, weights, 0.0) * ALL).to(tl.int64)
+    tl.atomic_add(sums_ptr + blocks, parts, mask=is_kept, sem="relaxed", scope="cta")
+    tl.debug_barrier()
+    sums = tl.load(sums_ptr + every_block, mask=inside, other=0, volatile=True)
+    tl.store(statistics_ptr + every_block * 2, tl.where(sums > 0, summary.block_max, -INFINITY), mask=inside)
+    tl.store(statistics_ptr + every_block * 2 + 1, sums.to(tl.float32) * (1 / ALL), mask=inside)

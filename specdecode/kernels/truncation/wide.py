@@ -27,20 +27,23 @@ from specdecode.kernels.rows import (
     scaled,
     tokens_of,
 )
-from specdecode.kernels.statistics import WARP, store_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
-from specdecode.kernels.values import WeighedRow, exists
+from specdecode.kernels.statistics import load_statistics, store_both, store_statistics, sum_blocks, sum_in_order
+from specdecode.kernels.truncation.narrow import NO_ORDER, numbers_at, order_of, token_in_order
+from specdecode.kernels.values import WeighedRow, ordinal_shift
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
-SAMPLE = tl.constexpr(4)
-"""Blocks that suggest where to begin."""
+BLOCKS = tl.constexpr(8)
+"""That are read at once: one by each warp is best."""
+
+SAMPLE = tl.constexpr(2048)
+"""Tokens that suggest where to begin: some of each block, because likely tokens may be in few of them."""
 
 DOUBT = tl.constexpr(0.1)
 """By how much what these suggest may be wrong, relatively, in most rows."""
 
-HALVINGS = tl.constexpr(8)
+HALVINGS = tl.constexpr(5)
 """By which these logits are found."""
 
 ROUNDING = tl.constexpr(1e-5)
@@ -69,67 +72,34 @@ def amounts(logits, row_max, scale):
 
 
 @triton.jit
-def empty_tables(sizes, BLOCKS: tl.constexpr):
-    """Return zeros for all blocks of a row, as tables [BLOCKS, WARP]: a column for each tile of `BLOCKS` blocks.
+def amounts_from(thresholds, row, row_max, scale, sizes):
+    """Return the amounts from three finite logits on.
 
-    So a warp keeps what is of its blocks, and need not wait for others.
+    Each lane of `BLOCKS` blocks adds up its own; so the order of additions is the same for any number of warps.
     """
-    tables = ()
-    for _ in tl.static_range(sizes.MAX_BLOCKS // (BLOCKS * WARP)):
-        tables = tables + (tl.zeros([BLOCKS, WARP], tl.float32),)
-    return tables
-
-
-@triton.jit
-def filled(tables, column, tile):
-    """Return tables with a column [BLOCKS] filled in."""
-    changed = ()
-    for index in tl.static_range(len(tables)):
-        is_there = tl.arange(0, WARP)[None, :] + index * WARP == tile
-        changed = changed + (tl.where(is_there, column[:, None], tables[index]),)
-    return changed
-
-
-@triton.jit
-def by_block(tables):
-    """Return tables as a vector, in the order of blocks."""
-    vectors = ()
-    for index in tl.static_range(len(tables)):
-        vectors = vectors + (tl.reshape(tl.trans(tables[index]), [tables[index].shape[0] * WARP]),)
-    for _ in tl.static_range(10):
-        if len(vectors) > 1:
-            joined = ()
-            for index in tl.static_range(len(vectors) // 2):
-                both = tl.trans(tl.join(vectors[2 * index], vectors[2 * index + 1]))
-                joined = joined + (tl.reshape(both, [2 * both.shape[1]]),)
-            vectors = joined
-    return vectors[0]
-
-
-@triton.jit
-def amounts_from(thresholds, row, row_max, scale, sizes, BLOCKS: tl.constexpr):
-    """Return the amounts from three finite logits on."""
     first, second, third = thresholds
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, of a warp
-    from_first = empty_tables(sizes, BLOCKS)
+    from_first = tl.zeros([BLOCKS, LANES], tl.float32)
     from_second, from_third = from_first, from_first
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
-    for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
-        in_tile = tl.zeros([BLOCKS, LANES], tl.float32)
-        above_first, above_second, above_third = in_tile, in_tile, in_tile
-        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
+    for block in range(0, sizes.num_blocks, BLOCKS):
+        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, LANES)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             each = amounts(logits, row_max, scale)
             # No comparison holds of NaN, nor of -inf.
-            above_first += tl.where(logits >= first, each, 0.0)
-            above_second += tl.where(logits >= second, each, 0.0)
-            above_third += tl.where(logits >= third, each, 0.0)
-        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight
-        from_first = filled(from_first, sum_blocks((above_first,)), tile)
-        from_second = filled(from_second, sum_blocks((above_second,)), tile)
-        from_third = filled(from_third, sum_blocks((above_third,)), tile)
-    return sum_in_order(by_block(from_first)), sum_in_order(by_block(from_second)), sum_in_order(by_block(from_third))
+            from_first += tl.where(logits >= first, each, 0.0)
+            from_second += tl.where(logits >= second, each, 0.0)
+            from_third += tl.where(logits >= third, each, 0.0)
+        raw = following
+    return sum_lanes(from_first), sum_lanes(from_second), sum_lanes(from_third)
+
+
+@triton.jit
+def sum_lanes(weights):
+    """Return the sum of [BLOCKS, LANES] weights, in the order of `sum_blocks`."""
+    return sum_in_order(sum_blocks((weights,)))
 
 
 @triton.jit
@@ -139,11 +109,11 @@ def suggest(weighed, by_count, goal, least, sizes):
     Tokens that each weigh less than `least` have less than what is left out of a mass.
     """
     row, row_max, scale, total = weighed
-    blocks = tl.arange(0, SAMPLE) * sizes.num_blocks // SAMPLE
-    logits = load_logits(row, part_of_blocks(blocks, 0, BLOCK_SIZE, BLOCK_SIZE), True)
-    logits = tl.reshape(logits, [SAMPLE * BLOCK_SIZE])
+    LANES: tl.constexpr = SAMPLE // sizes.MAX_BLOCKS
+    logits = load_logits(row, part_of_blocks(tl.arange(0, sizes.MAX_BLOCKS), 0, BLOCK_SIZE, LANES), True)
+    logits = tl.reshape(logits, [SAMPLE])
     each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
-    share = SAMPLE / sizes.num_blocks
+    share = LANES / BLOCK_SIZE
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
@@ -204,7 +174,7 @@ def within(ordinals, low, high):
 
 
 @triton.jit
-def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
     """Return the largest ordinal from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
 
     From `low` on the mass is `mass`.
@@ -223,7 +193,7 @@ def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr, BLOCK
     while searching:
         first, second, third = ordinals
         logits = logit_at(first, SHIFT), logit_at(second, SHIFT), logit_at(third, SHIFT)
-        from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes, BLOCKS)
+        from_first, from_second, from_third = amounts_from(logits, row, row_max, added, sizes)
         bracket = narrow(bracket, first, from_first, goal)
         bracket = narrow(bracket, second, from_second, goal)
         bracket = narrow(bracket, third, from_third, goal)
@@ -253,16 +223,16 @@ def least_ordinal(row_max, min_p, temperature, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def kept_mass(ordinal, ties, weighed, sizes, SHIFT: tl.constexpr, BLOCKS: tl.constexpr):
+def kept_mass(ordinal, ties, weighed, sizes, SHIFT: tl.constexpr):
     """Return the mass from an ordinal on, of whose own tokens so many are kept."""
     row, row_max, scale, _ = weighed
     this, following = logit_at(ordinal, SHIFT), logit_at(ordinal + 1, SHIFT)
-    with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes, BLOCKS)
+    with_ties, without, _ = amounts_from((this, following, following), row, row_max, scale, sizes)
     return tl.minimum(with_ties, without + ties * tl.exp2((this - row_max) * scale))
 
 
 @triton.jit
-def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
+def last_token(lowest, row, sizes):
     """Return the last token in the order, of those with a logit from `lowest` on: its logit and its id."""
     last = tl.full([BLOCKS, BLOCK_SIZE], NO_ORDER, tl.int64)
     for block in range(0, sizes.num_blocks, BLOCKS):
@@ -274,14 +244,9 @@ def last_token(lowest, row, sizes, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.constexpr):
-    """Return from which logit on tokens are kept of a row with a finite maximum, where T > 0; and how many that have it.
-
-    `BLOCKS` are read at once: one by each warp is best.
-    """
-    dtype: tl.constexpr = tl.float32 if exists(row.adjustments) else row.ptr.dtype.element_ty
-    # By so many bits keys can be shifted: those of different logits remain different.
-    SHIFT: tl.constexpr = 16 if dtype == tl.bfloat16 else 13 if dtype == tl.float16 else 0
+def wide_cutoff(row, row_max, total, temperature, limits, sizes):
+    """Return from which logit on tokens are kept of a row with a finite maximum, where T > 0; and how many that have it."""
+    SHIFT: tl.constexpr = ordinal_shift(row.ptr.dtype.element_ty, row.adjustments)
     top_k, top_p, min_p = limits
     scale = base_2_scale(temperature)
     weighed = WeighedRow(row, row_max, scale, total)
@@ -291,10 +256,10 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes, BLOCKS: tl.cons
         by_count = criterion == 0
         if (by_count & (top_k < sizes.vocab_size)) | ((by_count == 0) & (top_p < 1)):
             if (by_count == 0) & ((top_k < sizes.vocab_size) | (min_p > 0)):
-                mass = kept_mass(ordinal, ties, weighed, sizes, SHIFT, BLOCKS)
+                mass = kept_mass(ordinal, ties, weighed, sizes, SHIFT)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = ordinal
-            ordinal, from_ordinal, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT, BLOCKS)
+            ordinal, from_ordinal, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT)
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(ordinal, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_ordinal >= goal, needed, EVERY_TIE)
@@ -311,29 +276,30 @@ def find_tie(logit, nth, block, row):
 
 
 @triton.jit
-def store_kept(statistics_ptr, logit, ties, row, temperature, sizes, BLOCKS: tl.constexpr):
+def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    num_ties = empty_tables(sizes, BLOCKS)
+    ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
-    for tile in range(0, tl.cdiv(sizes.num_blocks, BLOCKS)):
+    for block in range(0, sizes.num_blocks, BLOCKS):
         parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
-        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + tile * BLOCKS, LANES)
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, LANES)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             parts = parts + (tl.where(logits > logit, logits, -INFINITY),)
             is_tie += (logits == logit).to(tl.float32)
-        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (tile + 1) * BLOCKS, True, False, LANES)  # in flight
-        store_statistics(statistics_ptr, parts, tile * BLOCKS, temperature, sizes, BLOCKS, True)
-        num_ties = filled(num_ties, tl.sum(is_tie, 1), tile)
-    num_ties = by_block(num_ties)
+        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
+        store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
+        num_ties = tl.sum(is_tie, 1)
+        store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
+    tl.debug_barrier()  # what is stored is read by other threads than wrote it
+    _, num_ties = load_statistics(ties_ptr, True, sizes)
     most = tl.minimum(ties, tl.sum(num_ties, 0))
     kept = tl.minimum(tl.maximum(most - (tl.cumsum(num_ties, 0) - num_ties), 0.0), num_ties)
     last = tl.max(tl.where(kept > 0, tl.arange(0, kept.shape[0]), -1), 0)
-    tl.debug_barrier()  # the statistics are read by other threads than wrote them
     add_ties(statistics_ptr, logit, kept, temperature, sizes)
     if last < 0:
-        logit, token = last_token(logit, row, sizes, BLOCKS)
+        logit, token = last_token(logit, row, sizes)
     else:
         in_last = tl.sum(tl.where(tl.arange(0, kept.shape[0]) == last, kept, 0.0), 0)
         token = find_tie(logit, in_last.to(tl.int32), last, row)
