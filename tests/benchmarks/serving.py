@@ -3,6 +3,10 @@
 `python -m tests.benchmarks.serving` in the repository's root, with a GPU, vLLM and this package installed. It makes two
 random models that agree in part; `--target DIR --draft DIR` names others. `--record FILE.json` keeps the figures.
 
+Prompts are random tokens. For real models `--text FILE ...` takes prompts from texts: pieces of 200 to 400 tokens, spread
+evenly over the texts, by the target's tokenizer. Acceptance depends on the prompt, so each cell has at least eight: a single
+request is replaced by the next one after an eighth of the steps. Requests do not stop at the end-of-sequence token.
+
 Rounds of one engine differ by more than the two verifications do. So they alternate within a round: a few steps with one, as
 many with the other, in the order ours, vLLM's, vLLM's, ours. The first steps after each change do not count. A pair is one
 stretch of each, side by side in time; the ratio's interval (95 %) is of the mean of the pairs' logarithms, by Student's t.
@@ -36,11 +40,13 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "T .8, top-k 20, top-p .95": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
     "T .8, top-p .95": {"temperature": 0.8, "top_p": 0.95},
     "as Qwen2.5": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},  # its own defaults
+    "T .8, min-p .05": {"temperature": 0.8, "min_p": 0.05},  # without the plug-in vLLM refuses it
 }
 DRAFTERS = "model", "n-gram"
 EXCHANGES = "default", "batch-sharded"
 """How vLLM brings the logits of several GPUs together: as the engine is configured, or to each GPU its own requests'."""
-PROMPT = 32
+PROMPT, PIECES, TEXTS = 32, (200, 400), 8
+"""Tokens of a random prompt; smallest and largest number of tokens of a piece of text; fewest pieces in a cell."""
 
 
 class Measuring:
@@ -241,7 +247,7 @@ def engine_of(options: argparse.Namespace, drafter: str) -> Any:
 
         given["reasoning_config"] = ReasoningConfig(**given["reasoning_config"])
     others = {
-        "max_model_len": options.steps * (options.k + 1) + 256,
+        "max_model_len": options.steps * (options.k + 1) + PIECES[1] + 256,
         "max_num_seqs": max(options.requests),
         "skip_tokenizer_init": True,
         "seed": 0,
@@ -260,10 +266,11 @@ def serve(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps
     """Serve requests for so many steps, then abort them."""
     from vllm import SamplingParams
 
-    most = engine.model_config.max_model_len - PROMPT
+    most = engine.model_config.max_model_len
     seeds = [None if sampling["temperature"] == 0 else 1000 + i for i in range(len(prompts))]
     params = [
-        SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, seed=seed, **sampling) for seed in seeds
+        SamplingParams(max_tokens=most - len(prompt), ignore_eos=True, detokenize=False, seed=seed, **sampling)
+        for prompt, seed in zip(prompts, seeds)
     ]
     ids = engine.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     for _ in range(steps):
@@ -271,25 +278,56 @@ def serve(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps
     engine.llm_engine.abort_request(ids, internal=True)
 
 
-def measured(engine: Any, prompts: list[list[int]], sampling: dict[str, Any], steps: int, *how: Any) -> dict[str, Any]:
-    """Return the figures of so many steps."""
+def measured(
+    engine: Any, batches: list[list[list[int]]], sampling: dict[str, Any], steps: int, *how: Any
+) -> dict[str, Any]:
+    """Return the figures of so many steps, which are divided equally among the batches."""
     engine.collective_rpc("begin_measuring", args=how)
-    serve(engine, prompts, sampling, steps)
+    for prompts in batches:
+        serve(engine, prompts, sampling, steps // len(batches))
     results: list[dict[str, Any]] = engine.collective_rpc("end_measuring")
     return max(results, key=lambda result: len(result["steps"]))  # batch-sharded, a GPU may have no request
+
+
+def tokens_of(files: list[Path], model: Path) -> list[int]:
+    """Return the tokens of texts, one text after another, by a model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [token for file in files for token in tokenizer.encode(file.read_text(), add_special_tokens=False)]
+
+
+def batches_of(requests: int, text: list[int]) -> list[list[list[int]]]:
+    """Return batches of prompts, a prompt for each request: one batch of random tokens, or `TEXTS` or more pieces of a text.
+
+    >>> [[len(prompt) for prompt in prompts] for prompts in batches_of(2, [])]
+    [[32, 32]]
+    >>> batches = batches_of(3, list(range(10_000)))
+    >>> [[prompt[0] for prompt in prompts] for prompts in batches]
+    [[0, 1066, 2133], [3200, 4266, 5333], [6400, 7466, 8533]]
+    >>> all(200 <= len(prompt) <= 400 for prompts in batches for prompt in prompts)
+    True
+    """
+    draw = random.Random(requests)
+    if not text:
+        return [[[draw.randrange(2, 1000) for _ in range(PROMPT)] for _ in range(requests)]]
+    count = requests * math.ceil(TEXTS / requests)
+    starts = [(len(text) - PIECES[1]) * i // count for i in range(count)]
+    pieces = [text[start : start + draw.randint(*PIECES)] for start in starts]
+    return [pieces[first : first + requests] for first in range(0, count, requests)]
 
 
 def measured_cells(options: argparse.Namespace, drafter: str) -> list[dict[str, Any]]:
     """Measure all cells of one drafter, in one engine."""
     engine = engine_of(options, drafter)
+    text = tokens_of(options.text, options.target) if options.text else []
     cells = []
     for requests, name, exchange in itertools.product(options.requests, options.sampling, options.exchange):
-        draw = random.Random(requests)
-        prompts = [[draw.randrange(2, 1000) for _ in range(PROMPT)] for _ in range(requests)]
-        given, tokens = (engine, prompts, SAMPLING[name]), requests * (options.k + 1)
+        batches, tokens = batches_of(requests, text), requests * (options.k + 1)
+        given = engine, batches[:1], SAMPLING[name]
         # The first calls of both compile what has not been compiled.
         measured(*given, 24, exchange, tokens, ("ours", "vllm"), 4, False)
-        result = measured(*given, options.steps, exchange, tokens, ORDER, STRETCH, False)
+        result = measured(engine, batches, SAMPLING[name], options.steps, exchange, tokens, ORDER, STRETCH, False)
         cell = {"drafter": drafter, "requests": requests, "sampling": name, "exchange": exchange}
         cell |= compared(result["steps"], requests=requests) | {"left": result["left"]}
         if options.profile:
@@ -368,6 +406,7 @@ def line(cell: dict[str, Any]) -> str:
         both("sample_device_us"),
         both("verify_device_us"),
         f"{both('verify_host_us')} ({both('verify_host_p90_us')})",
+        f"{theirs['length']:.2f} / {ours['length']:.2f}",
         both("tokens_a_second"),
         f"{cell['ratio']:.3f} ({cell['ratio_low']:.3f} to {cell['ratio_high']:.3f})",
     ]
@@ -375,8 +414,8 @@ def line(cell: dict[str, Any]) -> str:
 
 
 HEADING = """vLLM / ours, step in ms, `sample` and `_verify` in us (host: median, 90th percentile)
-| drafts | requests | sampling | step | sample | _verify | its host time | tokens a second | ratio (95 %) |
-|---|---|---|---|---|---|---|---|---|"""
+| drafts | requests | sampling | step | sample | _verify | its host time | tokens a step | tokens a second | ratio (95 %) |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
@@ -387,14 +426,18 @@ def about(options: argparse.Namespace) -> dict[str, Any]:
 
     import specdecode
 
-    config = json.loads((Path(options.target) / "config.json").read_text())
-    sizes = {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    sizes = {}
+    for folder in filter(None, (options.target, options.draft)):
+        config = json.loads((folder / "config.json").read_text())
+        sizes[folder] = {key: config[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver(),
         "versions": {each.__name__: each.__version__ for each in (torch, triton, vllm, specdecode)},
         "commit": options.commit or os.popen("git rev-parse --short=12 HEAD").read().strip(),
-        "model": sizes,
+        "model": sizes[options.target],
+        "draft": sizes.get(options.draft),
+        "text": [str(file) for file in options.text],
         "num_draft_tokens": options.k,
         "method": os.environ["SPECDECODE_VLLM"],
         "engine": json.loads(options.engine),
@@ -423,6 +466,7 @@ def main() -> None:
     parser.add_argument(
         "--random", type=int, nargs=3, default=(151_936, 2048, 12), metavar=("VOCAB", "HIDDEN", "LAYERS")
     )
+    parser.add_argument("--text", type=Path, nargs="+", default=(), metavar="FILE", help="texts to take prompts from")
     parser.add_argument("--k", type=int, default=3, help="drafts of a request")
     parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256))
     parser.add_argument("--sampling", nargs="+", default=list(SAMPLING), choices=list(SAMPLING))
