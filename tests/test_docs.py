@@ -248,7 +248,7 @@ def benchmarks(tmp_path, monkeypatch):
             "straightforward": time(600.0, **earlier),
         },
         f"256 requests, {of}": {"triton": time(100.0), "triton block": time(150.0, **earlier)},
-        f"truncated, 256 requests, {of}": {
+        f"truncated, 256 requests, {of}, realistic rows": {
             "probabilistic, plain": time(10.0),
             "probabilistic, plain with draft_logsumexp": time(7.0, **earlier),
             "probabilistic, top-p .95": time(20.0, commit="aaaaaaa"),

@@ -272,9 +272,15 @@ def launches_table(record: str) -> str:
     return html_table(["Method, requests or rows", *headings], rows)
 
 
-def truncated_table(record: str, method: str = "probabilistic", rows: str = "peaked", temperature: str = "0.7") -> str:
+def truncated_table(
+    record: str,
+    method: str = "probabilistic",
+    rows: str = "realistic",
+    temperature: str = "0.7",
+    vocab: str = "151936",
+) -> str:
     """Compare truncated calls with the same call without truncation."""
-    results = cells(record, kind="truncated", rows=rows, temperature=float(temperature))
+    results = cells(record, kind="truncated", rows=rows, temperature=float(temperature), vocab=int(vocab))
     named = [(cell, *cell.provider.partition(", ")[::2]) for cell in results]
     named = [(cell, how) for cell, whose, how in named if whose == method]
     plain, given = "plain", " with draft_logsumexp"

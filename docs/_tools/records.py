@@ -29,8 +29,11 @@ KINDS = {
 GROUP = re.compile(
     rf"((?P<of>{'|'.join(KINDS)}), )?"
     r"(?P<count>[\d,]+) (?P<what>request|row)s?(, (?P<drafts>\d+) drafts)?, "
-    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?(, (?P<rows>\w+) rows)?"
+    r"(?P<vocab>[\d,]+) tokens, (?P<dtype>\w+)(, T = (?P<temperature>[\d.]+))?(, (?P<rows>\w+ rows|rows [\w ]+))?"
 )
+
+ROWS = {None: "peaked", "rows without structure": "peaked", "rows of SmolLM2": "real"}
+"""The kinds of rows by their names in groups; other names are "flat rows" for flat ones, and so on."""
 
 TITLES = {
     "triton": "`probabilistic`",
@@ -62,7 +65,7 @@ class Cell(NamedTuple):
     temperature: float | None
     provider: str
     values: dict[str, Any]
-    rows: str = "peaked"
+    rows: str = "realistic"
     commit: str | None = None  # that it was measured at, in seven digits
 
     @property
@@ -123,7 +126,7 @@ def all_cells(name: str) -> Iterator[Cell]:
                 None if temperature is None else float(temperature),
                 provider,
                 values,
-                match["rows"] or "peaked",
+                ROWS.get(match["rows"]) or match["rows"].removesuffix(" rows"),
                 commit and commit[:7],
             )
 

@@ -1,12 +1,13 @@
 """Compare checkouts on a GPU, cell by cell, interleaved: `python tests/benchmarks/compare.py BASE CHANGED`.
 
 Each checkout runs in a process of its own, so that both can be timed in turns on one GPU: a change of the GPU's
-clock or of the load on the host then affects both. A cell is a method, a shape, a temperature, the kind of rows and what
-truncates them. Its time is the median of replays of a graph of ten calls, the least of the rounds; its tokens must be the
-same in all checkouts.
+clock or of the load on the host then affects both. A cell is a method, a shape, a temperature, the size of the vocabulary,
+the kind of rows and their truncation. Its time is the median of replays of a graph of ten calls, the least of the rounds;
+its tokens must be the same in all checkouts. Rows are made by the code beside this file for all checkouts.
+Rows of SmolLM2, `--rows real --vocab 49152`, come from the file that SPECDECODE_ROWS names.
 
     python tests/benchmarks/compare.py ../base . --methods prob,strict --shapes 1x3,256x7 --temperatures 0.7,1 --rounds 3
-    python tests/benchmarks/compare.py ../base . --rows served --truncations none,top_p=.95,top_k=20:top_p=.95
+    python tests/benchmarks/compare.py ../base . --vocab 49152,151936 --truncations none,top_p=.95,top_k=20:top_p=.95
     python tests/benchmarks/compare.py ../base . --stages --methods block    # after the first launch, the first two, ...
 
 All kernels are compiled first, in many processes at once.
@@ -62,6 +63,9 @@ def work(checkout: str) -> None:
     import specdecode
 
     assert Path(specdecode.__file__).is_relative_to(Path(checkout).resolve()), specdecode.__file__
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parents[2])
+    )  # `tests` beside this file; `specdecode` stays the checkout's
     answers = {"compile": tokens, "tokens": tokens, "time": lambda call: f"{microseconds(call):.3f}", "stages": stages}
     for line in sys.stdin:
         question, cell = line.split(maxsplit=1)
@@ -72,13 +76,13 @@ def work(checkout: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def inputs_of(batch: int, num_draft_tokens: int, temperature: float, rows: str) -> Any:
+def inputs_of(batch: int, num_draft_tokens: int, temperature: float, vocab: int, rows: str) -> Any:
     import torch
 
-    from tests.benchmarks import inputs
+    from tests.benchmarks.inputs import Inputs
 
-    kind = getattr(inputs, f"{rows}_rows")
-    return inputs.Inputs(batch, num_draft_tokens, torch.bfloat16, temperature, device="cuda", rows=kind)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # Triton's interpreter
+    return Inputs(batch, num_draft_tokens, torch.bfloat16, temperature, device, rows, vocab)
 
 
 def limits_of(truncation: str) -> dict[str, float]:
@@ -88,12 +92,12 @@ def limits_of(truncation: str) -> dict[str, float]:
 
 
 def call_of(cell: str) -> Callable[[], Any]:
-    """Return the call that a cell names: `METHOD BATCH DRAFTS TEMPERATURE ROWS TRUNCATION`."""
+    """Return the call that a cell names: `METHOD BATCH DRAFTS TEMPERATURE VOCAB ROWS TRUNCATION`."""
     from specdecode import RejectionSampler, sample
 
     name, *numbers, rows, truncation = cell.split()
     batch, num_draft_tokens, temperature = int(numbers[0]), int(numbers[1]), float(numbers[2])
-    inputs, limits = inputs_of(batch, num_draft_tokens, temperature, rows), limits_of(truncation)
+    inputs, limits = inputs_of(batch, num_draft_tokens, temperature, int(numbers[3]), rows), limits_of(truncation)
     method, with_draft, with_logsumexp = METHODS[name]
     if method == "sample":
         return functools.partial(sample, inputs.target_logits[:, 0].contiguous(), temperature, seeds=0, **limits)
@@ -162,7 +166,7 @@ def stages(call: Callable[[], Any]) -> str:
 
 def cells(options: argparse.Namespace) -> list[str]:
     shapes = [shape.split("x") for shape in options.shapes.split(",")]
-    names = (getattr(options, name).split(",") for name in ("temperatures", "rows", "truncations", "methods"))
+    names = (getattr(options, name).split(",") for name in ("temperatures", "vocab", "rows", "truncations", "methods"))
     products = itertools.product(shapes, *names)
     return [f"{method} {' '.join(shape)} {' '.join(numbers)}" for shape, *numbers, method in products]
 
@@ -191,7 +195,8 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS), help=", ".join(METHODS))
     parser.add_argument("--shapes", default="1x3,8x3,32x3,128x3,256x3,256x7", help="requests x drafts")
     parser.add_argument("--temperatures", default="0.7,1", help="0 is greedy")
-    parser.add_argument("--rows", default="peaked", help="peaked, served, flat")
+    parser.add_argument("--vocab", default="151936", help="sizes of the vocabulary")
+    parser.add_argument("--rows", default="realistic", help="realistic, peaked, flat, real")
     parser.add_argument("--truncations", default="none", help="none, or like top_k=20:top_p=.95")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", action="store_true", help="say when each launch of a step ends")
@@ -202,13 +207,13 @@ def main() -> None:
     for cell in cells(options):
         if options.stages:
             for worker in workers:
-                print(f"{cell:48} {worker.checkout}: {worker.ask(f'stages {cell}')}", flush=True)
+                print(f"{cell:56} {worker.checkout}: {worker.ask(f'stages {cell}')}", flush=True)
             continue
         same = len({worker.ask(f"tokens {cell}") for worker in workers}) == 1
         rounds = [[float(worker.ask(f"time {cell}")) for worker in workers] for _ in range(options.rounds)]
         base, *others = [min(times) for times in zip(*rounds)]
         changes = "".join(f"{time:9.2f} {100 * (time / base - 1):+6.1f} %" for time in others)
-        print(f"{cell:48}{base:9.2f}{changes}{'' if same else '  OTHER TOKENS'}", flush=True)
+        print(f"{cell:56}{base:9.2f}{changes}{'' if same else '  OTHER TOKENS'}", flush=True)
 
 
 if __name__ == "__main__":

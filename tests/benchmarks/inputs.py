@@ -11,42 +11,31 @@ from torch import Tensor
 from specdecode import RejectionSampler
 from specdecode.batch import SamplerOutput
 from specdecode.drafting import DraftOutput
+from tests.benchmarks.realistic import draft_rows, load_rows, realistic_rows
 
 VOCAB = 151_936
+"""The default of `Inputs`. Functions take the size from the tensors that they get."""
 
 
-def peaked_rows(*shape: int, generator: torch.Generator) -> Tensor:
-    """Return [*shape, VOCAB] float32 logits: normal ones, and 64 tokens of each row raised above them."""
+def peaked_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Make [*shape, vocab] float32 logits without structure: normal ones, and 64 tokens of each row raised above them."""
     device = generator.device
-    logits = torch.randn(*shape, VOCAB, generator=generator, device=device).mul_(2)
-    peaks = torch.randint(0, VOCAB, (*shape, 64), generator=generator, device=device)
+    logits = torch.randn(*shape, vocab, generator=generator, device=device).mul_(2)
+    peaks = torch.randint(0, vocab, (*shape, 64), generator=generator, device=device)
     return logits.scatter_add_(-1, peaks, 4 + 10 * torch.rand(peaks.shape, generator=generator, device=device))
 
 
-def served_rows(*shape: int, generator: torch.Generator) -> Tensor:
-    """Return [*shape, VOCAB] float32 logits of which top-p .97 keeps as many tokens as it does of a real model's.
-
-    Their number is lognormal, with median 2, mean 7 and 99th percentile 82: a fit to what was measured on a small reasoning
-    model (8, 2 and 82; https://github.com/PrimeIntellect-ai/prime-rl/pull/2979). The tokens are anywhere in the vocabulary.
-    """
-    device, most = generator.device, 1024
-    logits = torch.randn(*shape, VOCAB, generator=generator, device=device).mul_(2).sub_(9)
-    kept = torch.randn(*shape, 1, generator=generator, device=device).mul_(1.6).exp_().mul_(2).round_().clamp_(1, most)
-    ranks = torch.arange(most, device=device).expand(*shape, most)
-    likely = torch.randint(0, VOCAB, (*shape, most), generator=generator, device=device)
-    raised = torch.where(ranks < kept, 10 - 3 * ranks / kept, -torch.inf)
-    return logits.scatter_reduce_(
-        -1, likely, raised, "amax"
-    )  # a token may be chosen twice, and a GPU does that in any order
+def flat_rows(*shape: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Make [*shape, vocab] float32 logits of which top-p keeps tokens in every block."""
+    return torch.randn(*shape, vocab, generator=generator, device=generator.device)
 
 
-def flat_rows(*shape: int, generator: torch.Generator) -> Tensor:
-    """Return [*shape, VOCAB] float32 logits of which top-p keeps tokens in every block."""
-    return torch.randn(*shape, VOCAB, generator=generator, device=generator.device)
+ROWS = {"realistic": realistic_rows, "peaked": peaked_rows, "flat": flat_rows}
+"""The kinds of rows that are made. One kind more, "real", is loaded: rows of SmolLM2."""
 
 
 class Inputs:
-    """One batch's logits: target rows, by default with few likely tokens, and draft rows near them."""
+    """One batch's logits: target rows, by default like a language model's, and draft rows near them."""
 
     def __init__(
         self,
@@ -55,12 +44,17 @@ class Inputs:
         dtype: torch.dtype,
         temperature: float,
         device: str = "cpu",
-        rows: Callable[..., Tensor] = peaked_rows,
+        rows: str = "realistic",
+        vocab: int = VOCAB,
     ) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        target = rows(batch, num_draft_tokens + 1, generator=generator)
-        noise = torch.randn(batch, num_draft_tokens, VOCAB, generator=generator, device=device)
-        draft = noise.mul_(0.6).add_(target[:, :num_draft_tokens])
+        if rows == "real":
+            target, draft = load_rows(batch, num_draft_tokens, device)
+            if target.shape[-1] != vocab:
+                raise ValueError(f"real rows have {target.shape[-1]} tokens, not {vocab}")
+        else:
+            generator = torch.Generator(device).manual_seed(0)
+            target = ROWS[rows](batch, num_draft_tokens + 1, vocab=vocab, generator=generator)
+            draft = draft_rows(target[:, :num_draft_tokens], 0.6, generator)
         self.target_logits, self.draft_logits = target.to(dtype), draft.to(dtype)
         self.temperature = temperature
 
@@ -78,9 +72,9 @@ class Inputs:
 
 
 def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
-    """Return inputs whose draft rows have `size` of the tokens, in order, and which these are; other tokens are unlikely."""
-    device = inputs.target_logits.device
-    chosen = torch.randperm(VOCAB, generator=torch.Generator(device).manual_seed(1), device=device)
+    """Return inputs whose draft rows have `size` of the tokens, and the ids of these in order; other tokens are unlikely."""
+    device, vocab = inputs.target_logits.device, inputs.target_logits.shape[-1]
+    chosen = torch.randperm(vocab, generator=torch.Generator(device).manual_seed(1), device=device)
     ids = chosen[:size].sort().values
     narrow = copy.copy(inputs)
     narrow.target_logits = inputs.target_logits.index_add(-1, ids, torch.full_like(inputs.target_logits[..., ids], 6))
@@ -88,14 +82,14 @@ def with_draft_vocabulary(inputs: Inputs, size: int) -> tuple[Inputs, Tensor]:
     return narrow, ids
 
 
-def spread(rows: Tensor, ids: Tensor) -> Tensor:
+def spread(rows: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """Return draft rows over some of the tokens as rows over all of them."""
-    return rows.new_full((*rows.shape[:-1], VOCAB), -torch.inf).index_copy_(-1, ids, rows)
+    return rows.new_full((*rows.shape[:-1], vocab), -torch.inf).index_copy_(-1, ids, rows)
 
 
-def describe(batch: int, num_draft_tokens: int, dtype: str) -> str:
+def describe(batch: int, num_draft_tokens: int, dtype: str, vocab: int = VOCAB) -> str:
     """Name a shape, to group benchmarks by."""
-    return f"{batch} request{'s' * (batch > 1)}, {num_draft_tokens} drafts, {VOCAB:,} tokens, {dtype}"
+    return f"{batch} request{'s' * (batch > 1)}, {num_draft_tokens} drafts, {vocab:,} tokens, {dtype}"
 
 
 def verification(

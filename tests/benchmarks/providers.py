@@ -80,8 +80,22 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
     return call
 
 
-def sglang(inputs: Inputs) -> Callable[[], Tensor]:
-    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain."""
+def renormalized(probabilities: Tensor, sampling: Any, truncation: dict[str, Any] | None) -> Tensor:
+    """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take numbers of each row."""
+    flat = probabilities.flatten(0, 1)
+    for name, dtype in (("top_k", torch.int32), ("top_p", torch.float32)):
+        if truncation and name in truncation:
+            limits = torch.full((len(flat),), truncation[name], dtype=dtype, device=flat.device)
+            flat = getattr(sampling, f"{name}_renorm_probs")(flat, limits)
+    return flat.view(probabilities.shape)
+
+
+def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
+    """Compute what SGLang does with draft probabilities: float32 logits, softmax of both, verification of a chain.
+
+    Top-k and then top-p truncate the target's probabilities alone.
+    """
+    from sglang.kernels.ops import sampling
     from sglang.kernels.ops.sampling import softmax
     from sglang.kernels.ops.speculative.verify_sampling import chain_speculative_sampling_triton
 
@@ -107,7 +121,7 @@ def sglang(inputs: Inputs) -> Callable[[], Tensor]:
             retrive_next_sibling=None,
             uniform_samples=torch.rand(batch, num_rows, device="cuda"),
             uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
-            target_probs=probabilities(inputs.target_logits),
+            target_probs=renormalized(probabilities(inputs.target_logits), sampling, truncation),
             draft_probs=probabilities(inputs.draft_logits),
             threshold_single=1.0,
             threshold_acc=1.0,
@@ -118,8 +132,12 @@ def sglang(inputs: Inputs) -> Callable[[], Tensor]:
     return call
 
 
-def flashinfer(inputs: Inputs) -> Callable[[], Tensor]:
-    """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain."""
+def flashinfer(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable[[], Tensor]:
+    """Compute FlashInfer's softmax of both, which makes them float32, and its verification of a chain.
+
+    Top-k and then top-p truncate the target's probabilities alone, as in SGLang.
+    """
+    from flashinfer import sampling
     from flashinfer.sampling import chain_speculative_sampling, softmax
 
     token_ids = inputs.drafts("probabilistic").token_ids.to(torch.int32)
@@ -129,6 +147,7 @@ def flashinfer(inputs: Inputs) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         target_probs, draft_probs = probabilities(inputs.target_logits), probabilities(inputs.draft_logits)
+        target_probs = renormalized(target_probs, sampling, truncation)
         return chain_speculative_sampling(draft_probs, token_ids, target_probs, seed=0, offset=0)[0]
 
     return call

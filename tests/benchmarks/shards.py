@@ -34,7 +34,7 @@ from torch import Tensor, distributed
 
 from specdecode import RejectionSampler, VocabShard
 from specdecode.sharding import all_gather
-from tests.benchmarks.inputs import VOCAB, Inputs
+from tests.benchmarks.inputs import Inputs
 from tests.support.sharded_calls import differences
 
 STEPS = 10
@@ -107,13 +107,14 @@ class Case:
     def __init__(self, batch: int, drafts: int, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device, self.batch = options, device, batch
         rank, size = distributed.get_rank(), distributed.get_world_size()
-        local = VOCAB // size  # equal shards, so that they can be gathered in one call
-        if VOCAB % size:
-            raise SystemExit(f"the vocabulary of {VOCAB} tokens has no {size} equal shards")
         self.inputs = Inputs(batch, drafts, getattr(torch, options.dtype), options.temperature, str(device))
+        vocab = self.inputs.target_logits.shape[-1]
+        local = vocab // size  # equal shards, so that they can be gathered in one call
+        if vocab % size:
+            raise SystemExit(f"the vocabulary of {vocab} tokens has no {size} equal shards")
         whole = self.inputs.target_logits, self.inputs.draft_logits
         self.columns = [rows[..., local * rank : local * (rank + 1)].contiguous() for rows in whole]
-        self.shard = VocabShard(None, local * rank, VOCAB)
+        self.shard = VocabShard(None, local * rank, vocab)
 
     def ways(self, name: str) -> dict[str, Callable]:
         """Return the ways to verify by a method: the first is what the others are compared with."""

@@ -14,14 +14,14 @@ from specdecode import Adjustments
 from specdecode.eager.adjustments import AdjustedRows, Places
 from tests.benchmarks import test_gpu
 from tests.benchmarks.bandwidth import Recording
-from tests.benchmarks.inputs import VOCAB, Inputs
+from tests.benchmarks.inputs import Inputs
 from tests.benchmarks.providers import Verifier
 from tests.benchmarks.test_gpu import Shape, check_token_ids, measure, note_bytes
 
 WHY_NOT, pytestmark = test_gpu.WHY_NOT, test_gpu.pytestmark
 inputs, environment, bytes_per_second = test_gpu.inputs, test_gpu.environment, test_gpu.bytes_per_second  # fixtures
 
-WORDS, BIASES = -(-VOCAB // 32), 32
+BIASES = 32
 SHAPES = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
 KINDS = [
     "none",
@@ -36,7 +36,8 @@ KINDS = [
 
 def adjustments_of(kind: str, inputs: Inputs) -> Adjustments | None:
     """Return adjustments of a kind: for the first request, or for all."""
-    batch, rows, _ = inputs.target_logits.shape
+    batch, rows, vocab = inputs.target_logits.shape
+    words = -(-vocab // 32)
     generator = torch.Generator("cuda").manual_seed(2)
 
     def each(value: float, neutral: float) -> torch.Tensor:
@@ -45,14 +46,14 @@ def adjustments_of(kind: str, inputs: Inputs) -> Adjustments | None:
         return values
 
     if "penalties" in kind:
-        counts = torch.randint(-40, 3, (batch, VOCAB), generator=generator, device="cuda", dtype=torch.int32)
-        prompt = torch.randint(0, 2**31, (batch, WORDS), generator=generator, device="cuda").to(torch.int32)
+        counts = torch.randint(-40, 3, (batch, vocab), generator=generator, device="cuda", dtype=torch.int32)
+        prompt = torch.randint(0, 2**31, (batch, words), generator=generator, device="cuda").to(torch.int32)
         return Adjustments(each(1.1, 1), each(0.2, 0), each(0.2, 0), prompt, counts.clamp_(min=0))
     if "biases" in kind:
-        ids = torch.randint(0, VOCAB, (batch, BIASES), generator=generator, device="cuda", dtype=torch.int32)
+        ids = torch.randint(0, vocab, (batch, BIASES), generator=generator, device="cuda", dtype=torch.int32)
         return Adjustments(bias_ids=ids.masked_fill(each(1, 0)[:, None] == 0, -1), bias=torch.ones_like(ids).float())
     if kind == "masks":
-        return Adjustments(allowed_mask=torch.full((batch, rows, WORDS), -2, device="cuda", dtype=torch.int32))
+        return Adjustments(allowed_mask=torch.full((batch, rows, words), -2, device="cuda", dtype=torch.int32))
     return None
 
 
@@ -86,10 +87,11 @@ def test_adjustments_on_the_gpu(benchmark, request, inputs, method, kind, bytes_
     else:
         call, expected = (Verifier(method, backend)(inputs, adjustments=adjustments) for backend in ("triton", "eager"))
         got = call()
-        check_token_ids(got.token_ids)
+        check_token_ids(got.token_ids, inputs)
         assert (got.num_accepted == expected().num_accepted).double().mean() >= 0.98
     device_us = measure(benchmark, Recording(call))
-    batch, rows, _ = inputs.target_logits.shape
-    needed = {"penalties": batch * (4 * VOCAB + 4 * WORDS), "masks": batch * rows * 4 * WORDS}.get(kind)
+    batch, rows, vocab = inputs.target_logits.shape
+    of_mask = 4 * -(-vocab // 32)
+    needed = {"penalties": batch * (4 * vocab + of_mask), "masks": batch * rows * of_mask}.get(kind)
     if needed is not None:
         note_bytes(benchmark, needed, device_us, bytes_per_second)

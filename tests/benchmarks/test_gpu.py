@@ -8,6 +8,8 @@ the same logits, so the logits of small batches are in the GPU's cache.
 
 import functools
 import importlib.util
+import itertools
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -21,23 +23,21 @@ from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
 from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
-from tests.benchmarks.inputs import (
-    VOCAB,
-    Inputs,
-    describe,
-    flat_rows,
-    peaked_rows,
-    served_rows,
-    spread,
-    with_draft_vocabulary,
-)
-from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier
+from tests.benchmarks.inputs import VOCAB, Inputs, describe, spread, with_draft_vocabulary
+from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
+from tests.benchmarks.realistic import realistic_rows
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-
-ROWS = {"peaked": peaked_rows, "served": served_rows, "flat": flat_rows}
+ROWS = {
+    "realistic": "realistic rows",
+    "peaked": "rows without structure",
+    "flat": "flat rows",
+    "real": "rows of SmolLM2",
+}
+"""The names of the kinds of rows in groups."""
+SMALL = 49_152  # SmolLM2's vocabulary
 
 
 class Shape(NamedTuple):
@@ -47,12 +47,13 @@ class Shape(NamedTuple):
     num_draft_tokens: int
     dtype: str
     temperature: float
-    rows: str = "peaked"
+    rows: str = "realistic"
+    vocab: int = VOCAB
 
     def __str__(self) -> str:
         """Return the shape as a benchmark's group."""
-        rows = "" if self.rows == "peaked" else f", {self.rows} rows"
-        return f"{describe(self.batch, self.num_draft_tokens, self.dtype)}, T = {self.temperature:g}{rows}"
+        sizes = describe(self.batch, self.num_draft_tokens, self.dtype, self.vocab)
+        return f"{sizes}, T = {self.temperature:g}, {ROWS[self.rows]}"
 
 
 def cases():
@@ -80,8 +81,9 @@ def case(shape: Shape, provider: str):
 def inputs(request) -> Inputs:
     """One batch on the GPU, shared by the tests of its shape."""
     torch.cuda.empty_cache()
-    batch, num_draft_tokens, dtype, temperature, rows = request.param
-    return Inputs(batch, num_draft_tokens, getattr(torch, dtype), temperature, device="cuda", rows=ROWS[rows])
+    batch, num_draft_tokens, dtype, temperature, rows, vocab = request.param
+    dtype = getattr(torch, dtype)
+    return Inputs(batch, num_draft_tokens, dtype, temperature, device="cuda", rows=rows, vocab=vocab)
 
 
 @pytest.fixture(scope="session")
@@ -123,14 +125,14 @@ def recording(inputs, provider) -> Recording:
 
 def check(inputs: Inputs, verifier: Verifier, output: SamplerOutput, truncation: dict[str, Any] | None = None) -> None:
     """Compare a call's result with the eager backend's: no time is reported for wrong tokens."""
-    check_token_ids(output.token_ids)
+    check_token_ids(output.token_ids, inputs)
     expected = Verifier(verifier.method, "eager", one_hot=verifier.one_hot)(inputs, truncation=truncation)()
     assert output.token_ids.shape == expected.token_ids.shape
     assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
 
 
-def check_token_ids(token_ids: Tensor) -> None:
-    assert ((token_ids >= -1) & (token_ids < VOCAB)).all()
+def check_token_ids(token_ids: Tensor, inputs: Inputs) -> None:
+    assert ((token_ids >= -1) & (token_ids < inputs.target_logits.shape[-1])).all()
 
 
 def measure(benchmark, recording: Recording) -> float:
@@ -160,12 +162,13 @@ def test_verification_on_the_gpu(recording, benchmark, request, inputs, provider
     if isinstance(verifier, Verifier):
         check(inputs, verifier, output)
     elif output is not None:
-        check_token_ids(output)
+        check_token_ids(output, inputs)
     device_us = measure(benchmark, recording)
     if isinstance(verifier, Verifier) and verifier.backend == "triton":
         check(inputs, verifier, output)  # the timed replays have written it again
         rows = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1])
-        note_bytes(benchmark, rows * VOCAB * inputs.target_logits.element_size(), device_us, bytes_per_second)
+        needed = rows * inputs.target_logits[0, 0].nbytes
+        note_bytes(benchmark, needed, device_us, bytes_per_second)
 
 
 SERVED = [Shape(batch, 3, "bfloat16", temperature) for temperature in (0.7, 1.0) for batch in (1, 32, 256)]
@@ -185,7 +188,7 @@ def test_numbers_in_tensors(benchmark, request, inputs, provider, environment):
     measure(benchmark, Recording(call))
 
 
-PACKED = [Shape(*sizes, "bfloat16", 0.7) for sizes in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7))]
+PACKED = [Shape(batch, 3, "bfloat16", 0.7) for batch in (1, 32, 256)]
 
 
 @pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
@@ -217,28 +220,25 @@ TRUNCATIONS: dict[str, dict[str, Any]] = {
 
 
 def truncated_cases():
-    """Yield shapes, methods and what truncates their rows, ordered by shape; each shape without truncation, too."""
-    for batch in (1, 8, 32, 256):
-        shape = Shape(batch, 3, "bfloat16", 0.7)
-        for name in ("plain", "top-p .95", "top-k 50, top-p .95", "min-p .05"):
-            yield shape, "probabilistic", name
-        for method in ("strict", "block"):
-            yield shape, method, "plain"
-            yield shape, method, "top-p .95"
-    for batch in (1, 32, 256):
-        for rows, truncation in (("peaked", "top-p .95"), ("flat", "top-p .95"), ("served", "top-k 20, top-p .95")):
-            for name in ("plain", truncation):
-                yield Shape(batch, 3, "bfloat16", 1.0, rows), "probabilistic", name
+    """Yield shapes, methods, truncations and whether the drafter's logsumexp is given, ordered by shape."""
+    kinds = [("realistic", VOCAB), ("realistic", SMALL), ("peaked", VOCAB)]
+    kinds += [("real", SMALL)] * ("SPECDECODE_ROWS" in os.environ)
+    for (rows, vocab), temperature, batch in itertools.product(kinds, (0.7, 1.0), (1, 32, 256)):
+        shape = Shape(batch, 3, "bfloat16", temperature, rows, vocab)
+        for name in TRUNCATIONS:
+            for with_logsumexp in (False, True) if rows == "realistic" else (False,):
+                yield shape, "probabilistic", name, with_logsumexp
+        if temperature == 0.7 and rows != "peaked":
+            for method, name in itertools.product(("strict", "block"), ("plain", "top-p .95")):
+                yield shape, method, name, False
+    for batch in (1, 32, 256):  # the worst case
+        for name in ("plain", "top-p .95"):
+            yield Shape(batch, 3, "bfloat16", 1.0, "flat"), "probabilistic", name, False
 
 
-TRUNCATED = [
-    (*case, with_logsumexp)
-    for case in truncated_cases()
-    for with_logsumexp in ((False, True) if case[1] != "strict" else (False,))
-]
-
-
-@pytest.mark.parametrize(("inputs", "method", "truncation", "with_logsumexp"), TRUNCATED, indirect=["inputs"], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "method", "truncation", "with_logsumexp"), list(truncated_cases()), indirect=["inputs"], ids=str
+)
 def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, with_logsumexp, environment):
     """Time truncated calls, beside the same call without truncation."""
     benchmark.group = f"truncated, {request.node.callspec.params['inputs']}"
@@ -248,6 +248,29 @@ def test_truncation_on_the_gpu(benchmark, request, inputs, method, truncation, w
     call = verifier(inputs, truncation=options)
     check(inputs, verifier, call(), options)
     measure(benchmark, Recording(call))
+
+
+REAL = [Shape(batch, 3, "bfloat16", T, "real", SMALL) for T in (0.7, 1.0) for batch in (1, 32, 256)]
+ENGINES = {"vllm": functools.partial(engines.vllm_call, provider="vllm", with_draft_logits=True)}
+ENGINES |= {"sglang": sglang, "flashinfer": flashinfer}
+
+
+@pytest.mark.skipif("SPECDECODE_ROWS" not in os.environ, reason="SPECDECODE_ROWS names no rows of SmolLM2")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("inputs", REAL, indirect=True, ids=str)
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_truncation_in_engines(benchmark, request, inputs, engine, truncation, environment):
+    """Time the engines that are installed beside the same calls of this package; they do not truncate the draft's rows."""
+    if truncation.startswith("min-p") and engine != "vllm":
+        pytest.skip(f"{engine} verifies without min-p")
+    benchmark.group = f"truncated, {request.node.callspec.params['inputs']}"
+    benchmark.extra_info |= {"provider": f"{engine}, {truncation}", "environment": environment}
+    try:
+        recording = Recording(ENGINES[engine](inputs, truncation=TRUNCATIONS[truncation]))
+    except Exception as error:
+        pytest.skip(f"{engine}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    measure(benchmark, recording)
 
 
 @pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
@@ -260,7 +283,8 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
     verifier, (narrow, ids) = PROVIDERS[provider], with_draft_vocabulary(inputs, 32_000)
     draft = narrow.drafts(verifier.method)
     token_ids, few = ids[draft.token_ids], narrow.draft_logits
-    whole = spread(few, ids) if rows == "spread before the call" else None
+    vocab = narrow.target_logits.shape[-1]
+    whole = spread(few, ids, vocab) if rows == "spread before the call" else None
 
     def call(backend: str = "triton", how: str = rows) -> SamplerOutput:
         options: dict[str, Any] = {"draft_logsumexp": draft.logsumexp} if verifier.with_logsumexp else {}
@@ -268,14 +292,14 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
         if how == "its own":
             options["draft_vocab_ids"] = ids
         else:
-            draft_logits = spread(few, ids) if whole is None else whole
+            draft_logits = spread(few, ids, vocab) if whole is None else whole
         options |= {"temperature": inputs.temperature, "seeds": 0}
         return RejectionSampler(verifier.method, backend=backend)(
             narrow.target_logits, token_ids, draft_logits, **options
         )
 
     output, expected = call(), call("eager", "its own")
-    check_token_ids(output.token_ids)
+    check_token_ids(output.token_ids, narrow)
     assert (output.num_accepted == expected.num_accepted).double().mean() >= 0.98
     assert expected.num_accepted.sum() > 0
     measure(benchmark, Recording(call))
@@ -283,12 +307,11 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
 
 def logprobs_cases():
     """Yield shapes, methods and what truncates their rows; each is timed without log-probabilities, and with either kind."""
-    for batch, drafts in ((1, 3), (8, 3), (32, 3), (128, 3), (256, 3), (256, 7)):
+    for batch in (1, 32, 256):
         for temperature in (0.7, 1.0):  # at 1, raw sums are the processed ones
             for method in ("probabilistic", "strict", "block"):
-                yield Shape(batch, drafts, "bfloat16", temperature), method, "plain"
-        yield Shape(batch, drafts, "bfloat16", 0.0), "strict", "plain"
-    for batch in (1, 32, 256):
+                yield Shape(batch, 3, "bfloat16", temperature), method, "plain"
+        yield Shape(batch, 3, "bfloat16", 0.0), "strict", "plain"
         yield Shape(batch, 3, "bfloat16", 0.7), "probabilistic", "top-p .95"
 
 
@@ -311,12 +334,20 @@ def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of,
     measure(benchmark, Recording(call))
 
 
+def sampling_group(rows: int) -> str:
+    return f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7, realistic rows"
+
+
+def sampling_logits(rows: int) -> Tensor:
+    return realistic_rows(rows, vocab=VOCAB, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+
+
 @pytest.mark.parametrize("provider", ["triton sample", "triton draft", "triton draft, top-p .95"])
 @pytest.mark.parametrize("rows", [1, 256])
 def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, environment):
-    benchmark.group = f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7"
+    benchmark.group = sampling_group(rows)
     benchmark.extra_info |= {"provider": provider, "environment": environment}
-    logits = peaked_rows(rows, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    logits = sampling_logits(rows)
     method = "strict" if provider == "triton sample" else "probabilistic"
     options = TRUNCATIONS["top-p .95"] if "top-p" in provider else {}
     expected = RejectionSampler(method, backend="eager").draft(logits, 0.7, seeds=0, **options).token_ids
@@ -381,7 +412,7 @@ def test_eight_seeds(benchmark, request, inputs, provider, environment):
     by_seed = []
     for seed in range(0, 8000, 1000):
         call = PROVIDERS[provider](inputs, seed)
-        check_token_ids(call().token_ids)
+        check_token_ids(call().token_ids, inputs)
         by_seed.append(median_us(call))
     benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "by_seed_us": sorted(by_seed)}
@@ -414,8 +445,8 @@ def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider
 
 @pytest.mark.parametrize("rows", [1, 256])
 def test_sampling_launch_by_launch(benchmark, monkeypatch, rows, environment):
-    benchmark.group = f"launch by launch, {rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7"
-    logits = peaked_rows(rows, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    benchmark.group = f"launch by launch, {sampling_group(rows)}"
+    logits = sampling_logits(rows)
     call = functools.partial(sample, logits, 0.7, seeds=0)
     after = until_each_launch(monkeypatch, call)
     benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
@@ -485,7 +516,8 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     }
     reading = {name: until_each_launch(monkeypatch, each)[0][1] for name, each in calls.items()}
     reading |= reading_that_decides_nothing(monkeypatch, call, output)
-    elements = verifier.rows_needed(output.num_accepted, inputs.draft_logits.shape[1]) * VOCAB
+    _, num_draft_tokens, vocab = inputs.draft_logits.shape
+    elements = verifier.rows_needed(output.num_accepted, num_draft_tokens) * vocab
     reading["plain"] = round(1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16), 3)
     note_bytes(benchmark, 2 * elements, measure(benchmark, Recording(call)), bytes_per_second)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "reading_us": reading}
@@ -592,7 +624,7 @@ def test_a_step_in_vllm(benchmark, request, inputs, with_draft_logits, truncatio
     drafts = "drawn drafts" if with_draft_logits else "one-hot drafts"
     benchmark.group = f"in vLLM, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, {drafts}, {truncation}", "environment": environment}
-    time_in_vllm(benchmark, engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation]))
+    time_in_vllm(benchmark, inputs, engines.vllm_call(inputs, provider, with_draft_logits, TRUNCATIONS[truncation]))
 
 
 @needs_vllm
@@ -604,13 +636,13 @@ def test_truncation_in_vllm(benchmark, request, inputs, truncation, provider, en
     """Time the same with drawn drafts, at two temperatures, by what truncates."""
     benchmark.group = f"truncation in vLLM, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, {truncation}", "environment": environment}
-    time_in_vllm(benchmark, engines.vllm_call(inputs, provider, True, TRUNCATIONS[truncation]))
+    time_in_vllm(benchmark, inputs, engines.vllm_call(inputs, provider, True, TRUNCATIONS[truncation]))
 
 
-def time_in_vllm(benchmark, call: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> None:
+def time_in_vllm(benchmark, inputs: Inputs, call: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> None:
     _, token_ids, num_tokens = call()
     emitted = torch.arange(token_ids.shape[1], device="cuda") < num_tokens[:, None]
-    assert ((token_ids >= 0) & (token_ids < VOCAB))[emitted].all()
+    assert ((token_ids >= 0) & (token_ids < inputs.target_logits.shape[-1]))[emitted].all()
     recording = Recording(call)
     for _ in range(REPLAYS):
         recording.replay()

@@ -49,6 +49,6 @@ def test_small_kernels_beside_production(benchmark, request, inputs, method, ste
     if (version := STEPS[step]) is not None:
         call = small(method, version, inputs, inputs.drafts(name).token_ids)
         token_ids = call()
-        check_token_ids(token_ids)
+        check_token_ids(token_ids, inputs)
         assert (token_ids == production().token_ids).all(dim=1).double().mean() >= 0.98
     measure(benchmark, Recording(call))
