@@ -301,8 +301,8 @@ def test_rows_whose_likely_tokens_are_crowded_and_equal_are_cut_where_a_sort_cut
 
 
 @needs_interpreter
-@pytest.mark.parametrize("equal", [0, 20, 60, 140])
-def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, monkeypatch):
+@pytest.mark.parametrize(("equal", "temperature"), [(0, 1.0), (20, 0.7), (60, 1.0), (140, 0.7)])
+def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, temperature, monkeypatch):
     """Of 140 blocks only some can be looked at: those above so many others that have the same maximum."""
     row = -9 + torch.randn(140 * 1024, generator=torch.Generator().manual_seed(0))
     row[5 + 1024 * torch.arange(140)] = torch.linspace(6.0, 0.0, 140)
@@ -310,10 +310,10 @@ def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, monkeypatch)
     searched: list[Any] = []
     monkeypatch.setattr(truncation, "wide_cutoff", lambda *arguments: searched.append(arguments))
     for options in ({"top_k": 30}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.3}, {"top_p": 0.1}):
-        sampling = Sampling(1.0, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
+        sampling = Sampling(temperature, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
         _, margin = truncate(row.double().numpy(), sampling)
         assert margin > FLOAT32_BAND, options
-        assert drawn(row[None], 1.0, options)[2].tolist() == [cutoff(row.double().numpy(), sampling)], options
+        assert drawn(row[None], temperature, options)[2].tolist() == [cutoff(row.double().numpy(), sampling)], options
     assert not searched
 
 

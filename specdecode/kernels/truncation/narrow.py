@@ -128,8 +128,8 @@ def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, tempe
     deepest, seen = search(depths, amounts, goal, slack, -DEPTHS, 0, total)
     deepest += (seen > most).to(tl.int32)
     depth = (1 - deepest) / scale
-    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # of rounding: rather more tokens, but no more than `most`
-    level = row_max - depth - tl.where(seen > most, -margin, margin)
+    margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # of rounding: rather more than the goal, but not more than `most`
+    level = row_max - depth - tl.where(most < ANY_NUMBER, -margin, margin)
     return tl.where(deepest > -DEPTHS, tl.maximum(level, lowest), lowest), seen
 
 
