@@ -55,7 +55,7 @@ from specdecode.kernels.values import Summary
 ATTEMPTS = tl.constexpr(2)
 """To find the cutoff of top-p among few tokens, at most."""
 
-CAUTION = tl.constexpr(0.5)
+CAUTION = tl.constexpr(0.6)
 """Of what top-p leaves out of a row, the part that an attempt leaves out: group maxima weigh less than all tokens."""
 
 
@@ -98,8 +98,9 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
 def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes):
     """Return the cutoff of a row with a finite maximum, where T > 0; leave the statistics of what is kept."""
     p, temperature, limits = summary.p, summary.temperature, summary.limits
-    top_k, top_p, _ = limits
+    top_k, top_p, min_p = limits
     has_k = top_k < sizes.vocab_size
+    most = tl.where(has_k | (min_p > 0), CANDIDATES, FEW)
     blocks, lowest = likely_blocks(summary, list_ptr, sizes)
     if sizes.MAX_BLOCKS > LIKELY:
         groups, maxima = load_maxima(maxima_ptr, blocks, row)
@@ -111,16 +112,15 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
     attempt = tl.where(is_hopeless, ATTEMPTS, 0)
     while attempt < ATTEMPTS:
         level, seen = level_of(maxima, lowest, seen, share, summary, sizes)
-        found = list_tokens(level, groups, maxima, row, list_ptr, sizes)
+        found = list_tokens(level, groups, maxima, most, row, list_ptr, sizes)
         is_complete = (level <= summary.floor) | (found >= top_k)
-        if found <= CANDIDATES:
+        if found <= most:
             if found <= FEW:
                 last, share = cut_candidates(list_ptr, found, is_complete, summary, FEW)
             else:
                 last, share = cut_candidates(list_ptr, found, is_complete, summary, CANDIDATES)
             resolved = is_complete | ((has_k == 0) & (share.to(tl.float32) >= top_p * ALL))
-        # After so many the next attempt would probably list too many.
-        attempt = tl.where(resolved | has_k | (level <= lowest) | (found > CANDIDATES // 4), ATTEMPTS, attempt + 1)
+        attempt = tl.where(resolved | has_k | (level <= lowest) | (found > most), ATTEMPTS, attempt + 1)
     logit, token = token_in_order(last)
     if resolved:
         store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes)

@@ -27,7 +27,7 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.statistics import WARP
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
-"""That are listed of a row, at most, and groups; and so many as there are threads, which most rows have at most."""
+"""That are listed of a row, at most, and groups; and with top-p alone, where to search the whole row takes less time."""
 
 LIKELY = tl.constexpr(64)
 """Blocks whose groups are looked at, at most: those with the largest maxima."""
@@ -58,7 +58,8 @@ NO_ORDER = tl.constexpr(2**63 - 1)
 
 def list_size(max_blocks: int) -> int:
     """Return the size of the lists of a row, int64: orders of candidates; then groups, or sums of blocks."""
-    return CANDIDATES.value + max(CANDIDATES.value, max_blocks + 1)
+    room: int = CANDIDATES.value
+    return room + max(room, max_blocks)
 
 
 list_size_of = triton.constexpr_function(list_size)
@@ -173,8 +174,8 @@ def tokens_of_groups(groups, LANES: tl.constexpr):
 
 
 @triton.jit
-def list_tokens(level, groups, maxima, row, list_ptr, sizes):
-    """List the tokens of a row that reach a level, given groups and their maxima; return their number, if there is room."""
+def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
+    """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     reaches, groups_ptr = maxima >= level, numbers_at(list_ptr)
     tl.debug_barrier()  # what was listed before may still be read
@@ -182,8 +183,8 @@ def list_tokens(level, groups, maxima, row, list_ptr, sizes):
     tl.store(groups_ptr + places, groups, mask=reaches & (places < CANDIDATES))
     num_groups = tl.sum(reaches.to(tl.int32), 0)
     tl.debug_barrier()
-    found, first = tl.where(num_groups > CANDIDATES, num_groups, 0), tl.full([], 0, tl.int32)
-    while (first < num_groups) & (found <= CANDIDATES):
+    found, first = tl.where(num_groups > most, num_groups, 0), tl.full([], 0, tl.int32)
+    while (first < num_groups) & (found <= most):
         listed = first + tl.arange(0, AT_ONCE)
         read = tl.load(groups_ptr + listed, mask=listed < num_groups, other=sizes.num_blocks * GROUPS).to(tl.int32)
         token_ids = tokens_of_groups(read, LANES)
