@@ -75,9 +75,8 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
     """
     top_k, top_p, min_p = summary.limits
     amounts, goal, slack = tl.full([maxima.shape[0]], 1, tl.int32), top_k, top_k // 16
-    total = tl.where(
-        top_k < sizes.vocab_size, ANY_NUMBER, 0
-    )  # not known, nor needed; of min-p all that reach the floor
+    # How many there are is not needed. Without top-k no level has enough, so it is the lowest.
+    total = tl.where(top_k < sizes.vocab_size, ANY_NUMBER, 0)
     if (top_k == sizes.vocab_size) & (min_p == 0):
         amounts = shares_of(maxima, summary.p, summary.temperature)
         total = tl.sum(amounts, 0)
@@ -125,9 +124,8 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
     if resolved:
         store_kept_candidates(statistics_ptr, last, list_ptr, found, summary, sizes)
     else:
-        logit, token = rarely(
-            cut_wide, row, (p.row_max, p.sumexp, temperature, limits, statistics_ptr, list_ptr), sizes
-        )
+        rest = p.row_max, p.sumexp, temperature, limits, statistics_ptr, list_ptr
+        logit, token = rarely(cut_wide, row, rest, sizes)
     return logit, token
 
 
