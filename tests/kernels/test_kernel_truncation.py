@@ -317,6 +317,17 @@ def test_blocks_with_the_same_maximum_do_not_make_a_row_wide(equal, temperature,
     assert not searched
 
 
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}], ids=str)
+@pytest.mark.parametrize("every", [7, 100, 1000])
+def test_groups_with_nan_are_cut_as_those_with_infinity(every, options):
+    row = torch.randn(3000, generator=torch.Generator().manual_seed(every))
+    row[::every] = torch.nan
+    rows = torch.stack([row, row.nan_to_num(-torch.inf)]).to(DEVICE)
+    checked = RowBatch.check(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
+    for got in kernels.sample(checked, SELECT):
+        assert got[0] == got[1]
+
+
 def test_sums_of_equal_tokens_are_exact():
     row = torch.full((5000,), -torch.inf)
     row[1500:2012] = 2.0  # 512, in two blocks

@@ -78,7 +78,7 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
     # How many there are is not needed. Without top-k no level has enough, so it is the lowest.
     total = tl.where(top_k < sizes.vocab_size, ANY_NUMBER, 0)
     if (top_k == sizes.vocab_size) & (min_p == 0):
-        amounts = shares_of(maxima, summary.p, summary.temperature)
+        amounts = tl.where(maxima < INFINITY, shares_of(maxima, summary.p, summary.temperature), 0)
         total = tl.sum(amounts, 0)
         left_out, unseen = (1 - top_p) * ALL, (total - seen).to(tl.float32)
         beyond = 0.0  # of what is within reach
@@ -90,7 +90,9 @@ def level_of(maxima, lowest, seen, share, summary, sizes):
         goal = tl.maximum(tl.where(seen == 0, tl.minimum(aim, top_p * ALL), aim).to(tl.int32), 1)
         slack = (left_out / 16).to(tl.int32)
     row_max, temperature = summary.p.row_max, summary.temperature
-    return level_with(maxima, amounts, goal, slack, total, ANY_NUMBER, lowest, row_max, temperature)
+    return level_with(
+        tl.minimum(maxima, row_max), amounts, goal, slack, total, ANY_NUMBER, lowest, row_max, temperature
+    )
 
 
 @triton.jit
@@ -102,7 +104,7 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
     most = tl.where(has_k | (min_p > 0), CANDIDATES, FEW)
     blocks, lowest = likely_blocks(summary, list_ptr, sizes)
     if sizes.MAX_BLOCKS > LIKELY:
-        groups, maxima = load_maxima(maxima_ptr, blocks, row)
+        groups, maxima = load_maxima(maxima_ptr, statistics_ptr, blocks, row)
     else:
         groups, maxima = every_maximum
     seen, share, found = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
@@ -157,7 +159,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
     maxima_ptr, list_ptr = maxima_at(workspace, index, sizes), list_at(workspace, index, sizes)
     every_maximum = ()
     if sizes.MAX_BLOCKS <= LIKELY:  # in flight while statistics are combined
-        every_maximum = load_maxima(maxima_ptr, tl.arange(0, sizes.MAX_BLOCKS), row)
+        every_maximum = load_maxima(maxima_ptr, statistics_ptr, tl.arange(0, sizes.MAX_BLOCKS), row)
     statistics = load_statistics(statistics_ptr, True, sizes)
     statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     p = combine_recomputed(statistics, row, temperature, sizes)

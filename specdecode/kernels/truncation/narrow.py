@@ -156,13 +156,18 @@ def likely_blocks(summary, list_ptr, sizes):
 
 
 @triton.jit
-def load_maxima(pointer, blocks, row):
-    """Return the groups of some blocks of a row, and their maxima, -inf beyond its last block."""
+def load_maxima(pointer, statistics_ptr, blocks, row):
+    """Return the groups of some blocks of a row, and their maxima, -inf beyond its last block.
+
+    In a block with NaN, whose sum is NaN, a maximum may be wrong: there it is INFINITY.
+    """
     NUMBER: tl.constexpr = blocks.shape[0] * GROUPS
     groups = tl.reshape(blocks[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], [NUMBER])
     lanes = groups[:, None] * LANES_OF_GROUP + tl.arange(0, LANES_OF_GROUP)[None, :]
-    inside = (groups // GROUPS * BLOCK_SIZE < row.vocab_size)[:, None]
-    return groups, tl.max(tl.load(pointer + lanes, mask=inside, other=-INFINITY), 1)
+    inside = groups // GROUPS * BLOCK_SIZE < row.vocab_size
+    maxima = tl.max(tl.load(pointer + lanes, mask=inside[:, None], other=-INFINITY), 1)
+    sums = tl.load(statistics_ptr + groups // GROUPS * 2 + 1, mask=inside, other=0.0)
+    return groups, tl.where(sums == sums, maxima, INFINITY)
 
 
 @triton.jit
