@@ -86,7 +86,8 @@ def test_drafts_overlap_as_stated(rows):
     near = draft_rows(rows, 0.6, torch.Generator().manual_seed(1))
     for temperature in (0.7, 1):
         p, q = ((each / temperature).softmax(-1) for each in (rows, near))
-        assert 0.80 < torch.minimum(p, q).sum(-1).mean() < 0.87
+        least = 0.81 if rows.shape[-1] == 49_152 else 0.80
+        assert least < torch.minimum(p, q).sum(-1).mean() < 0.87
 
 
 def test_rows_of_random_numbers_have_another_structure():

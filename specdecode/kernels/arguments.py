@@ -156,7 +156,7 @@ class Workspace(NamedTuple):
     state_ptr: Pointer  # int32, see `stops`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
-    maxima_ptr: Pointer  # [rows, num_blocks, groups] float32, see `statistics.group_maxima`; None likewise
+    maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None likewise
     kept_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None likewise
     terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
