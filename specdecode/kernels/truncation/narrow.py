@@ -44,7 +44,7 @@ AT_ONCE = tl.constexpr(32)
 WAYS = tl.constexpr(8)
 """Thresholds that a step of a search tries at once."""
 
-DEPTHS, DEEPEST = tl.constexpr(8192), tl.constexpr(64)
+DEPTHS, DEEPEST = tl.constexpr(512), tl.constexpr(64)
 """Levels that are told apart, down to so many temperatures (of at least 0.5) below the row's maximum; lower ones are not."""
 
 ALL = tl.constexpr(2.0**30)
@@ -143,16 +143,28 @@ def likely_blocks(summary, list_ptr, sizes):
     else:
         blocks_ptr = numbers_at(list_ptr)
         ones = tl.full([sizes.MAX_BLOCKS], 1, tl.int32)
-        total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 3 // 4, LIKELY // 4
+        total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 7 // 8, LIKELY // 8
         level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
-        reaches = block_max >= level
-        entries = tl.cumsum(reaches.to(tl.int32), 0) - 1
-        tl.store(blocks_ptr + entries, tl.arange(0, sizes.MAX_BLOCKS), mask=reaches & (entries < LIKELY))
-        number = tl.sum(reaches.to(tl.int32), 0)
+        reaches = tl.reshape(block_max >= level, [sizes.MAX_BLOCKS // WARP, WARP])
+        places, number = places_of(reaches)
+        blocks = tl.reshape(tl.arange(0, sizes.MAX_BLOCKS), reaches.shape)
+        tl.store(blocks_ptr + places, blocks, mask=reaches & (places < LIKELY))
         tl.debug_barrier()  # what is listed is read by other threads than wrote it
         listed = tl.arange(0, LIKELY)
         blocks = tl.load(blocks_ptr + listed, mask=listed < number, other=sizes.num_blocks).to(tl.int32)
         return blocks, tl.where(number <= LIKELY, level, INFINITY)
+
+
+@triton.jit
+def places_of(is_listed):
+    """Return the places in a list of the entries of a [rows, columns] tensor that are listed, from 0 on; and their number.
+
+    Rows are counted first: two short scans are faster than one of all entries.
+    """
+    is_listed = is_listed.to(tl.int32)
+    in_row = tl.sum(is_listed, 1)
+    before = tl.cumsum(in_row, 0) - in_row
+    return before[:, None] + tl.cumsum(is_listed, 1) - 1, tl.sum(in_row, 0)
 
 
 @triton.jit
@@ -182,11 +194,11 @@ def tokens_of_groups(groups, LANES: tl.constexpr):
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-    reaches, groups_ptr = maxima >= level, numbers_at(list_ptr)
+    groups_ptr = numbers_at(list_ptr)
+    reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
+    places, num_groups = places_of(reaches)
     tl.debug_barrier()  # what was listed before may still be read
-    places = tl.cumsum(reaches.to(tl.int32), 0) - 1
-    tl.store(groups_ptr + places, groups, mask=reaches & (places < CANDIDATES))
-    num_groups = tl.sum(reaches.to(tl.int32), 0)
+    tl.store(groups_ptr + places, tl.reshape(groups, reaches.shape), mask=reaches & (places < CANDIDATES))
     tl.debug_barrier()
     found, first = tl.where(num_groups > most, num_groups, 0), tl.full([], 0, tl.int32)
     while (first < num_groups) & (found <= most):
@@ -194,11 +206,11 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
         read = tl.load(groups_ptr + listed, mask=listed < num_groups, other=sizes.num_blocks * GROUPS).to(tl.int32)
         token_ids = tokens_of_groups(read, LANES)
         logits = load_logits(row, token_ids, True)
-        is_listed = tl.reshape((logits >= level).to(tl.int32), [AT_ONCE * GROUP])
-        entries = tl.reshape(found + tl.cumsum(is_listed, 0) - 1, [AT_ONCE, GROUP])
+        entries, number = places_of(logits >= level)
+        entries += found
         order = order_of(key_of(logits), token_ids)
         tl.store(list_ptr + entries, order, mask=(logits >= level) & (entries < CANDIDATES))
-        found += tl.sum(is_listed, 0)
+        found += number
         first += AT_ONCE
     tl.debug_barrier()
     return found

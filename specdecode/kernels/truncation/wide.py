@@ -282,13 +282,14 @@ def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
     ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
     raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
     for block in range(0, sizes.num_blocks, BLOCKS):
+        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
         parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
         read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, LANES)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             parts = parts + (tl.where(logits > logit, logits, -INFINITY),)
             is_tie += (logits == logit).to(tl.float32)
-        raw = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
+        raw = following
         store_statistics(statistics_ptr, None, parts, block, temperature, sizes, BLOCKS, True)
         num_ties = tl.sum(is_tie, 1)
         store_both(ties_ptr, num_ties, num_ties, block, sizes, BLOCKS)
