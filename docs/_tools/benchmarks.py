@@ -278,24 +278,52 @@ def truncated_table(
     rows: str = "realistic",
     temperature: str = "0.7",
     vocab: str = "151936",
+    beside: str = "",
 ) -> str:
-    """Compare truncated calls with the same call without truncation."""
+    """Compare truncated calls with the same call without truncation, and with an engine's `beside`, `ours / theirs`.
+
+    Without an engine the number in brackets is of the call with `draft_logsumexp`.
+    """
     results = cells(record, kind="truncated", rows=rows, temperature=float(temperature), vocab=int(vocab))
-    named = [(cell, *cell.provider.partition(", ")[::2]) for cell in results]
-    named = [(cell, how) for cell, whose, how in named if whose == method]
-    plain, given = "plain", " with draft_logsumexp"
-    titles = list(dict.fromkeys(how.removesuffix(given) for _, how in named))
-    times = {(cell.count, how): device_time(cell.values) + cell.of_commit for cell, how in named}
+    times = {(cell.provider, cell.count): device_time(cell.values) + cell.of_commit for cell in results}
+    given = " with draft_logsumexp"
+    titles = [name.partition(", ")[2] for name, _ in times if name.startswith(f"{method}, ") and given not in name]
+    counts = dict.fromkeys(count for name, count in times if name.startswith(f"{method}, "))
 
-    def content(count: int, how: str) -> str:
-        after = f" ({times[count, how + given]})" if (count, how + given) in times else ""
-        return times[count, how] + after
+    def content(count: int, title: str) -> str:
+        other = times.get((f"{beside}, {title}" if beside else f"{method}, {title}{given}", count))
+        after = "" if other is None else f" / {other}" if beside else f" ({other})"
+        return times[f"{method}, {title}", count] + after
 
-    counts = list(dict.fromkeys(count for count, _ in times))
-    headings = ["no truncation" if title == plain else title for title in titles]
+    titles = list(dict.fromkeys(titles))
+    headings = ["no truncation" if title == "plain" else title for title in titles]
     return html_table(
-        ["Requests", *headings], [[f"{count:,}", *[content(count, how) for how in titles]] for count in counts]
+        ["Requests", *headings], [[f"{count:,}", *[content(count, title) for title in titles]] for count in counts]
     )
+
+
+def rows_table(record: str, kind: str = "request") -> str:
+    """Put times on rows without structure and on realistic rows side by side, and how much longer the latter are."""
+    found: dict[tuple[str, float | None], dict[int, dict[str, Cell]]] = {}
+    for cell in cells(record, kind=kind, dtype="bfloat16"):
+        if cell.drafts in (0, 3):
+            by_count = found.setdefault((cell.title, cell.temperature), {})
+            by_count.setdefault(cell.count, {})[cell.rows] = cell
+    both = {key: {n: of for n, of in each.items() if len(of) == 2} for key, each in found.items()}
+    counts = sorted({count for each in both.values() for count in each})
+
+    def content(of: dict[str, Cell]) -> str:
+        times = [of[rows].values["device_us"]["median"] for rows in ("peaked", "realistic")]
+        commit = one_commit(*of.values()).of_commit
+        return f"{shown(times[0])} / {shown(times[1])}{commit} ({times[1] / times[0] - 1:+.0%})"
+
+    table = [
+        [title, f"{temperature:g}", *[content(each[count]) if count in each else "" for count in counts]]
+        for (title, temperature), each in both.items()
+        if each
+    ]
+    what = "row" if kind == "row" else "request"
+    return html_table(["", "T", *[f"{count:,} {what}{'s' * (count > 1)}" for count in counts]], table, text_columns=2)
 
 
 def packed_table(record: str) -> str:
@@ -679,6 +707,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "summary": summary_table,
     "served": served_table,
     "truncated": truncated_table,
+    "rows": rows_table,
     "packed": packed_table,
     "in vLLM": in_vllm_table,
     "truncation in vLLM": truncation_in_vllm_table,

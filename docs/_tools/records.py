@@ -21,6 +21,7 @@ KINDS = {
     "truncated": "truncated",
     "log-probabilities": "log-probabilities",
     "reports": "reports",
+    "adjustments": "adjustments",
     "small kernels": "small kernels",
     "sizes that change": "sizes",
 }

@@ -23,20 +23,21 @@ from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
 from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
-from tests.benchmarks.inputs import VOCAB, Inputs, describe, spread, with_draft_vocabulary
+from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, with_draft_vocabulary
 from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
-from tests.benchmarks.realistic import realistic_rows
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-ROWS = {
+ROW_NAMES = {
     "realistic": "realistic rows",
     "peaked": "rows without structure",
     "flat": "flat rows",
     "real": "rows of SmolLM2",
 }
 """The names of the kinds of rows in groups."""
+DEFAULT_ROWS = os.environ.get("SPECDECODE_DEFAULT_ROWS", "realistic")
+"""The kind of rows unless a benchmark chooses; a run with "peaked" can be put beside a usual one."""
 SMALL = 49_152  # SmolLM2's vocabulary
 
 
@@ -47,13 +48,13 @@ class Shape(NamedTuple):
     num_draft_tokens: int
     dtype: str
     temperature: float
-    rows: str = "realistic"
+    rows: str = DEFAULT_ROWS
     vocab: int = VOCAB
 
     def __str__(self) -> str:
         """Return the shape as a benchmark's group."""
         sizes = describe(self.batch, self.num_draft_tokens, self.dtype, self.vocab)
-        return f"{sizes}, T = {self.temperature:g}, {ROWS[self.rows]}"
+        return f"{sizes}, T = {self.temperature:g}, {ROW_NAMES[self.rows]}"
 
 
 def cases():
@@ -335,11 +336,12 @@ def test_logprobs_on_the_gpu(benchmark, request, inputs, method, truncation, of,
 
 
 def sampling_group(rows: int) -> str:
-    return f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7, realistic rows"
+    return f"{rows} row{'s' * (rows > 1)}, {VOCAB:,} tokens, bfloat16, T = 0.7, {ROW_NAMES[DEFAULT_ROWS]}"
 
 
 def sampling_logits(rows: int) -> Tensor:
-    return realistic_rows(rows, vocab=VOCAB, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
+    make = ROWS[DEFAULT_ROWS]
+    return make(rows, vocab=VOCAB, generator=torch.Generator("cuda").manual_seed(0)).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("provider", ["triton sample", "triton draft", "triton draft, top-p .95"])

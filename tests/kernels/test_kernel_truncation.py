@@ -24,6 +24,7 @@ from specdecode.kernels.truncation import kernel as truncation
 from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
 from specdecode.sampling import Truncation
+from tests.benchmarks.realistic import realistic_rows
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.support import distributions
@@ -197,14 +198,31 @@ def test_rows_that_keep_more_than_candidates_are_cut_where_a_sort_cuts_them(row,
         np.testing.assert_allclose(float(logsumexp[0]), np.logaddexp.reduce(kept), rtol=1e-5, atol=1e-5)
 
 
+LAWS = [("normal", torch.float32, each) for each in ({"top_p": 0.9}, {"top_k": 1500}, {"top_k": 100, "min_p": 0.01})]
+LAWS += [
+    ("realistic", dtype, each)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    for each in ({"top_p": 0.95}, {"top_k": 20, "top_p": 0.95}, {"top_k": 50}, {"top_k": 600}, {"min_p": 0.01})
+]
+
+
+def law_row(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """A row of 4,000 normal logits; or one with the structure of a model's, in which every cutoff falls among equals."""
+    if kind == "normal":
+        return torch.tensor(np.random.default_rng(0).normal(size=4000), dtype=dtype)
+    row = realistic_rows(1, 8, vocab=49_152, generator=torch.Generator().manual_seed(1))[0]
+    return row[row.softmax(-1).amax(-1).argmin()].bfloat16().to(dtype)
+
+
 @needs_gpu
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 1500}, {"top_k": 100, "min_p": 0.01}], ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "options"), LAWS, ids=str)
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
-def test_many_steps_have_the_distribution_of_rows_that_keep_many_tokens(method, options):
+def test_many_steps_have_the_truncated_distribution(method, kind, dtype, options):
     # A distribution that is wrong by a total variation of 0.02 fails in 999 of 1,000 runs, at 2,000 tokens kept.
-    vocab, requests, random = 4000, 400_000, np.random.default_rng(0)
-    target = torch.tensor(random.normal(size=vocab), dtype=torch.float32)
-    draft = target + 0.6 * torch.tensor(random.normal(size=vocab), dtype=torch.float32)
+    requests, random = 400_000, np.random.default_rng(1)
+    target = law_row(kind, dtype)
+    vocab = len(target)
+    draft = (target.float() + 0.6 * torch.tensor(random.normal(size=vocab), dtype=torch.float32)).to(dtype)
     p, q = (
         distributions.softmax(truncate(row.double().numpy(), Sampling(**options))[0][None])[0]
         for row in (target, draft)

@@ -25,6 +25,7 @@ from specdecode.kernels import plan as planning
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Writer, value_of
 from specdecode.kernels.launch import Plan, compile_all
+from tests.benchmarks.realistic import realistic_rows
 from tests.support.adjusted import SOME, adjustments_for
 from tests.support.differential import Case, case
 from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
@@ -246,6 +247,17 @@ class Calls:
                 self.verify(method, arguments(wide), large=large)
                 self.verify(method, arguments(wide) | {"top_p": 0.9}, large=large)
 
+    def realistic(self) -> None:
+        """Truncated rows with the structure of a model's: cutoffs among equal logits; few tokens kept, and many."""
+        kept = {"top_k": 20, "top_p": 0.95}, {"top_k": 50}, {"top_k": 600}, {"top_p": 0.95}, {"min_p": 0.05}
+        for vocab, dtype in itertools.product((49_152, 70_001), (torch.bfloat16, torch.float16, torch.float32)):
+            target = realistic_rows(2, DRAFTS + 1, vocab=vocab, generator=torch.Generator().manual_seed(0)).bfloat16()
+            draft = target[:, :DRAFTS].roll(1, 0)
+            call = {"target_logits": target.to(dtype), "draft_logits": draft.to(dtype), "temperature": 1.0, "seeds": 0}
+            call["draft_token_ids"] = draft.argmax(-1)
+            for limits, large in itertools.product(kept, (False, True)):
+                self.verify("probabilistic", call | limits, large=large)
+
     def many_requests(self) -> None:
         """Requests of which block verification has many residuals to sum."""
         for vocab, large in itertools.product((32_768, 33_001), (False, True)):
@@ -271,6 +283,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.reported()
     calls.draws()
     calls.other_shapes()
+    calls.realistic()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
     plan_step.cache_clear()
