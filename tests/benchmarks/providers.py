@@ -80,13 +80,15 @@ def vllm(inputs: Inputs) -> Callable[[], None]:
     return call
 
 
-def renormalized(probabilities: Tensor, sampling: Any, truncation: dict[str, Any] | None) -> Tensor:
+def renormalized(
+    probabilities: Tensor, renormalize: dict[str, Callable[..., Tensor]], truncation: dict[str, Any] | None
+) -> Tensor:
     """Truncate [batch, rows, vocab] probabilities by an engine's functions, which take numbers of each row."""
     flat = probabilities.flatten(0, 1)
     for name, dtype in (("top_k", torch.int32), ("top_p", torch.float32)):
         if truncation and name in truncation:
             limits = torch.full((len(flat),), truncation[name], dtype=dtype, device=flat.device)
-            flat = getattr(sampling, f"{name}_renorm_probs")(flat, limits)
+            flat = renormalize[name](flat, limits)
     return flat.view(probabilities.shape)
 
 
@@ -95,8 +97,8 @@ def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable
 
     Top-k and then top-p truncate the target's probabilities alone.
     """
-    from sglang.kernels.ops import sampling
     from sglang.kernels.ops.sampling import softmax
+    from sglang.kernels.ops.sampling.renorm import top_k_renorm_prob, top_p_renorm_prob
     from sglang.kernels.ops.speculative.verify_sampling import chain_speculative_sampling_triton
 
     token_ids = inputs.drafts("probabilistic").token_ids
@@ -104,6 +106,7 @@ def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable
     batch, num_rows = candidates.shape
     rows = torch.arange(batch * num_rows, device="cuda").view(batch, num_rows)
     temperature = torch.full((batch, 1), inputs.temperature, device="cuda")
+    renormalize = {"top_k": top_k_renorm_prob, "top_p": top_p_renorm_prob}
 
     def probabilities(logits: Tensor) -> Tensor:
         temperatures = temperature.repeat_interleave(logits.shape[1], dim=0)
@@ -121,7 +124,7 @@ def sglang(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Callable
             retrive_next_sibling=None,
             uniform_samples=torch.rand(batch, num_rows, device="cuda"),
             uniform_samples_for_final_sampling=torch.rand(batch, device="cuda"),
-            target_probs=renormalized(probabilities(inputs.target_logits), sampling, truncation),
+            target_probs=renormalized(probabilities(inputs.target_logits), renormalize, truncation),
             draft_probs=probabilities(inputs.draft_logits),
             threshold_single=1.0,
             threshold_acc=1.0,
@@ -137,17 +140,17 @@ def flashinfer(inputs: Inputs, truncation: dict[str, Any] | None = None) -> Call
 
     Top-k and then top-p truncate the target's probabilities alone, as in SGLang.
     """
-    from flashinfer import sampling
-    from flashinfer.sampling import chain_speculative_sampling, softmax
+    from flashinfer.sampling import chain_speculative_sampling, softmax, top_k_renorm_probs, top_p_renorm_probs
 
     token_ids = inputs.drafts("probabilistic").token_ids.to(torch.int32)
+    renormalize = {"top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs}
 
     def probabilities(logits: Tensor) -> Tensor:
         return softmax(logits.flatten(0, 1), inputs.temperature).view(logits.shape)
 
     def call() -> Tensor:
         target_probs, draft_probs = probabilities(inputs.target_logits), probabilities(inputs.draft_logits)
-        target_probs = renormalized(target_probs, sampling, truncation)
+        target_probs = renormalized(target_probs, renormalize, truncation)
         return chain_speculative_sampling(draft_probs, token_ids, target_probs, seed=0, offset=0)[0]
 
     return call
