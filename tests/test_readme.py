@@ -20,6 +20,14 @@ COLUMNS = {
     "SGLang": "sglang",
     "FlashInfer": "flashinfer",
 }
+TRUNCATIONS = {
+    "plain": "no truncation",
+    "top-k 20, top-p .95": "top-k 20, top-p .95",
+    "top-k 50, top-p .95": "top-k 50, top-p .95",
+    "top-p .95": "top-p .95",
+    "min-p .05": "min-p .05",
+}
+ENGINES = "probabilistic", "vllm"
 
 
 def test_each_example_of_the_readme_runs_alone_and_prints_what_it_shows():
@@ -39,16 +47,37 @@ def test_links_lead_to_files_that_read_well_as_they_are():
             assert found is None, f"{path}: {found[0]}"
 
 
+def shown(time: float) -> str:
+    return f"{time:.1f}" if time < 100 else f"{time:,.0f}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|--:" * len(head) + "|", *lines[1:]])
+
+
 def test_the_times_are_those_of_the_records():
-    record = json.loads((RECORDS / "h100-engines.json").read_text())
-    lines = ["| requests | " + " | ".join(COLUMNS) + " |", "|--:" * (len(COLUMNS) + 1) + "|"]
-    for requests in (1, 32, 128, 256):
-        case = f"{requests} request{'s' * (requests > 1)}, 3 drafts, 151,936 tokens, bfloat16, T = 0.7"
-        times = [record["results"][case][provider]["device_us"]["median"] for provider in COLUMNS.values()]
-        cells = [f"{time:.1f}" if time < 100 else f"{time:,.0f}" for time in times]
-        lines.append("| " + " | ".join([str(requests), *cells]) + " |")
+    record = json.loads((RECORDS / "h200.json").read_text())
+
+    def us(of: str, requests: int, rows: str, provider: str) -> str:
+        group = f"{of}{requests} request{'s' * (requests > 1)}, 3 drafts, {rows.replace(':', ' tokens, bfloat16, T = 0.7,')}"
+        return shown(record["results"][group][provider]["device_us"]["median"])
+
+    plain = [
+        [str(requests), *[us("", requests, "151,936: realistic rows", provider) for provider in COLUMNS.values()]]
+        for requests in (1, 32, 128, 256)
+    ]
+    truncated = [
+        [str(requests)]
+        + [
+            " / ".join(us("truncated, ", requests, "49,152: rows of SmolLM2", f"{who}, {how}") for who in ENGINES)
+            for how in TRUNCATIONS
+        ]
+        for requests in (1, 32, 256)
+    ]
     text = README.read_text()
-    assert "\n".join(lines) in text, "the README's table should be\n" + "\n".join(lines)
+    for head, rows in ((["requests", *COLUMNS], plain), (["requests", *TRUNCATIONS.values()], truncated)):
+        assert table(head, rows) in text, "a table of the README should be\n" + table(head, rows)
     assert f"commit `{record['commit']}`" in text
     for name in ("vLLM", "SGLang", "FlashInfer"):
         assert re.search(rf"{name}\s{re.escape(record[name])}\b", text)

@@ -18,7 +18,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from html import escape
-from statistics import median
 from typing import Any
 
 from pymdownx.inlinehilite import InlineHiliteException
@@ -261,8 +260,6 @@ def launches_table(record: str) -> str:
     """Show how long a step's first launch takes, its first two, and so on."""
     rows = []
     for cell in cells(record, kind="launches"):
-        if cell.provider in PARTS:
-            continue
         what = "empty launches" if cell.provider == "nothing" else f"{cell.title}, {cell.count:,}"
         after = [f"{f'`{name}` ' if name else ''}{us:.1f}{cell.of_commit}" for name, us in cell.values["after_us"]]
         rows.append([what, *after])
@@ -388,19 +385,13 @@ def logprobs_table(record: str, method: str, kind: str = "log-probabilities") ->
     )
 
 
-def share_table(
-    record: str, peers: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7"
-) -> str:
+def share_table(record: str, billions: str, terabytes: str, teraflops: str, temperature: str = "0.7") -> str:
     """Compare verification with the least time of the target's call: reading the weights, or computing with them.
 
     `billions` of weights of 2 bytes each; `terabytes` and `teraflops` are what a GPU reads and computes per second.
     """
-    results = [
-        *cells(record, kind="request", temperature=float(temperature), dtype="bfloat16"),
-        *cells(peers, kind="request", temperature=float(temperature), dtype="bfloat16"),
-    ]
-    shown_providers = ("triton", "straightforward compiled", "vLLM")
-    titles = {cell.provider: cell.title for cell in results if cell.provider in shown_providers}
+    results = cells(record, kind="request", temperature=float(temperature), dtype="bfloat16")
+    titles = {cell.provider: cell.title for cell in results if cell.provider in SHARES}
     rows: dict[tuple[int, int], dict[str, Cell]] = {}
     for cell in results:
         if cell.provider in titles:
@@ -412,6 +403,10 @@ def share_table(
         shares = {name: f"{us / (us + least):.1%}{by_provider[name].of_commit}" for name, us in times.items()}
         lines.append([f"{count:,}, {drafts}", f"{least / 1000:.1f}", *[shares.get(name, "") for name in titles]])
     return html_table(["Requests, drafts", "target, at least: ms", *titles.values()], lines)
+
+
+SHARES = "triton", "vllm", "straightforward compiled"
+"""Whose share of a decoding step is shown."""
 
 
 def growth_table(record: str, few: str = "128", many: str = "256", drafts: str = "3") -> str:
@@ -430,37 +425,6 @@ def growth_table(record: str, few: str = "128", many: str = "256", drafts: str =
     return html_table(
         ["", f"{added}, µs", "their bytes at the reference bandwidth, µs", "extrapolated to 0 requests, µs"], rows
     )
-
-
-PARTS = {
-    "trips": (
-        "the launch, and loads that depend on each other",
-        "a kernel with its loads, each from an address that depends on the load before; nothing is computed",
-    ),
-    "trips and reductions": (
-        "reductions, at which warps wait for each other",
-        "add as many maxima over all blocks as it has maxima and sums",
-    ),
-}
-"""Kernels that do a part of the second launch of `probabilistic`: the hypothesis, and what they do."""
-
-REST = ("logarithms, random numbers, residual sums, selections, longer searches", "add all else: the launch as it is")
-
-
-def second_launch_table(record: str) -> str:
-    """Split the time of the second launch of `probabilistic` in a small batch by kernels that do a part of it."""
-    found = {(cell.provider, cell.count): cell for cell in cells(record, kind="launches", drafts=3)}
-    counts = [count for provider, count in found if provider == "trips"]
-    texts = {**PARTS, "triton": REST}
-
-    def second(provider: str) -> list[float]:
-        after = [[us for _, us in found[provider, count].values["after_us"]] for count in counts]
-        return [us[1] - us[0] for us in after]
-
-    steps = [(*text, second(provider)) for provider, text in texts.items()]
-    columns = [one_commit(*(found[provider, count] for provider in texts)) for count in counts]
-    headings = [f"µs, {count} request{'s' * (count > 1)}" for count in counts]
-    return html_table(["Hypothesis: time goes into", "Change", *headings], added(steps, columns), text_columns=2)
 
 
 def added(steps: list[tuple[str, str, list[float]]], columns: list[Cell]) -> list[list[str]]:
@@ -517,17 +481,6 @@ def reading_table(record: str) -> str:
     return html_table(["Hypothesis: time goes into", "Change", *headings], rows, text_columns=2)
 
 
-def seeds_table(record: str) -> str:
-    """Show how much of a batch's time is chance."""
-    rows = []
-    for cell in cells(record, kind="seeds"):
-        by_seed = cell.values["by_seed_us"]
-        what = f"{cell.title}, {shape(cell)}, {cell.temperature:g}"
-        times = (min(by_seed), median(by_seed), max(by_seed))
-        rows.append([what, *[shown(us) + cell.of_commit for us in times]])
-    return html_table(["Method, requests, drafts, T", "fastest seed", "median", "slowest"], rows)
-
-
 def cpu_table(record: str, dtype: str) -> str:
     """Compare providers on a CPU, in milliseconds."""
     results = cells(record, kind="request", dtype=dtype)
@@ -543,16 +496,6 @@ def blocks_table(record: str) -> str:
     return html_table(["", "best time, µs", "best TB/s"], rows)
 
 
-def with_peers_table(record: str, peers: str, temperature: str = "0.7") -> str:
-    """Put the package's results beside those of its peers."""
-    t = float(temperature)
-    own = [cell for cell in cells(record, kind="request", temperature=t, dtype="bfloat16") if is_kernel(cell)]
-    theirs = cells(peers, kind="request", temperature=t, dtype="bfloat16")
-    shapes = {(cell.count, cell.drafts) for cell in theirs}
-    own = [cell for cell in own if (cell.count, cell.drafts) in shapes]
-    return by_shape(own + theirs, "Requests, drafts", device_time)
-
-
 def is_kernel(cell: Cell) -> bool:
     """Tell whether a result is of this package's kernels."""
     return cell.provider.startswith("triton")
@@ -561,25 +504,6 @@ def is_kernel(cell: Cell) -> bool:
 def is_own(cell: Cell) -> bool:
     """Tell whether a result is of this package's code, in any backend: not of PyTorch's operations or another engine."""
     return not cell.provider.lower().startswith(("straightforward", "vllm", "sglang", "flashinfer"))
-
-
-def time_plot(record: str, peers: str, temperature: str = "0.7", drafts: str = "3") -> str:
-    """Plot the time of a step against the number of requests."""
-    wanted: dict[str, object] = {"kind": "request", "temperature": float(temperature), "drafts": int(drafts)}
-    by_provider: dict[str, list[Cell]] = {}
-    for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]:
-        if cell.provider not in ("eager", "vllm", "straightforward"):
-            by_provider.setdefault(cell.title + cell.of_commit, []).append(cell)
-    titles, commits = with_marks(title.replace("`", "") for title in by_provider)
-    series = [
-        Series(title, f"s{i % 12 + 1}", [(cell.count, cell.values["device_us"]["median"]) for cell in found])
-        for i, (title, found) in enumerate(zip(titles, by_provider.values()))
-    ]
-    counts = sorted({x for each in series for x, _ in each.points})
-    picture = plot(
-        series, "requests", "microseconds on the device", "Time of one verification step", counts, height=340
-    )
-    return picture + commits
 
 
 def roofline_plot(record: str) -> str:
@@ -617,13 +541,13 @@ def engines_plot(record: str, requests: str, temperature: str = "0.7", drafts: s
     return bars_of(groups, "Time of one verification step", "microseconds on the device", lambda us: f"{shown(us)} µs")
 
 
-def share_plot(record: str, peers: str, billions: str, terabytes: str, teraflops: str, requests: str) -> str:
+def share_plot(record: str, billions: str, terabytes: str, teraflops: str, requests: str) -> str:
     """Draw the share of verification in a step as bars, see `share_table`."""
     groups = []
     for count in map(int, requests.split()):
         wanted: dict[str, object] = {"kind": "request", "temperature": 0.7, "drafts": 3, "count": count}
-        found = {cell.provider: cell for cell in [*cells(record, dtype="bfloat16", **wanted), *cells(peers, **wanted)]}
-        group = [found[name] for name in ("triton", "vLLM", "straightforward compiled") if name in found]
+        found = {cell.provider: cell for cell in cells(record, dtype="bfloat16", **wanted)}
+        group = [found[name] for name in SHARES if name in found]
         least = least_time(float(billions), float(terabytes), float(teraflops), 4 * count)
         times = [cell.values["device_us"]["median"] for cell in group]
         shares = [(cell, us / (us + least)) for cell, us in zip(group, times)]
@@ -715,19 +639,15 @@ TABLES: dict[str, Callable[..., str]] = {
     "sampling": sampling_table,
     "calls": calls_table,
     "launches": launches_table,
-    "second launch": second_launch_table,
     "share": share_table,
     "growth": growth_table,
     "reading": reading_table,
-    "seeds": seeds_table,
     "cpu": cpu_table,
     "blocks": blocks_table,
-    "with peers": with_peers_table,
     "shards": shards_table,
 }
 
 PLOTS: dict[str, Callable[..., str]] = {
-    "time": time_plot,
     "roofline": roofline_plot,
     "engines": engines_plot,
     "share": share_plot,

@@ -13,7 +13,6 @@ KINDS = {
     "eager call": "call",
     "launch by launch": "launches",
     "reading alone": "reading",
-    "eight seeds": "seeds",
     "numbers in tensors": "served",
     "packed": "packed",
     "in vLLM": "in vLLM",
@@ -39,8 +38,6 @@ ROWS = {None: "peaked", "rows without structure": "peaked", "rows of SmolLM2": "
 TITLES = {
     "triton": "`probabilistic`",
     "nothing": "nothing",
-    "trips": "`probabilistic`, its dependent loads alone",
-    "trips and reductions": "the same, with its maxima and sums",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
     "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",

@@ -12,9 +12,6 @@ try:
 
     from specdecode.kernels.arguments import Constant, Pointer
     from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
-    from specdecode.kernels.request import locate
-    from specdecode.kernels.stops import STOP_BITS, add_stop_bits, are_complete, bits_at, first_row
-    from specdecode.kernels.values import Place
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -112,46 +109,6 @@ if triton is not None:
         """Do nothing, once the launch before has ended."""
         await_launch(nothing.OVERLAPS)
         admit_next_launch(nothing.OVERLAPS)
-
-    @triton.jit
-    def reduced(values, TIMES: tl.constexpr):
-        """Reduce a vector as often, each time to what depends on the last time; return the result."""
-        for _ in tl.static_range(TIMES - 1):
-            values = values ^ tl.max(values, 0)
-        return tl.max(values, 0)
-
-    @triton.jit
-    def trips_kernel(inputs, outputs, workspace, sizes, tuning):
-        """Make the trips to memory of `emit_kernel` in a small batch, each to an address that depends on the last.
-
-        Statistics, two blocks of both rows, one of them again, the stop bits, the output. Nothing is computed but the
-        largest of what came, which is then multiplied by a seed of 0. Or, if `SUMS`, as many maxima as that kernel makes
-        maxima and sums at least, each of which has its threads wait for each other: of the statistics the largest, the sum
-        and the top blocks; of the blocks' logits the sums, and which is best; of the last block's the first largest.
-        """
-        num_rows, seed = sizes.num_draft_tokens + 1, inputs.requests.first_seed
-        index, offset = (tl.program_id(0) // num_rows).to(tl.int64), tl.program_id(0) % num_rows
-        request = locate(index, inputs.packing, sizes)
-        row = tl.minimum(offset, sizes.num_draft_tokens - 1)
-        target_ptr = inputs.target.ptr + index * inputs.target.stride_request + row * inputs.target.stride_offset
-        draft_ptr = inputs.draft.ptr + index * inputs.draft.stride_request + row * inputs.draft.stride_offset
-        await_launch(tuning.OVERLAPS)
-        blocks = tl.arange(0, sizes.MAX_BLOCKS)
-        statistics_ptr = workspace.statistics_ptr + (index * num_rows + offset) * sizes.num_blocks * 2
-        found = tl.load(statistics_ptr + 2 * blocks, mask=blocks < sizes.num_blocks, other=0.0)
-        place = Place(request, offset, -1, (seed, index), 0.0)
-        add_stop_bits(workspace.state_ptr, place, offset == sizes.num_draft_tokens, offset < 0, False)
-        first = (reduced(found.to(tl.int32), 3 + tuning.TOP if tuning.SUMS else 1) * seed).to(tl.int32)
-        places = first + tl.arange(0, 2)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
-        found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        block = (tl.max(tl.max(found, 1), 0).to(tl.int32) * seed).to(tl.int32)
-        places = block * 1024 + tl.arange(0, 1024)
-        found = tl.maximum(tl.load(target_ptr + places), tl.load(draft_ptr + places)).to(tl.float32)
-        token = reduced(found.to(tl.int32), 2 if tuning.SUMS else 1) * seed
-        bits = tl.atomic_or(bits_at(workspace.state_ptr, request), 0, sem="relaxed")
-        tl.store(outputs.token_ids_ptr + tl.program_id(0), token)
-        if are_complete(bits, sizes):
-            tl.store(outputs.num_accepted_ptr + index, first_row(bits, STOP_BITS))
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):

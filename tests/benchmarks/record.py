@@ -69,7 +69,7 @@ CALLS = ("device_us", "call_in_a_row_us", "call_us", "call_and_wait_us")
 
 
 def gpu_result(info: dict) -> dict:
-    result = {key: info[key] for key in (*CALLS, "after_us", "reading_us", "by_seed_us") if key in info}
+    result = {key: info[key] for key in (*CALLS, "after_us", "reading_us") if key in info}
     if "bytes" in info:
         result["GB"] = round(info["bytes"] / 1e9, 6)
         result |= {"TB/s": info["TB/s"], "fraction": info["fraction"]}
@@ -114,8 +114,6 @@ def words(cell: dict) -> list[str]:
         said.append(f"until each launch has ended: {', '.join(f'{us:.1f}' for _, us in cell['after_us'])} µs")
     if "reading_us" in cell:
         said.append(", ".join(f"{name} {us:.1f}" for name, us in cell["reading_us"].items()) + " µs")
-    if "by_seed_us" in cell:
-        said.append(f"by seed: {', '.join(f'{us:.0f}' for us in cell['by_seed_us'])} µs")
     return said
 
 
@@ -151,7 +149,6 @@ def markdown(record: dict) -> str:
                 "reading alone",
                 lambda cell: ", ".join(f"{name} {us:.1f}" for name, us in cell["reading_us"].items()),
             ),
-            *tables(results, "eight seeds", lambda cell: ", ".join(f"{us:.0f}" for us in cell["by_seed_us"])),
         ]
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from specdecode import RejectionSampler, backends, sample
 from specdecode.batch import SamplerOutput, VerificationBatch
 from tests.benchmarks import engines
-from tests.benchmarks.bandwidth import REPLAYS, Recording, do_nothing, median_us, quartiles, read_bandwidth
+from tests.benchmarks.bandwidth import REPLAYS, Recording, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, with_draft_vocabulary
 from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
 
@@ -403,48 +403,6 @@ def test_launch_by_launch(benchmark, monkeypatch, request, inputs, provider, env
     benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
 
 
-CHANCE = [Shape(256, drafts, "bfloat16", temperature) for drafts in (3, 7) for temperature in (0.7, 1.0)]
-
-
-@pytest.mark.parametrize("inputs", CHANCE, indirect=True, ids=str)
-@pytest.mark.parametrize("provider", ["triton", "triton block", "triton block with draft_logsumexp"])
-def test_eight_seeds(benchmark, request, inputs, provider, environment):
-    """Show how much the time of a large batch depends on its random numbers: the longest search decides."""
-    benchmark.group = f"eight seeds, {request.node.callspec.params['inputs']}"
-    by_seed = []
-    for seed in range(0, 8000, 1000):
-        call = PROVIDERS[provider](inputs, seed)
-        check_token_ids(call().token_ids, inputs)
-        by_seed.append(median_us(call))
-    benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
-    benchmark.extra_info |= {"provider": provider, "environment": environment, "by_seed_us": sorted(by_seed)}
-
-
-@pytest.mark.parametrize("inputs", STAGED[:3], indirect=True, ids=str)
-@pytest.mark.parametrize("provider", ["trips", "trips and reductions"])
-def test_trips_to_memory_alone(benchmark, monkeypatch, request, inputs, provider, environment):
-    """Time the first launch of `probabilistic`, then trips to memory in the order of the second, which compute nothing.
-
-    Or nothing but the maxima between them, as many as the second launch makes maxima and sums at least.
-    """
-    from tests.benchmarks.bandwidth import trips_kernel
-
-    benchmark.group = f"launch by launch, {request.node.callspec.params['inputs']}"
-    call = PROVIDERS["triton"](inputs)
-    plan, _ = plan_of(monkeypatch, call)
-    launches, ready, fill = plan.launches, plan.ready, plan.fill
-    try:
-        *bundles, tuning = launches[1].bundles
-        bundles = *bundles, tuning._replace(SUMS=provider == "trips and reductions")
-        plan.launches, plan.fill = [launches[0], launches[1]._replace(kernel=trips_kernel, bundles=bundles)], None
-        call()
-        after = until_each_launch(monkeypatch, call)
-        benchmark.pedantic(Recording(call).replay, rounds=REPLAYS)
-    finally:
-        plan.launches, plan.ready, plan.fill = launches, ready, fill
-    benchmark.extra_info |= {"provider": provider, "environment": environment, "after_us": after}
-
-
 @pytest.mark.parametrize("rows", [1, 256])
 def test_sampling_launch_by_launch(benchmark, monkeypatch, rows, environment):
     benchmark.group = f"launch by launch, {sampling_group(rows)}"
@@ -523,14 +481,6 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     reading["plain"] = round(1e6 * 2 * elements / read_bandwidth(elements // 2**16 * 2**16), 3)
     note_bytes(benchmark, 2 * elements, measure(benchmark, Recording(call)), bytes_per_second)
     benchmark.extra_info |= {"provider": provider, "environment": environment, "reading_us": reading}
-
-
-def test_launches_that_do_nothing(benchmark, environment):
-    """Time as many launches of one program that does nothing, each allowed to be set up while the one before runs."""
-    benchmark.group = f"launch by launch, {STAGED[0]}"
-    after = [["", median_us(do_nothing(launches))] for launches in (1, 2, 3, 4)]
-    benchmark.pedantic(Recording(do_nothing(1)).replay, rounds=REPLAYS)
-    benchmark.extra_info |= {"provider": "nothing", "environment": environment, "after_us": after}
 
 
 def time_calls(benchmark, call: Callable[[], Any]) -> None:
