@@ -257,7 +257,6 @@ def test_what_else_vllm_refuses_beside_drafts_is_still_refused(runner, caplog):
         (reporting.INTERVAL, "soon", "a number of seconds, 0 for no lines"),
         (reporting.INTERVAL, "-1", "a number of seconds, 0 for no lines"),
         (reporting.INTERVAL, "nan", "a number of seconds, 0 for no lines"),
-        (reporting.TIMES, "yes", "0 or 1"),
     ],
 )
 def test_a_wrong_value_of_another_variable_stops_the_process_too(variable, value, expected, runner, monkeypatch):

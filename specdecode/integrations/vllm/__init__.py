@@ -13,7 +13,7 @@
 | `adjusting` | penalties, biases and masks, from vLLM's own state by slot |
 | `masking` | the kernel that writes the masks of a step's rows |
 | `grammars` | the masks of grammars, kept for the step |
-| `reporting` | what an operator sees: the log and the counters |
+| `reporting` | the log lines for operators |
 """
 
 from specdecode.integrations.vllm.contract import RUNNER

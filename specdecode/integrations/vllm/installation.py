@@ -8,7 +8,7 @@ from specdecode import RejectionSampler
 from specdecode.integrations.adapters import EngineMethod
 from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
-from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger, times_are_asked_for
+from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger
 from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification
 
@@ -30,9 +30,9 @@ def install(method: EngineMethod) -> None:
 
     Raises:
         ImportError: vLLM is not installed, or is of a version whose classes take other arguments.
-        ValueError: `SPECDECODE_VLLM_LOG_INTERVAL` or `SPECDECODE_VLLM_TIMES` has a wrong value.
+        ValueError: `SPECDECODE_VLLM_LOG_INTERVAL` has a wrong value.
     """
-    log_interval(), times_are_asked_for()
+    log_interval()
     runner: Any = importlib.import_module(RUNNER)
     if issubclass(runner.RejectionSampler, DraftVerification):
         runner.RejectionSampler.verifier = runner.Sampler.verifier = RejectionSampler(method)

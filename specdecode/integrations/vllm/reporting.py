@@ -1,15 +1,11 @@
-"""What an operator sees: one line at the start, one in each interval, and the same as counters for Prometheus.
+"""The log lines for operators: one at the start, one in each interval.
 
 The host waits for nothing. A step's outputs, a few bytes for each request, are kept. After many steps, or at the end of an
 interval, they are added up on the device, and the sums are copied to the host. They are read once that has happened.
 """
 
-import functools
-import importlib
 import logging
-import multiprocessing
 import os
-import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -25,7 +21,6 @@ from specdecode.integrations.vllm.contract import group_of
 logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
 
 INTERVAL = "SPECDECODE_VLLM_LOG_INTERVAL"
-TIMES = "SPECDECODE_VLLM_TIMES"
 
 MOST_KEPT = 256
 """Steps whose outputs are kept until they are added up."""
@@ -57,18 +52,6 @@ def log_interval() -> float:
     return seconds
 
 
-def times_are_asked_for() -> bool:
-    """Return whether `SPECDECODE_VLLM_TIMES` asks for the time of steps.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
-    value = os.environ.get(TIMES, "") or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{TIMES}: expected 0 or 1, got {value!r}")
-    return value == "1"
-
-
 class Sums(NamedTuple):
     """What steps add up to: drafts, draft tokens, accepted tokens and invalid requests, on their way to the host."""
 
@@ -86,8 +69,6 @@ class Report:
     Args:
         left: the steps left to vLLM, by reason.
         interval: seconds between two lines; 0: no lines.
-        timed: whether to measure the time of verified steps.
-        counters: adds to those that an exporter reads: numbers by name, steps left by reason.
         how: what happens to the steps that are left.
         clock: seconds.
     """
@@ -96,13 +77,10 @@ class Report:
         self,
         left: Fallbacks,
         interval: float,
-        timed: bool = False,
-        counters: Callable[..., None] | None = None,
         how: str = "left to vLLM",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.how = how
-        self.left, self.interval, self.timed, self.counters, self.clock = left, interval, timed, counters, clock
+        self.left, self.interval, self.how, self.clock = left, interval, how, clock
         self.begun = self.now = clock()
         self.steps = self.steps_logged = 0
         self.left_logged: Counter[str] = Counter()
@@ -110,26 +88,11 @@ class Report:
         self.sums: deque[Sums] = deque()
         self.totals = [0, 0, 0, 0]
         self.ending: tuple[float, int, Counter[str]] | None = None
-        self.started: tuple[float, Any] | None = None
-        self.host: list[float] = []
-        self.device: list[float] = []
-        self.events: deque[tuple[Any, Any]] = deque()
-
-    def begin(self, logits: Tensor) -> None:
-        """Note the start of a step, if times are asked for."""
-        if self.timed:
-            self.started = time.perf_counter(), recorded(logits.device)
 
     def verified(self, output: SamplerOutput) -> None:
-        """Count a step that was verified here; `begin` came before it."""
+        """Count a step that was verified here."""
         self.steps += 1
         self.kept.append((output.num_accepted, output.num_draft_tokens, output.invalid))
-        if self.started is not None:
-            start, event = self.started
-            self.host.append(time.perf_counter() - start)
-            if event is not None:
-                self.events.append((event, recorded(output.invalid.device)))
-            self.started = None
         if len(self.kept) == MOST_KEPT:
             self.add_up()
         self.tick()
@@ -159,47 +122,31 @@ class Report:
             self.sums.append(Sums(values, recorded(sums.device)))
         else:
             self.sums.append(Sums(sums, None))
-        while self.events and self.events[0][1].query():
-            start, end = self.events.popleft()
-            self.device.append(start.elapsed_time(end) / 1e3)
 
     def log(self, now: float, steps: int, left: Counter[str]) -> None:
-        """Log an interval that has ended, and tell the exporter."""
-        drafts, draft_tokens, accepted, invalid = self.totals
-        new_left = left - self.left_logged
-        numbers: dict[str, float] = {"steps_verified": steps - self.steps_logged, "drafts": drafts}
-        numbers |= {"draft_tokens": draft_tokens, "accepted_tokens": accepted, "invalid_requests": invalid}
-        numbers |= {"verify_host_seconds": sum(self.host), "verify_device_seconds": sum(self.device)}
-        if self.counters is not None:
-            self.counters(numbers, new_left)
+        """Log an interval that has ended."""
+        new_left, invalid = left - self.left_logged, self.totals[-1]
         if self.interval:
-            logger.info("%s", self.line(now - self.begun, numbers, new_left))
+            logger.info("%s", self.line(now - self.begun, steps - self.steps_logged, new_left))
         if invalid:
             logger.warning(NO_FINITE_LOGIT, invalid)
         self.begun, self.steps_logged, self.left_logged = now, steps, left
-        self.totals, self.ending, self.host, self.device = [0, 0, 0, 0], None, [], []
+        self.totals, self.ending = [0, 0, 0, 0], None
 
-    def line(self, seconds: float, numbers: dict[str, float], left: Counter[str]) -> str:
-        """Return the line of an interval."""
-        drafts = numbers["drafts"]
-        length = f"{1 + numbers['accepted_tokens'] / drafts:.2f}" if drafts else "-"
+    def line(self, seconds: float, steps: int, left: Counter[str]) -> str:
+        """Return the line of an interval, in which so many steps were verified."""
+        drafts, _, accepted, invalid = self.totals
+        length = f"{1 + accepted / drafts:.2f}" if drafts else "-"
         reasons = "; ".join(f"{steps} with {reason}" for reason, steps in left.most_common())
-        parts = [
-            f"specdecode: in {seconds:.0f} s {numbers['steps_verified']} steps verified",
-            f"{left.total()} {self.how}{reasons and f' ({reasons})'}",
-            f"acceptance length {length}",
-            f"{numbers['invalid_requests']} invalid requests",
-        ]
-        times = [(name, each) for name, each in (("host", self.host), ("device", self.device)) if each]
-        parts += [f"{name} {1e3 * statistics.median(each):.3f} ms a step" for name, each in times]
-        return ", ".join(parts)
+        return (
+            f"specdecode: in {seconds:.0f} s {steps} steps verified, "
+            f"{left.total()} {self.how}{reasons and f' ({reasons})'}, acceptance length {length}, {invalid} invalid requests"
+        )
 
 
 def recorded(device: torch.device) -> Any:
-    """Return an event that is recorded in the current stream, None if the device has none."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    """Return an event that is recorded in the device's current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -226,39 +173,3 @@ class AdvisedRunner:
         can_shard = hasattr(self.model, "compute_logits_local")
         if reports and can_shard and group is not None and group.world_size > 1:
             logger.info(GATHERED, group.world_size)
-
-
-@functools.cache
-def prometheus() -> Callable[..., None] | None:
-    """Return what adds to counters of Prometheus, None where no exporter would see them.
-
-    vLLM's exporter is in the process of its server. It sees those of other processes in Prometheus's multiprocess mode,
-    that is with `PROMETHEUS_MULTIPROC_DIR`: vLLM sets that where it starts several servers, and takes it from the user.
-    """
-    is_seen = "PROMETHEUS_MULTIPROC_DIR" in os.environ or multiprocessing.parent_process() is None
-    try:
-        client: Any = importlib.import_module("prometheus_client") if is_seen else None
-    except ImportError:
-        client = None
-    if client is None:
-        return None
-    texts = {
-        "steps_verified": "Steps verified by specdecode.",
-        "drafts": "Requests with drafts, counted in each step that specdecode verified.",
-        "draft_tokens": "Draft tokens that specdecode verified.",
-        "accepted_tokens": "Draft tokens that specdecode accepted.",
-        "invalid_requests": "Requests with a row without a finite logit, counted in each step.",
-        "verify_host_seconds": "Time of the host in verified steps, if SPECDECODE_VLLM_TIMES is set.",
-        "verify_device_seconds": "Time of the device in verified steps, if SPECDECODE_VLLM_TIMES is set.",
-    }
-    plain = {name: client.Counter(f"specdecode:{name}", text) for name, text in texts.items()}
-    text = "Steps left to vLLM, or whose logits it prepared, by reason."
-    steps_left = client.Counter("specdecode:steps_left", text, ["reason"])
-
-    def add(numbers: dict[str, float], new_left: Counter[str]) -> None:
-        for name, number in numbers.items():
-            plain[name].inc(number)
-        for reason, steps in new_left.items():
-            steps_left.labels(reason).inc(steps)
-
-    return add

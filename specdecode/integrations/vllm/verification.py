@@ -45,9 +45,7 @@ from specdecode.integrations.vllm.reporting import (
     Report,
     log_interval,
     logger,
-    prometheus,
     reports_here,
-    times_are_asked_for,
 )
 from specdecode.integrations.vllm.splitting import Prepared, joined, prepared_in, verify_prepared, without
 
@@ -87,7 +85,7 @@ class DraftVerification(ListedRows):
         if reports_here(self.sampler):
             is_prepared = self.verifier.method == "strict" and self.other_rule() is None
             how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
-            self.report = Report(self.fallbacks, log_interval(), times_are_asked_for(), prometheus(), how)
+            self.report = Report(self.fallbacks, log_interval(), how)
             self.log_start()
 
     def log_start(self) -> None:
@@ -158,8 +156,6 @@ class DraftVerification(ListedRows):
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
         given = *rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled
         is_strict, self.listed = self.verifier.method == "strict", None
-        if self.report is not None:
-            self.report.begin(logits)
         drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
         where = draft_rows, pos, cu_num_logits, idx_mapping
         step_rows = StepRows(expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos)
