@@ -1,6 +1,6 @@
 """Train the two demo language models from the Python standard library's own sources.
 
-    python -m specdecode.demo.train --output DIR
+    python -m tests.tools.train_demo --output DIR
 
 writes DIR/target (8 narrow layers, 1.9M parameters) and DIR/draft (one layer, 0.5M),
 each a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.  The target learns the text;
