@@ -4,17 +4,18 @@ PyTorch has no unsigned 32-bit arithmetic on every device, so words are kept in 
 its bits are the right ones: `>> 32` and a mask give the high word.
 """
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
-
-from specdecode.eager.fused import fused
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 
-PHILOX = """
-template <typename T> float philox(T seed, T position, T index, T domain) {
+FUSED = """
+template <typename T> T negated_uniform_bits(T seed, T position, T index, T domain) {
     unsigned int c0 = index, c1 = position, c2 = (unsigned long long)position >> 32, c3 = domain;
     unsigned int k0 = seed, k1 = (unsigned long long)seed >> 32;
     for (int round = 0; round < 10; ++round) {
@@ -25,20 +26,23 @@ template <typename T> float philox(T seed, T position, T index, T domain) {
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
     float number = (float)c0 * 0x1p-32f + (float)c1 * 0x1p-64f;
-    return ::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f);
+    return __double_as_longlong(-(double)::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f));
 }
 """
-NEGATED_UNIFORM = """
-template <typename T> T negated_uniform_bits(T seed, T position, T index, T domain) {
-    return __double_as_longlong(-(double)philox<T>(seed, position, index, domain));
-}
-"""
-LOG_UNIFORM = """
-template <typename T> T log_uniform_bits(T seed, T position, T index, T domain, T is_double) {
-    float number = philox<T>(seed, position, index, domain);
-    return __double_as_longlong(is_double ? ::log((double)number) : (double)::log(number));
-}
-"""
+"""`negated_uniform_bits` for GPUs, where its some 80 operations would be as many kernels."""
+
+
+@functools.cache
+def fused() -> Any:
+    """Return the compiled `FUSED`, or None if this PyTorch cannot compile it."""
+    try:
+        kernel = torch.cuda.jiterator._create_jit_fn(FUSED, domain=0)
+        kernel(*torch.zeros(3, 1, dtype=torch.int64, device="cuda"), domain=0)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return kernel
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -66,36 +70,27 @@ def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tens
     return number.clamp_(2.0**-65, 1 - 2.0**-24)
 
 
-@fused(PHILOX + NEGATED_UNIFORM, domain=0)
-def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int) -> Tensor:
+def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
+    if seeds.is_cuda and fused() is not None:
+        bits: Tensor = fused()(seeds, positions, index, domain=int(domain))
+        return bits
     return philox(seeds, positions, index, domain).neg_().to(torch.float64).view(torch.int64)
-
-
-@fused(PHILOX + LOG_UNIFORM, domain=0, is_double=0)
-def log_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, *, domain: int, is_double: int) -> Tensor:
-    """Return log(u) of the uniforms u, computed in float32 or in float64: the bits of float64 numbers as int64."""
-    dtype = torch.float64 if is_double else torch.float32
-    return philox(seeds, positions, index, domain).to(dtype).log().to(torch.float64).view(torch.int64)
 
 
 def uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return float32 uniforms in (0, 1) for int64 seeds, positions and indices that broadcast."""
-    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
-    return -numbers.to(torch.float32)
+    return -negated_uniform_bits(seeds, positions, index, domain).view(torch.float64).to(torch.float32)
 
 
 def log_uniform(seeds: Tensor, positions: Tensor, index: Tensor, domain: int, dtype: torch.dtype) -> Tensor:
     """Return the logarithms of `uniform`, computed in float32 or float64, as float64."""
-    numbers = {"domain": int(domain), "is_double": int(dtype == torch.float64)}
-    return log_uniform_bits(seeds, positions, index, **numbers).view(torch.float64)
+    return uniform(seeds, positions, index, domain).to(dtype).log_().to(torch.float64)
 
 
 def negated_exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return log(1 - u) in float64, which is -E of `exponential`."""
-    numbers = negated_uniform_bits(seeds, positions, index, domain=int(domain)).view(torch.float64)
-    # In C++ beside the uniforms, the logarithm made one kernel of 21 us for a few thousand numbers.
-    return numbers.log1p_()
+    return negated_uniform_bits(seeds, positions, index, domain).view(torch.float64).log1p_()
 
 
 def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
@@ -105,5 +100,4 @@ def exponential(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) ->
 
 def race(weights: Tensor, seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Run the exponential race of [..., n] float32 or float64 weights; return which has the largest w / E, [..., 1]."""
-    # To negate E would take a GPU one more kernel.
     return (weights / negated_exponential(seeds, positions, index, domain)).argmin(dim=-1, keepdim=True)

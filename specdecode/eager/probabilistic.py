@@ -8,7 +8,6 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.checks import on_host
-from specdecode.eager.fused import fused
 from specdecode.eager.greedy import argmax
 from specdecode.eager.residual import residual
 from specdecode.eager.selection import Requests, block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
@@ -21,14 +20,6 @@ LARGEST_LOGSUMEXP = 256.0
 """Beyond this a float32 logsumexp may be off by more than 1.5e-5."""
 
 
-@fused(
-    """
-    template <typename T> T logprob(T logit, T row_max, T temperature, T sum, T is_first) {
-        T result = (logit - row_max) / temperature - ::log(sum);
-        return result != result ? ::log(is_first) : result;
-    }
-    """
-)
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
     """Return (l - max) / T - log of the sum; where an infinite maximum makes that NaN, what it is for a point mass."""
     result = (logit - row_max) / temperature - sums.log()
@@ -56,9 +47,7 @@ def logprobs(
     sums = block_sums(exp_scaled(rows.logits, rows.row_max, temperature)).sum(dim=-1, keepdim=True)
     if rows.outside is not None:
         sums[-1, ..., 0] += rows.outside
-    is_first = None
-    if rows.first is not None:  # 1 or 0: beside a bool a GPU would cast each argument of `logprob`
-        is_first = torch.eq(rows.first, token_ids, out=torch.empty_like(rows.row_max))
+    is_first = None if rows.first is None else (rows.first == token_ids).to(rows.row_max.dtype)
     result, is_empty = logprob(logit, rows.row_max, temperature, sums, is_first), rows.row_max[0, ..., 0] == -torch.inf
     if greedy is not None and is_first is not None:
         result = torch.where(greedy[..., None], is_first.log(), result)
@@ -74,14 +63,6 @@ def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tenso
     return logits if cutoff is None else logits.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
 
 
-@fused(
-    """
-    template <typename T> T logprob_difference(T target_logprob, T draft_logprob) {
-        T difference = target_logprob - draft_logprob;
-        return ::fabs(difference) < T(INFINITY) ? difference : -T(INFINITY);
-    }
-    """
-)
 def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
     """Return log(p(x) / q(x)) of both logarithms, -inf where p(x) or q(x) is 0."""
     difference = target_logprob - draft_logprob

@@ -6,20 +6,11 @@ import torch
 from torch import Tensor
 
 from specdecode.checks import on_host
-from specdecode.eager.fused import fused
 from specdecode.eager.selection import Rows, block_sums, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
 
 
-@fused(
-    """
-    template <typename T> T log_difference(T target, T draft, T target_max, T draft_max, T temperature) {
-        T change = ((draft / 2 - target / 2) - (draft_max / 2 - target_max / 2)) / (temperature / 2);
-        return change != change ? T(0) : change > T(3e38) ? T(3e38) : change < T(-3e38) ? T(-3e38) : change;
-    }
-    """
-)
 def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max: Tensor, temperature: Tensor) -> Tensor:
     """Return D = ((draft - its max) - (target - its max)) / T, finite, and 0 for tokens that neither model can draw.
 
@@ -29,26 +20,11 @@ def log_difference(target: Tensor, draft: Tensor, target_max: Tensor, draft_max:
     return difference.clamp_(-3e38, 3e38).nan_to_num_(nan=0)
 
 
-@fused(
-    """
-    template <typename T> T weight_change(T weight, T difference) {
-        return ::fabs(difference) <= 1 ? weight * ::expm1(difference) : T(NAN);
-    }
-    """
-)
 def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
     """Return w (exp(D) - 1), precise where D is small, and NaN where |D| > 1."""
     return difference.expm1().mul_(weights).masked_fill_(difference.abs() > 1, torch.nan)
 
 
-@fused(
-    """
-    template <typename T> T weight_left(T weight, T difference, T log_sum_ratio, T log_ratio) {
-        T quotient = difference - (log_sum_ratio + log_ratio);
-        return quotient < 0 ? -::expm1(quotient) * weight : T(0);
-    }
-    """
-)
 def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
     """Return w max(0, 1 - exp(D - s)), s being the sum of the last two; may overwrite D."""
     return difference.sub_(log_sum_ratio + log_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
@@ -78,15 +54,6 @@ class Comparison(NamedTuple):
         return weight_left(self.target_weights, self.difference, *ratios)
 
 
-@fused(
-    """
-    template <typename T> T log_sum_ratio(T target_sum, T draft_sum, T change) {
-        T relative = change / target_sum;
-        if (!(draft_sum > 0)) return T(INFINITY);
-        return relative != relative ? ::log(draft_sum) - ::log(target_sum) : ::log1p(relative);
-    }
-    """
-)
 def log_sum_ratio(target_sum: Tensor, draft_sum: Tensor, change: Tensor | None) -> Tensor:
     """Return log(sum of the draft's weights / sum of the target's), infinite if the former is not positive.
 
@@ -107,7 +74,8 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
         rows: [2, ..., vocab].
         temperature: [...] or what broadcasts to it.
     """
-    difference = log_difference(*rows.logits, *rows.row_max, temperature[..., None])
+    (target, draft), (target_max, draft_max) = rows.logits, rows.row_max
+    difference = log_difference(target, draft, target_max, draft_max, temperature[..., None])
     weights = exp_scaled(rows.logits, rows.row_max, temperature[..., None])
     by_block = block_sums(weights)
     sums = by_block.sum(dim=-1)
@@ -118,16 +86,10 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
         change = block_sums(weight_change(weights[0], difference)).sum(dim=-1)
         if rows.outside is not None:
             change = change.masked_fill(rows.outside > 0, torch.nan)
-    return Comparison(weights[0], sums[0], difference, log_sum_ratio(*sums, change)), by_block[0]
+    ratio = log_sum_ratio(sums[0], sums[1], change)
+    return Comparison(weights[0], sums[0], difference, ratio), by_block[0]
 
 
-@fused(
-    """
-    template <typename T> T most_left(T log_sum_ratio, T log_ratio) {
-        return log_sum_ratio - log_ratio == T(INFINITY) ? T(0) : T(INFINITY);
-    }
-    """
-)
 def most_left(log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
     """Return the most that the residual can weigh at one token: 0 if q is a point mass on it, unless c is infinite."""
     difference = log_sum_ratio - log_ratio

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specdecode.checks import on_host
 from specdecode.eager.adjustments import AdjustedRows
-from specdecode.eager.fused import fused
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import race
 from specdecode.eager.vocabulary import DraftVocabRows
@@ -39,9 +38,6 @@ def gathered(logits: Any) -> Any:
 
 def rows_at(logits: Any, requests: Tensor, offsets: Tensor) -> Any:
     """Copy one row of each request, [requests, vocab], given [batch, rows, vocab] logits."""
-    if isinstance(logits, Tensor) and logits.is_cuda and logits.stride(0) == logits.shape[1] * logits.stride(1):
-        # Whole rows by one index are copied three to six times as fast as elements by two.
-        return logits.flatten(0, 1)[torch.add(offsets, requests, alpha=logits.shape[1])]
     return gathered(logits[requests, offsets])
 
 
@@ -124,8 +120,6 @@ class Rows(NamedTuple):
 def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
     """Copy rows of raw logits, [..., vocab] of each model, and find their maxima. NaN counts as -inf."""
     logits = copy(models, dtype)
-    if logits.is_cuda:
-        return Rows(logits, *row_maxima(logits))
     if on_host(logits):
         row_max = logits.amax(dim=-1, keepdim=True)
         if bool(row_max.isfinite().all()):
@@ -135,29 +129,14 @@ def read(models: tuple[Tensor, ...], dtype: torch.dtype) -> Rows:
 
 
 def copy(models: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return [models, ..., padded vocab] logits in `dtype`, contiguous; on a GPU NaN has become -inf."""
+    """Return [models, ..., padded vocab] logits in `dtype`, contiguous."""
     vocab, device = models[0].shape[-1], models[0].device
     padded = vocab if vocab <= BLOCK_SIZE else -(-vocab // BLOCK_SIZE) * BLOCK_SIZE
     logits = torch.empty(len(models), *models[0].shape[:-1], padded, dtype=dtype, device=device)
     logits[..., vocab:] = -torch.inf
     for rows, raw in zip(logits, models):
-        if raw.is_cuda:  # in the same pass as the copy; slow on the CPU
-            torch.fmax(raw, torch.tensor(-torch.inf), out=rows[..., :vocab])
-        else:
-            rows[..., :vocab] = raw
+        rows[..., :vocab] = raw
     return logits
-
-
-def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each row of [..., padded vocab] logits without NaN, and its first entry, [..., 1] each.
-
-    Rows are reduced block by block. `logits.max` splits a few long rows over several thread blocks of a GPU each, whose
-    semaphores it sets to 0 first: in a CUDA graph the next kernel starts 5 us after that.
-    """
-    blocks = in_blocks(logits)
-    block_max, index = blocks.max(dim=-1)
-    row_max, block = block_max.max(dim=-1, keepdim=True)
-    return row_max, torch.add(index.gather(-1, block), block, alpha=blocks.shape[-1])
 
 
 def mark_greedy(rows: Rows, greedy: Tensor | None) -> Rows:
@@ -198,13 +177,6 @@ def point_masses(rows: Rows, greedy: Tensor | None = None) -> Rows:
     return rows._replace(row_max=row_max)
 
 
-@fused(
-    """
-    template <typename T> T exp_scaled(T logit, T row_max, T temperature) {
-        return ::exp((logit - row_max) / temperature);
-    }
-    """
-)
 def exp_scaled(logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor:
     """Return exp((l - max) / T); may overwrite the logits."""
     return logits.sub_(row_max).div_(temperature).exp_()
@@ -251,17 +223,12 @@ def select(
         weighs = sums.any(dim=-1, keepdim=True)
         if not on_host(weighs) or not weighs.all():
             rows, sums = (weights, otherwise[0]), torch.where(weighs, sums, otherwise[1])
-    num_rows = sums.shape[:-1].numel()
-    ids = torch.arange(max(size, num_blocks, num_rows), device=sums.device)
+    ids = torch.arange(max(size, num_blocks), device=sums.device)
     token_ids = ids[:size]
     if num_blocks > 1:
         block = race(sums, seeds, positions, ids[:num_blocks], domains[0])
         token_ids = torch.add(token_ids, block, alpha=size)
-        if weights.is_cuda:  # whole blocks by one index, as in `rows_at`
-            index = torch.add(block.flatten(), ids[:num_rows], alpha=num_blocks)
-            rows = tuple(each.view(-1, size)[index].view(token_ids.shape) for each in rows)
-        else:
-            rows = tuple(each.gather(-1, token_ids) for each in rows)
+        rows = tuple(each.gather(-1, token_ids) for each in rows)
     weights = rows[0] if len(rows) == 1 else torch.where(weighs, rows[0], rows[1])
     best = race(weights, seeds, positions, token_ids, domains[1])
     return token_ids.expand_as(weights).gather(-1, best).squeeze(-1)
