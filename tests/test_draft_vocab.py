@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdecode import RejectionSampler, Sampling
 from specdecode.batch import VerificationBatch
-from specdecode.eager.vocabulary import places_of
+from specdecode.eager.vocabulary import target_to_draft
 from tests.support.differential import case, like_a_device
 from tests.support.enumeration import (
     Case,
@@ -124,7 +124,7 @@ def test_of_equal_logits_the_drafts_ids_decide():
 def test_hostile_ids_of_a_device_stay_inside():
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     hostile = torch.tensor([low, high, -1, 8, 2, 2, 0, 2**32])
-    assert places_of(hostile, 8).tolist() == [6, -1, 4, -1, -1, -1, -1, -1]
+    assert target_to_draft(hostile, 8).tolist() == [6, -1, 4, -1, -1, -1, -1, -1]
     target, draft, drafts = torch.randn(64, 3, 8), torch.randn(64, 2, 8), torch.randint(0, 8, (64, 2))
     draft[:9, 0, 1] = torch.inf  # a point mass on what is no token
     for method in ("probabilistic", "block"):

@@ -14,7 +14,7 @@ from specdecode import kernels
 from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification, contract, logger, reporting, verification
+from specdecode.integrations.vllm import DraftVerification, compat, logger, reporting, verification
 from specdecode.integrations.vllm.compiling import share_of
 from specdecode.integrations.vllm.needs import PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import GATHERED, MOST_KEPT, AdvisedRunner, Report, Sums
@@ -138,7 +138,7 @@ def start(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     installed = {"vllm": "0.33.0", "torch": "2.11.0", "triton": "3.6.0"}
     monkeypatch.setattr(verification, "version_of", installed.get)
-    monkeypatch.setattr(contract, "version_of", installed.get)
+    monkeypatch.setattr(compat, "version_of", installed.get)
     monkeypatch.setattr(verification.specdecode, "__version__", "0.1.0", raising=False)
     for variable in (reporting.INTERVAL, "VLLM_BATCH_INVARIANT"):
         monkeypatch.delenv(variable, raising=False)

@@ -77,7 +77,7 @@ LAUNCHES = [
             1: ("ratio", "p / q"),
             2: ("decide", "most"),
             3: ("sum", "the rest"),
-            4: ("emit", "settles"),
+            4: ("emit", "decides"),
         },
     ),
     ("sample, draft", {0: ("read", "the row"), 4: ("emit", "one token")}),

@@ -15,7 +15,7 @@ from specdecode.eager.packed import IndexedRows, locate, rows_of
 from specdecode.packing import Packing
 
 
-class Places(NamedTuple):
+class RowIndex(NamedTuple):
     """Where the adjustments of some rows are: tensors of one shape, [...] int64."""
 
     slots: Tensor  # of all that is by slot
@@ -31,14 +31,14 @@ class AdjustedRows:
         logits: [..., vocab] raw logits.
         adjustments: of all requests.
         draft_token_ids: [batch, num_draft_tokens] int, -1 for none.
-        places: [...] of the rows.
+        index: [...] of the rows.
     """
 
     def __init__(
-        self, logits: Tensor | IndexedRows, adjustments: Adjustments, draft_token_ids: Tensor, places: Places
+        self, logits: Tensor | IndexedRows, adjustments: Adjustments, draft_token_ids: Tensor, index: RowIndex
     ) -> None:
         self.logits, self.adjustments, self.draft_token_ids = logits, adjustments, draft_token_ids
-        self.places = places
+        self.index = index
         self.shape, self.ndim, self.device = logits.shape, logits.ndim, logits.device
         self.dtype = torch.promote_types(logits.dtype, torch.float32)
 
@@ -48,29 +48,27 @@ class AdjustedRows:
 
     def __getitem__(self, key: Any) -> "AdjustedRows":
         """Return some of the rows."""
-        places = Places(*(each[key] for each in self.places))
-        return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, places)
+        index = RowIndex(*(each[key] for each in self.index))
+        return AdjustedRows(self.logits[key], self.adjustments, self.draft_token_ids, index)
 
     def gather(self) -> Tensor:
         """Copy the rows, adjusted."""
         rows = self.logits.gather() if isinstance(self.logits, IndexedRows) else self.logits
         rows = rows.to(self.dtype, copy=True)
         if self.adjustments.bias_ids is not None:
-            rows = add_bias(rows, self.adjustments, self.places.slots)
+            rows = add_bias(rows, self.adjustments, self.index.slots)
         if self.adjustments.penalizes:
-            rows = penalize(rows, self.adjustments, self.places, self.counts(rows))
+            rows = penalize(rows, self.adjustments, self.index, self.counts(rows))
         allowed_mask = self.adjustments.allowed_mask
         if allowed_mask is not None:
-            places = self.places
-            words = (
-                allowed_mask[places.masks] if allowed_mask.ndim == 2 else allowed_mask[places.requests, places.offsets]
-            )
+            index = self.index
+            words = allowed_mask[index.masks] if allowed_mask.ndim == 2 else allowed_mask[index.requests, index.offsets]
             rows.masked_fill_(~bits_of(words, rows.shape[-1]), -torch.inf)
         return rows
 
     def counts(self, rows: Tensor) -> Tensor:
         """Return how often each token was emitted before each row, the drafts before it included, [..., vocab] int32."""
-        slots, requests, offsets, _ = self.places
+        slots, requests, offsets, _ = self.index
         if self.adjustments.output_counts is None:
             counts = torch.zeros_like(rows, dtype=torch.int32)
         else:
@@ -94,17 +92,17 @@ def add_bias(rows: Tensor, adjustments: Adjustments, slots: Tensor) -> Tensor:
     return rows.scatter_add(-1, ids.masked_fill(~is_here, 0), bias.masked_fill(~is_here, 0))
 
 
-def penalize(rows: Tensor, adjustments: Adjustments, places: Places, counts: Tensor) -> Tensor:
+def penalize(rows: Tensor, adjustments: Adjustments, index: RowIndex, counts: Tensor) -> Tensor:
     """Return penalised [..., vocab] rows, given how often each token was emitted."""
     repetition, frequency, presence = (
-        None if penalty is None else harmless(penalty, float(neutral), places.slots, rows.dtype)
+        None if penalty is None else harmless(penalty, float(neutral), index.slots, rows.dtype)
         for penalty, neutral in zip(adjustments[:3], (1, 0, 0))
     )
     is_emitted = counts > 0
     if repetition is not None:
         is_seen = is_emitted
         if adjustments.prompt_mask is not None:
-            is_seen = is_emitted | bits_of(adjustments.prompt_mask[places.slots], rows.shape[-1])
+            is_seen = is_emitted | bits_of(adjustments.prompt_mask[index.slots], rows.shape[-1])
         factor = torch.where(rows > 0, 1 / repetition, repetition)
         rows = torch.where(is_seen, rows * factor, rows)
     if frequency is not None:
@@ -140,14 +138,14 @@ def rows_and_slots(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor]:
     return rows_of(first, num_drafts, packing.num_draft_tokens), slots
 
 
-def places_in(packing: Packing | None, num_rows: int, shape: torch.Size, device: torch.device) -> Places:
+def row_index(packing: Packing | None, num_rows: int, shape: torch.Size, device: torch.device) -> RowIndex:
     """Return where the adjustments of [batch, num_draft_tokens + 1] rows are; a packed call has so many rows in all."""
     requests, offsets = (torch.arange(size, device=device) for size in shape)
     requests, offsets = requests[:, None].expand(shape), offsets.expand(shape)
     if packing is None:
-        return Places(requests, requests, offsets, requests)
+        return RowIndex(requests, requests, offsets, requests)
     rows, slots = rows_and_slots(packing, num_rows)
-    return Places(slots[:, None].expand(shape), requests, offsets, rows)
+    return RowIndex(slots[:, None].expand(shape), requests, offsets, rows)
 
 
 def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> VerificationBatch:
@@ -155,8 +153,8 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
     logits, adjustments = unpacked.target_logits, batch.adjustments
     if adjustments is None:
         return unpacked
-    places = places_in(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
-    rows = AdjustedRows(logits, with_a_mask(adjustments), unpacked.draft_token_ids, places)
+    index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
+    rows = AdjustedRows(logits, with_a_mask(adjustments), unpacked.draft_token_ids, index)
     return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
 
 
@@ -165,8 +163,8 @@ def adjusted_rows(batch: RowBatch) -> Any:
     if batch.adjustments is None:
         return batch.logits
     requests = torch.arange(len(batch.logits), device=batch.logits.device)
-    places = Places(requests, requests, torch.zeros_like(requests), requests)
-    return AdjustedRows(batch.logits, batch.adjustments, requests[:, None][:, :0], places)
+    index = RowIndex(requests, requests, torch.zeros_like(requests), requests)
+    return AdjustedRows(batch.logits, batch.adjustments, requests[:, None][:, :0], index)
 
 
 def with_a_mask(adjustments: Adjustments) -> Adjustments:

@@ -57,8 +57,8 @@ def logprobs(
 def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tensor | None) -> Tensor:
     """Return the raw logit of one token per row, [...]; -inf if it is beyond the cutoff, or no token of the draft."""
     if isinstance(draft, DraftVocabRows):
-        places = draft.places[token_ids]
-        return kept_logits(draft.tensor, places.clamp(min=0), cutoff).masked_fill(places < 0, -torch.inf)
+        draft_ids = draft.draft_ids[token_ids]
+        return kept_logits(draft.tensor, draft_ids.clamp(min=0), cutoff).masked_fill(draft_ids < 0, -torch.inf)
     logits = draft.gather(-1, token_ids[..., None]).squeeze(-1)
     return logits if cutoff is None else logits.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
 

@@ -10,7 +10,7 @@ from specdecode.checks import on_host
 from specdecode.eager.philox import log_uniform, uniform
 from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
-from specdecode.eager.vocabulary import DraftVocabRows, places_of
+from specdecode.eager.vocabulary import DraftVocabRows, target_to_draft
 from specdecode.noise import Domain
 from specdecode.synthetic import AcceptanceSchedule
 
@@ -22,9 +22,9 @@ class Steps:
         size, rows, self.vocab = batch.target_logits.shape
         self.target_logits, self.draft_logits = batch.target_logits, batch.draft_logits
         if batch.draft_logits is not None and batch.draft_vocab_ids is not None:
-            places = places_of(batch.draft_vocab_ids, self.vocab)
+            draft_ids = target_to_draft(batch.draft_vocab_ids, self.vocab)
             # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
-            self.draft_logits = DraftVocabRows(batch.draft_logits, places)  # type: ignore[assignment]
+            self.draft_logits = DraftVocabRows(batch.draft_logits, draft_ids)  # type: ignore[assignment]
         self.draft_logsumexp = batch.draft_logsumexp
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)

@@ -1,7 +1,7 @@
 """Draft rows over a vocabulary of their own, in PyTorch: truncated as they are, and spread a few at a time.
 
 Draft rows are short, and stay so until they are computed. Then those of the chunk are truncated in the order of the draft's
-ids, and their logits are moved to the places of the target's ids, with -inf where the draft has no token. From there on they
+ids, and their logits are moved to the target's ids, with -inf where the draft has no token. From there on they
 are rows like others: softmax gives 0 for what the draft lacks.
 """
 
@@ -17,18 +17,18 @@ from specdecode.eager.packed import IndexedRows
 class DraftVocabRows:
     """Raw logits over the draft's own vocabulary, [..., draft_vocab], and which token of the target each entry is."""
 
-    def __init__(self, logits: Tensor | IndexedRows, places: Tensor) -> None:
-        """Take rows, and the places of the target's tokens in them, [vocab] int64, -1 for those that the draft lacks."""
-        self.logits, self.places = logits, places
+    def __init__(self, logits: Tensor | IndexedRows, draft_ids: Tensor) -> None:
+        """Take rows, and the draft id of each of the target's tokens, [vocab] int64, -1 for those that the draft lacks."""
+        self.logits, self.draft_ids = logits, draft_ids
         self.dtype = logits.dtype
 
     def __getitem__(self, key: Any) -> "DraftVocabRows":
         """Return some of the rows."""
-        return DraftVocabRows(self.logits[key], self.places)
+        return DraftVocabRows(self.logits[key], self.draft_ids)
 
     def gather(self) -> "DraftVocabRows":
         """Copy the rows, if they have only been indexed so far."""
-        return DraftVocabRows(self.logits.gather(), self.places) if isinstance(self.logits, IndexedRows) else self
+        return DraftVocabRows(self.logits.gather(), self.draft_ids) if isinstance(self.logits, IndexedRows) else self
 
     @property
     def tensor(self) -> Tensor:
@@ -39,8 +39,8 @@ class DraftVocabRows:
     def spread(self, logits: Tensor, width: int) -> Tensor:
         """Move [..., draft_vocab or more] logits of such rows to the target's tokens, [..., width], -inf elsewhere."""
         rows = logits.new_full((*logits.shape[:-1], width), -torch.inf)
-        of_target = logits.index_select(-1, self.places.clamp(min=0)).masked_fill_(self.places < 0, -torch.inf)
-        rows[..., : len(self.places)] = of_target
+        of_target = logits.index_select(-1, self.draft_ids.clamp(min=0)).masked_fill_(self.draft_ids < 0, -torch.inf)
+        rows[..., : len(self.draft_ids)] = of_target
         return rows
 
     def weight_outside(self, logits: Tensor, row_max: Tensor, temperature: Tensor) -> Tensor | None:
@@ -48,16 +48,16 @@ class DraftVocabRows:
 
         Only ids that could not be checked may leave some: on the CPU it is None.
         """
-        if on_host(self.places):
+        if on_host(self.draft_ids):
             return None
         size = logits.shape[-1]
         found = torch.zeros(size + 1, dtype=torch.bool, device=logits.device)
-        found.index_fill_(0, torch.where(self.places < 0, size, self.places), True)
+        found.index_fill_(0, torch.where(self.draft_ids < 0, size, self.draft_ids), True)
         weights = ((logits - row_max) / temperature[..., None]).exp()
         return weights.masked_fill_(found[:size], 0).sum(dim=-1)
 
 
-def places_of(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
+def target_to_draft(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
     """Return the draft id of each token of the target, [vocab] int64, -1 for those that the draft lacks.
 
     Values that could not be checked on the host are made harmless: an id outside the vocabulary is left out, and of equal
@@ -66,6 +66,6 @@ def places_of(draft_vocab_ids: Tensor, vocab: int) -> Tensor:
     ids = draft_vocab_ids.to(torch.int64)
     size = len(ids)
     inside = torch.where((ids >= 0) & (ids < vocab), ids, vocab)  # an entry that is cut off again
-    places = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
-    places.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
-    return torch.where(places < size, places, -1)[:vocab]
+    draft_ids = torch.full((vocab + 1,), size, dtype=torch.int64, device=ids.device)
+    draft_ids.scatter_reduce_(0, inside, torch.arange(size, device=ids.device), "amin")
+    return torch.where(draft_ids < size, draft_ids, -1)[:vocab]

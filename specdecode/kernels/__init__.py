@@ -7,7 +7,7 @@ each request from the statistics and a few blocks, and writes the output.
 
 | file | what is in it |
 |---|---|
-| `call` | from a batch to a step: allocate, read, truncate, settle, emit |
+| `call` | from a batch to a step: allocate, read, truncate, decide a block, emit |
 | `methods` | each method: what it decides while rows are read, how it decides, how it draws, when a batch is large for it |
 | `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
 | `bundles` | from the tensors of a call to these bundles |
@@ -36,7 +36,7 @@ each request from the statistics and a few blocks, and writes the output.
 |---|---|
 | a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `DECIDE` by `emit.emit_row` |
 | ... in a large batch | as `DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
-| ... in `block` | `block.decide_without_reading`; what that leaves open, `block.settle` |
+| ... in `block` | `block.decide_without_reading`; what that leaves open, `block.decide_block` |
 | a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.adjusted_blocks`: they call `adjustments.adjusted` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |

@@ -16,9 +16,8 @@ import triton.language as tl
 
 from specdecode import adjustments
 from specdecode.kernels.row_adjustments import load_drafts
-from specdecode.kernels.values import Loaded, Row, RowAdjustments, exists
+from specdecode.kernels.values import INFINITY, Loaded, Row, RowAdjustments, exists
 
-INFINITY = tl.constexpr(float("inf"))
 BIASES = tl.constexpr(32)
 """Ids of biases that are looked at at once."""
 MOST_COUNTED = tl.constexpr(adjustments.MOST_COUNTED)
@@ -96,7 +95,7 @@ def in_span(token_ids, span):
 
 @triton.jit
 def biases_in(span, adjustments, start):
-    """Return which of `BIASES` biases from a place on are of tokens in a span, as integers."""
+    """Return which of `BIASES` biases from an index on are of tokens in a span, as integers."""
     biases, places = adjustments.biases, start + tl.arange(0, BIASES)
     ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
     return in_span(ids, span)

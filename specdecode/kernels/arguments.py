@@ -157,7 +157,7 @@ class Workspace(NamedTuple):
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None likewise
-    kept_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None likewise
+    candidates_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None likewise
     terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
     listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
     residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
@@ -206,7 +206,7 @@ class Truncating(NamedTuple):
     OVERLAPS: Constant
 
 
-class Settling(NamedTuple):
+class BlockDecision(NamedTuple):
     """How block verification decides what it takes residual sums to decide."""
 
     BLOCKS: Constant  # so many are summed at once
@@ -225,6 +225,8 @@ class Searching(NamedTuple):
     DRAW: Constant  # and how it draws its token; None: DECIDE has drawn it
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
-    SETTLES: Constant  # or, in block verification, that is settled first
-    SUMS: Constant  # ... and block sums of the residual that the token is drawn from are in the workspace, as for `Settling`
+    DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
+    SUMS: (
+        Constant  # block sums of the residual that the token is drawn from are in the workspace, as for `BlockDecision`
+    )
     OVERLAPS: Constant

@@ -9,8 +9,8 @@ point mass. An i that is left *open* matters only above the largest accepted one
 1. `ratio_kernel`, a program for each draft: p(x) / q(x) from the statistics of both rows, and its row's `Residual`.
 2. `decide_kernel`, a program for each number of drafts: decides without reading, or lists the residual.
 3. `sum_kernel`: programs share the blocks of all listed residuals, 4 KB (bfloat16) a block for both rows.
-4. `settle`, at the start of the launch that emits: what is still open follows from the sums. The token after the accepted
-   drafts is drawn by `probabilistic.draw`.
+4. `decide_block`, at the start of the launch that emits: what is still open follows from the sums. The token after the
+   accepted drafts is drawn by `probabilistic.draw`.
 """
 
 import triton
@@ -35,7 +35,6 @@ from specdecode.kernels.residual import (
     residual_sums_at,
 )
 from specdecode.kernels.rows import (
-    INFINITY,
     LOG2_E,
     both_rows_at,
     draft_row_at,
@@ -46,7 +45,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
 from specdecode.kernels.stops import load_empty, load_stop
-from specdecode.kernels.values import Place, Residual
+from specdecode.kernels.values import INFINITY, Residual, RowContext
 from specdecode.kernels.vocabulary import NO_ID
 
 LOG_RATIO, ROW_MAX, DRAFT_MAX, LOG_SUM_RATIO, SUBTRACTED, LOG_SUM, SHARED = (tl.constexpr(field) for field in range(7))
@@ -65,23 +64,23 @@ def terms_at(workspace, request, offset, sizes):
 
 
 @triton.jit
-def shared_logprob(place, terms, inputs, workspace, sizes):
+def shared_logprob(context, terms, inputs, workspace, sizes):
     """Return log sum min(p, q) where p or q is a point mass: the log-probability of its token under the other."""
     shared = 0.0
     _, _, p, draft_normalizer, residual = terms
-    if p.one_hot >= 0:
+    if p.point_mass_token >= 0:
         logit = 0.0
         if inputs.draft.ptr is not None:
-            draft_row = draft_row_at(place, inputs, workspace, sizes)
-            logit = load_logit(draft_row, p.one_hot, draft_normalizer.one_hot < 0)
-        shared = logprob(logit, p.one_hot, draft_normalizer, place.temperature)
+            draft_row = draft_row_at(context, inputs, workspace, sizes)
+            logit = load_logit(draft_row, p.point_mass_token, draft_normalizer.point_mass_token < 0)
+        shared = logprob(logit, p.point_mass_token, draft_normalizer, context.temperature)
     elif residual.subtracted >= 0:
-        row = target_row_at(place, inputs, workspace, sizes)
+        row = target_row_at(context, inputs, workspace, sizes)
         is_token = True
         if workspace.draft_ids_ptr is not None:
             is_token = residual.subtracted != NO_ID
         logit = load_logit(row, residual.subtracted, is_token)
-        shared = logprob(logit, residual.subtracted, normalizer_of(p), place.temperature)
+        shared = logprob(logit, residual.subtracted, normalizer_of(p), context.temperature)
         if workspace.draft_ids_ptr is not None:
             shared = tl.where(is_token, shared, -INFINITY)
     return shared
@@ -162,14 +161,14 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
     admit_next_launch(tuning.OVERLAPS)
     await_launch(tuning.OVERLAPS)
     if offset < num_drafts:
-        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
-        raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while the terms are computed
-        terms = acceptance_terms(place, inputs, workspace, sizes)
+        context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
+        raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the terms are computed
+        terms = acceptance_terms(context, inputs, workspace, sizes)
         store_terms(
-            terms_at(workspace, request, offset, sizes), terms, shared_logprob(place, terms, inputs, workspace, sizes)
+            terms_at(workspace, request, offset, sizes), terms, shared_logprob(context, terms, inputs, workspace, sizes)
         )
         if workspace.logprobs_ptr is not None:
-            store_draft_logprob(place, normalizer_of(terms.p), raw, inputs, workspace, sizes)
+            store_draft_logprob(context, normalizer_of(terms.p), raw, inputs, workspace, sizes)
 
 
 @triton.jit
@@ -215,16 +214,16 @@ def sum_kernel(inputs, workspace, sizes, tuning):
         request, offset = listed_residual(share // chunks, workspace, sizes)
         terms_ptr = terms_at(workspace, request, offset, sizes)
         residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
-        place = Place(request, offset, None, None, load_temperature(inputs.requests, request))
+        context = RowContext(request, offset, None, None, load_temperature(inputs.requests, request))
         blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
-        rows = both_rows_at(place, inputs, workspace, sizes)
+        rows = both_rows_at(context, inputs, workspace, sizes)
         target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-        sums = residual_sums(logits_of(target, rows[0], blocks, tuning.LANES), draft, residual, place.temperature)
+        sums = residual_sums(logits_of(target, rows[0], blocks, tuning.LANES), draft, residual, context.temperature)
         tl.store(residual_sums_at(workspace, request, offset, sizes) + blocks, sums, mask=blocks < sizes.num_blocks)
 
 
 @triton.jit
-def settle(request, num_drafts, inputs, workspace, sizes):
+def decide_block(request, num_drafts, inputs, workspace, sizes):
     """Return how many drafts of a request are accepted, and whether a row up to there has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
@@ -243,21 +242,21 @@ def settle(request, num_drafts, inputs, workspace, sizes):
 @triton.jit
 def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
     """Return where a request stops, when its drafts are decided, and whether a row up to there has no finite logit."""
-    if tuning.SETTLES:
-        return settle(request, num_drafts, inputs, workspace, sizes)
+    if tuning.DECIDES_BLOCK:
+        return decide_block(request, num_drafts, inputs, workspace, sizes)
     else:
         stop = load_stop(workspace.state_ptr, request, sizes)
         return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
 
 
 @triton.jit
-def decide(place, noise, inputs, workspace, sizes):
-    """Return that the draft at a place is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
-    row = target_row_at(place, inputs, workspace, sizes)
-    statistics = load_target_statistics(place, workspace, sizes)
+def decide(context, noise, inputs, workspace, sizes):
+    """Return that a row's draft is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
+    row = target_row_at(context, inputs, workspace, sizes)
+    statistics = load_target_statistics(context, workspace, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))
-    if place.token >= 0:
-        terms_ptr = terms_at(workspace, place.request, place.offset, sizes)
+    if context.token >= 0:
+        terms_ptr = terms_at(workspace, context.request, context.offset, sizes)
         residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
-    p = combine(statistics, row, place.temperature, sizes)
+    p = combine(statistics, row, context.temperature, sizes)
     return False, normalizer_of(p), (p, residual)

@@ -73,9 +73,9 @@ class Structure(NamedTuple):
         return "ids" in self.names
 
     @property
-    def settles(self) -> bool:
+    def decides_block(self) -> bool:
         """Whether launches of their own decide about all drafts of a request, see `methods`."""
-        return self.has_drafts and self.method.settles
+        return self.has_drafts and self.method.decides_block
 
 
 def layout_of(rows: Tensor) -> str:

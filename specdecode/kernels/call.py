@@ -1,7 +1,7 @@
-"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, settle, emit, report.
+"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, decide a block, emit, report.
 
 `verify` and `sample` say what is asked for. `run_step` adds what both are given, and runs the plan of the step; `plan_step`
-makes that plan, once for calls of all sizes. To settle is a part of `block` verification alone. What happens inside the
+makes that plan, once for calls of all sizes. Only `block` verification decides a block. What happens inside the
 launches, and in which file, is in the two tables of `specdecode.kernels`.
 """
 
@@ -110,10 +110,10 @@ def verify(
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
     # A small batch keeps what is known of a request's rows in stop bits: more than these hold, decide as a large batch does.
-    large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.settles))
+    large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.decides_block))
     if many is None:
         many = requests >= MANY_REQUESTS
-    many = many and not large and not method.settles  # elsewhere it changes nothing
+    many = many and not large and not method.decides_block  # elsewhere it changes nothing
     run_step(method, outputs, tensors, numbers, batch, SELECT, large, many)
     return output
 
@@ -254,7 +254,7 @@ def add_adjustments(adjustments: Adjustments, tensors: dict[str, Tensor], number
 
 @functools.lru_cache(maxsize=1024)
 def plan_step(fields: tuple[Any, ...]) -> Plan:
-    """Plan the steps of a structure, given its fields: allocate, read, truncate, settle, emit, report."""
+    """Plan the steps of a structure, given its fields: allocate, read, truncate, decide a block, emit, report."""
     structure = Structure(*fields)
     inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
     early_decision, truncates = decision_while_reading(structure), structure.truncates
@@ -267,8 +267,8 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
     add_reading(plan, inputs, before_cutoffs, sizes, early_decision, structure.large, truncates, structure.flat)
     if truncates:
         add_truncation(plan, *given, structure.large, posted=posted)
-    sums_all = structure.settles and structure.draft is not None and not structure.large
-    if structure.settles:
+    sums_all = structure.decides_block and structure.draft is not None and not structure.large
+    if structure.decides_block:
         add_settling(plan, *given, sums_all)
     add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums_all, posted=posted)
     add_report(plan, structure, (inputs, outputs, workspace, sizes))
@@ -287,7 +287,7 @@ def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
             "draft_sampling: 'triton' takes drafts of the target's temperature only, as the same number or tensor; use "
             "'eager' or 'auto'"
         )
-    if not method.settles and batch.num_draft_tokens >= MOST_ROWS:
+    if not method.decides_block and batch.num_draft_tokens >= MOST_ROWS:
         return f"backend: 'triton' truncates rows of at most {MOST_ROWS - 1} drafts, got {batch.num_draft_tokens}"
     return None
 

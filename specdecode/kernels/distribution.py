@@ -15,7 +15,6 @@ import triton.language as tl
 from specdecode.kernels.greedy import argmax
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    INFINITY,
     WARP_BITS,
     base_2_scale,
     load_logits,
@@ -24,7 +23,7 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.statistics import load_target_statistics, sum_blocks, sum_in_order
-from specdecode.kernels.values import Distribution
+from specdecode.kernels.values import INFINITY, Distribution
 
 
 @triton.jit
@@ -51,10 +50,10 @@ def combine_below(row_max, statistics, row, temperature, sizes):
 
 
 @triton.jit
-def target_distribution(place, inputs, workspace, sizes):
-    """Return the target row at a place, and its distribution."""
-    row = target_row_at(place, inputs, workspace, sizes)
-    return row, combine(load_target_statistics(place, workspace, sizes), row, place.temperature, sizes)
+def target_distribution(context, inputs, workspace, sizes):
+    """Return the target row at a context, and its distribution."""
+    row = target_row_at(context, inputs, workspace, sizes)
+    return row, combine(load_target_statistics(context, workspace, sizes), row, context.temperature, sizes)
 
 
 @triton.jit
@@ -118,12 +117,12 @@ def combine_recomputed(statistics, row, temperature, sizes):
     if (temperature > 0) & (tl.abs(row_max) < INFINITY):
         block_sums = relative_sums(row_max, statistics, temperature)
         sumexp = sum_in_order(block_sums)
-        one_hot = tl.full([], -1, tl.int32)
+        point_mass_token = tl.full([], -1, tl.int32)
     else:
         block_sums = tl.zeros([sizes.MAX_BLOCKS], tl.float32)
         sumexp = 1.0
-        one_hot = argmax(row, statistics[0], row_max)
-    return Distribution(row_max, sumexp, one_hot, block_sums)
+        point_mass_token = argmax(row, statistics[0], row_max)
+    return Distribution(row_max, sumexp, point_mass_token, block_sums)
 
 
 @triton.jit
@@ -168,6 +167,10 @@ def recompute_block(row, block, scale):
 @triton.jit
 def logprob(logit, token, normalizer, temperature):
     """Return the log-probability of a token, given its logit."""
-    row_max, log_sum, one_hot = normalizer
-    if_one_hot = tl.where(token == one_hot, 0.0, -INFINITY)
-    return tl.where(one_hot < 0, scaled(logit, tl.where(one_hot < 0, row_max, 0.0), temperature) - log_sum, if_one_hot)
+    row_max, log_sum, point_mass_token = normalizer
+    if_one_hot = tl.where(token == point_mass_token, 0.0, -INFINITY)
+    return tl.where(
+        point_mass_token < 0,
+        scaled(logit, tl.where(point_mass_token < 0, row_max, 0.0), temperature) - log_sum,
+        if_one_hot,
+    )

@@ -25,7 +25,6 @@ from specdecode.kernels.request import (
     locate_program,
     with_draft,
 )
-from specdecode.kernels.rows import INFINITY
 from specdecode.kernels.selection import noise_at, sample
 from specdecode.kernels.stops import (
     EMPTY_BITS,
@@ -37,32 +36,32 @@ from specdecode.kernels.stops import (
     load_stop,
     state_of_bits,
 )
-from specdecode.kernels.values import Place
+from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
-def emit_sample(place, inputs, outputs, workspace, sizes, tuning):
+def emit_sample(context, inputs, outputs, workspace, sizes, tuning):
     """Draw the token of a request without drafts."""
-    noise = noise_at(place, inputs.requests, sizes)
+    noise = noise_at(context, inputs.requests, sizes)
     await_launch(tuning.OVERLAPS)
-    raw = load_raw_statistics(place, inputs, workspace, sizes)
-    token, normalizer = sample(place, noise, inputs, workspace, sizes)
-    store_normalizer(outputs, place, normalizer, workspace)
+    raw = load_raw_statistics(context, inputs, workspace, sizes)
+    token, normalizer = sample(context, noise, inputs, workspace, sizes)
+    store_normalizer(outputs, context, normalizer, workspace)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
-        logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-    store_sample(outputs, place, token, logprob, normalizer.row_max == -INFINITY, sizes)
+        asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
+        logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
+    store_sample(outputs, context, token, logprob, normalizer.row_max == -INFINITY, sizes)
 
 
 @triton.jit
-def emit_row(place, inputs, outputs, workspace, sizes, tuning):
+def emit_row(context, inputs, outputs, workspace, sizes, tuning):
     """Decide about one row; draw the token that is emitted if the request stops there."""
     IS_DRAWN: tl.constexpr = tuning.DRAW is None
     ASKED: tl.constexpr = outputs.logprobs_ptr is not None
-    request, offset = place.request, place.offset
-    place = with_draft(place, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
-    noise = noise_at(place, inputs.requests, sizes)
+    request, offset = context.request, context.offset
+    context = with_draft(context, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
+    noise = noise_at(context, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
     bits_ptr = state_of_bits(workspace.state_ptr, sizes, tuning.POSTED)
@@ -76,54 +75,56 @@ def emit_row(place, inputs, outputs, workspace, sizes, tuning):
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
-        raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while it is decided
-        accepted, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while it is decided
+        accepted, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, normalizer.row_max == -INFINITY
         if tuning.POSTED:
             stops |= offset == last
         logprob = 0.0
         if ASKED:
-            asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
+            asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
         if stops:
             if IS_DRAWN:
                 if ASKED:
-                    logprob = logprob_asked(place, source, asked, inputs, workspace, sizes)
-                store_token(outputs, place, source, logprob, sizes)
+                    logprob = logprob_asked(context, source, asked, inputs, workspace, sizes)
+                store_token(outputs, context, source, logprob, sizes)
             else:
-                add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN)  # whose result is not waited for
-                token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+                add_stop_bits(bits_ptr, context, stops, is_empty, IS_DRAWN)  # whose result is not waited for
+                token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
                 if ASKED:
-                    logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-                bits = hand_in(outputs, bits_ptr, place, token, logprob, sizes)
+                    logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
+                bits = hand_in(outputs, bits_ptr, context, token, logprob, sizes)
         elif ASKED:
-            store_logprob(outputs, place, logprob_asked(place, place.token, asked, inputs, workspace, sizes), sizes)
+            store_logprob(
+                outputs, context, logprob_asked(context, context.token, asked, inputs, workspace, sizes), sizes
+            )
     if IS_DRAWN or stops == 0:
-        bits = add_stop_bits(bits_ptr, place, stops, is_empty, IS_DRAWN or ASKED)
-    if is_to_finish(bits_ptr, place, bits, sizes, IS_DRAWN):
+        bits = add_stop_bits(bits_ptr, context, stops, is_empty, IS_DRAWN or ASKED)
+    if is_to_finish(bits_ptr, context, bits, sizes, IS_DRAWN):
         stop = first_row(bits, STOP_BITS)
         store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
 
 
 @triton.jit
-def emit_request(place, inputs, outputs, workspace, sizes, tuning):
+def emit_request(context, inputs, outputs, workspace, sizes, tuning):
     """Draw the token where a request stops, and write its output."""
-    request = place.request
+    request = context.request
     counted = count_drafts(inputs.drafts, request, sizes)
     await_launch(tuning.OVERLAPS)
     stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
-    place = with_draft(place, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
-    noise = noise_at(place, inputs.requests, sizes)
-    raw = load_raw_statistics(place, inputs, workspace, sizes)  # in flight while the row is looked at
+    context = with_draft(context, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
+    noise = noise_at(context, inputs.requests, sizes)
+    raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the row is looked at
     # It is known where the request stops: this is for what its token is drawn from.
-    _, normalizer, source = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+    _, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
     token = source
     if tuning.DRAW is not None:
-        token = tuning.DRAW(place, noise, source, inputs, workspace, sizes, tuning)
+        token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
-        asked = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
-        logprob = logprob_asked(place, token, asked, inputs, workspace, sizes)
-    store_token(outputs, place, token, logprob, sizes)
+        asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
+        logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
+    store_token(outputs, context, token, logprob, sizes)
     store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (normalizer.row_max == -INFINITY), sizes)
 
 
@@ -135,10 +136,10 @@ def emit_kernel(inputs, outputs, workspace, sizes, tuning):
         programs = sizes.num_draft_tokens + 1
     request, offset = locate_program(programs, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
-    place = Place(request, offset, -1, load_key(inputs.requests, request), temperature)
+    context = RowContext(request, offset, -1, load_key(inputs.requests, request), temperature)
     if inputs.drafts.ids_ptr is None:
-        emit_sample(place, inputs, outputs, workspace, sizes, tuning)
+        emit_sample(context, inputs, outputs, workspace, sizes, tuning)
     elif tuning.PER_ROW:
-        emit_row(place, inputs, outputs, workspace, sizes, tuning)
+        emit_row(context, inputs, outputs, workspace, sizes, tuning)
     else:
-        emit_request(place, inputs, outputs, workspace, sizes, tuning)
+        emit_request(context, inputs, outputs, workspace, sizes, tuning)

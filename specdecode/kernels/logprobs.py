@@ -24,34 +24,34 @@ from specdecode.kernels.values import Normalizer
 @triton.jit
 def normalizer_of(p):
     """Return what gives log-probabilities under a distribution."""
-    return Normalizer(p.row_max, tl.log(p.sumexp), p.one_hot)
+    return Normalizer(p.row_max, tl.log(p.sumexp), p.point_mass_token)
 
 
 @triton.jit
-def load_raw_statistics(place, inputs, workspace, sizes):
-    """Return the statistics at temperature 1 of the target row at a place, if raw log-probabilities are asked for."""
+def load_raw_statistics(context, inputs, workspace, sizes):
+    """Return the statistics at temperature 1 of the target row at a context, if raw log-probabilities are asked for."""
     if workspace.raw_statistics_ptr is None:
         return 0.0, 0.0
     else:
-        pointer = raw_statistics(workspace, place.request, place.offset, sizes)
-        return load_statistics(pointer, differs_from_raw(place, inputs, workspace), sizes)
+        pointer = raw_statistics(workspace, context.request, context.offset, sizes)
+        return load_statistics(pointer, differs_from_raw(context, inputs, workspace), sizes)
 
 
 @triton.jit
-def differs_from_raw(place, inputs, workspace):
+def differs_from_raw(context, inputs, workspace):
     """Return whether a row's distribution may differ from the raw one: at temperature 1, not truncated, not adjusted."""
     differs = True
     if workspace.cutoffs_ptr is None and not inputs.adjustments.EXIST:
-        differs = place.temperature != 1
+        differs = context.temperature != 1
     return differs
 
 
 @triton.jit
-def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
-    """Return what gives the log-probabilities asked for at a place: as given, or of the `raw` statistics of its row."""
+def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
+    """Return what gives the log-probabilities asked for at a context: as given, or of the `raw` statistics of its row."""
     if workspace.raw_statistics_ptr is not None:
-        if differs_from_raw(place, inputs, workspace):
-            row = stored_target_row_at(place.request, place.offset, inputs)
+        if differs_from_raw(context, inputs, workspace):
+            row = stored_target_row_at(context.request, context.offset, inputs)
             row_max, one = normalizer.row_max, tl.full([], 1.0, tl.float32)
             if inputs.adjustments.EXIST:
                 row_max = tl.max(raw[0], 0)
@@ -60,20 +60,20 @@ def normalizer_asked(place, normalizer, raw, inputs, workspace, sizes):
 
 
 @triton.jit
-def logprob_asked(place, token, normalizer, inputs, workspace, sizes):
-    """Return the log-probability of a token at a place, given what `normalizer_asked` returns."""
-    is_there = token < place.request.vocab_size  # a request without rows emits token 0, of which it has no logit
+def logprob_asked(context, token, normalizer, inputs, workspace, sizes):
+    """Return the log-probability of a token at a context, given what `normalizer_asked` returns."""
+    is_there = token < context.request.vocab_size  # a request without rows emits token 0, of which it has no logit
     if workspace.raw_statistics_ptr is None:
-        row, temperature = target_row_at(place, inputs, workspace, sizes), place.temperature
+        row, temperature = target_row_at(context, inputs, workspace, sizes), context.temperature
     else:
-        row = stored_target_row_at(place.request, place.offset, inputs)
+        row = stored_target_row_at(context.request, context.offset, inputs)
         temperature = tl.full([], 1.0, tl.float32)
     return logprob(load_logit(row, token, is_there), token, normalizer, temperature)
 
 
 @triton.jit
-def store_draft_logprob(place, normalizer, raw, inputs, workspace, sizes):
-    """Write the log-probability of the draft at a place into the output, for the case that it is emitted."""
-    normalizer = normalizer_asked(place, normalizer, raw, inputs, workspace, sizes)
-    value = logprob_asked(place, place.token, normalizer, inputs, workspace, sizes)
-    tl.store(workspace.logprobs_ptr + row_index(place.request, place.offset, False, sizes), value)
+def store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes):
+    """Write the log-probability of a row's draft into the output, for the case that it is emitted."""
+    normalizer = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
+    value = logprob_asked(context, context.token, normalizer, inputs, workspace, sizes)
+    tl.store(workspace.logprobs_ptr + row_index(context.request, context.offset, False, sizes), value)

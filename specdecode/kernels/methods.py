@@ -14,11 +14,12 @@ class Method:
     Attributes:
         name: of the method; a step without drafts is one of `strict`.
         reads_drafts: it reads draft logits. Else its decision about a draft draws the token that is emitted in its stead.
-        settles: launches of its own decide about all drafts of a request, between reading and emitting.
+        decides_block: launches of its own decide about all drafts of a request, between reading and emitting.
         decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
         decide_before_truncation: likewise, of rows that are truncated afterwards.
-        decide: returns whether the draft is accepted (False if it settles), the row's `Normalizer`, and a source: what
-            `draw` draws from, or the token itself if `draw` is None. The two above return as much; their source is not used.
+        decide: returns whether the draft is accepted (False if launches of its own decide), the row's `Normalizer`, and a
+            source: the input of `draw`, or the token itself if `draw` is None. The two above return as much; their source
+            is not used.
         draw: how it draws the token after the accepted drafts from that source, recovered or bonus; None: `decide` has.
         num_warps: of a program that emits without draft logits; 8 with.
         large_rows: a batch with so many rows to read is large: it pays to find out early which rows do not matter.
@@ -26,7 +27,7 @@ class Method:
 
     name: str
     reads_drafts: bool
-    settles: bool
+    decides_block: bool
     decide_while_reading: Any
     decide_before_truncation: Any
     decide: Any
@@ -38,7 +39,7 @@ class Method:
 STRICT = Method(
     "strict",
     reads_drafts=False,
-    settles=False,
+    decides_block=False,
     decide_while_reading=strict.decide_while_reading,
     decide_before_truncation=None,
     decide=strict.decide,
@@ -49,7 +50,7 @@ STRICT = Method(
 PROBABILISTIC = Method(
     "probabilistic",
     reads_drafts=True,
-    settles=False,
+    decides_block=False,
     decide_while_reading=probabilistic.decide,
     decide_before_truncation=early.may_accept,
     decide=probabilistic.decide,
@@ -60,7 +61,7 @@ PROBABILISTIC = Method(
 BLOCK = Method(
     "block",
     reads_drafts=True,
-    settles=True,
+    decides_block=True,
     decide_while_reading=None,
     decide_before_truncation=None,
     decide=block.decide,

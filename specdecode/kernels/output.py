@@ -9,33 +9,33 @@ from specdecode.kernels.stops import EARLY, STOP_BITS, are_complete, bits_at, fi
 
 
 @triton.jit
-def store_token(outputs, place, token, logprob, sizes):
-    """Write the token at a place."""
-    tl.store(outputs.token_ids_ptr + row_index(place.request, place.offset, False, sizes), token)
-    store_logprob(outputs, place, logprob, sizes)
+def store_token(outputs, context, token, logprob, sizes):
+    """Write the token at a context."""
+    tl.store(outputs.token_ids_ptr + row_index(context.request, context.offset, False, sizes), token)
+    store_logprob(outputs, context, logprob, sizes)
 
 
 @triton.jit
-def store_logprob(outputs, place, logprob, sizes):
-    """Write the log-probability of the token at a place, if it is asked for."""
+def store_logprob(outputs, context, logprob, sizes):
+    """Write the log-probability of the token at a context, if it is asked for."""
     if outputs.logprobs_ptr is not None:
-        tl.store(outputs.logprobs_ptr + row_index(place.request, place.offset, False, sizes), logprob)
+        tl.store(outputs.logprobs_ptr + row_index(context.request, context.offset, False, sizes), logprob)
 
 
 @triton.jit
-def hand_in(outputs, state_ptr, place, token, logprob, sizes):
+def hand_in(outputs, state_ptr, context, token, logprob, sizes):
     """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
 
     Before all bits are there that is not known: the token is written early, and the EARLY bit set.
     """
     REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
-    bits = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire" if REPLACES else "relaxed")
+    bits = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire" if REPLACES else "relaxed")
     complete = are_complete(bits, sizes)
-    if (complete == 0) | (first_row(bits, STOP_BITS) == place.offset):
-        store_token(outputs, place, token, logprob, sizes)
+    if (complete == 0) | (first_row(bits, STOP_BITS) == context.offset):
+        store_token(outputs, context, token, logprob, sizes)
     if complete == 0:
         tl.debug_barrier()  # all threads have written, before one of them publishes the token
-        bits = EARLY | tl.atomic_or(bits_at(state_ptr, place.request), EARLY, sem="acq_rel")
+        bits = EARLY | tl.atomic_or(bits_at(state_ptr, context.request), EARLY, sem="acq_rel")
     return bits
 
 
@@ -60,27 +60,29 @@ def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
 
 
 @triton.jit
-def store_sample(outputs, place, token, logprob, is_empty, sizes):
+def store_sample(outputs, context, token, logprob, is_empty, sizes):
     """Write the output of a request without drafts."""
-    store_token(outputs, place, token.to(tl.int64), logprob, sizes)
+    store_token(outputs, context, token.to(tl.int64), logprob, sizes)
     if outputs.num_accepted_ptr is not None:
-        tl.store(outputs.num_accepted_ptr + place.request.index, 0)
-        tl.store(outputs.num_drafts_ptr + place.request.index, 0)
-        tl.store(outputs.invalid_ptr + place.request.index, is_empty)
+        tl.store(outputs.num_accepted_ptr + context.request.index, 0)
+        tl.store(outputs.num_drafts_ptr + context.request.index, 0)
+        tl.store(outputs.invalid_ptr + context.request.index, is_empty)
 
 
 @triton.jit
-def store_normalizer(outputs, place, normalizer, workspace):
+def store_normalizer(outputs, context, normalizer, workspace):
     """Write the logsumexp of the row of a request without drafts, and the last token kept, if they are asked for.
 
     If all tokens are kept that is -1, and of a greedy row its only token.
     """
     if outputs.logsumexp_ptr is not None:
-        logsumexp = tl.where(place.temperature > 0, normalizer.row_max / place.temperature + normalizer.log_sum, 0.0)
-        tl.store(outputs.logsumexp_ptr + place.request.index, logsumexp)
+        logsumexp = tl.where(
+            context.temperature > 0, normalizer.row_max / context.temperature + normalizer.log_sum, 0.0
+        )
+        tl.store(outputs.logsumexp_ptr + context.request.index, logsumexp)
     if outputs.cutoff_ptr is not None:
-        cutoff = normalizer.one_hot
+        cutoff = normalizer.point_mass_token
         if workspace.cutoffs_ptr is not None:
-            kept = tl.load(workspace.cutoffs_ptr + place.request.index * 2 + 1).to(tl.int32, bitcast=True)
-            cutoff = tl.where(place.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
-        tl.store(outputs.cutoff_ptr + place.request.index, cutoff.to(tl.int64))
+            kept = tl.load(workspace.cutoffs_ptr + context.request.index * 2 + 1).to(tl.int32, bitcast=True)
+            cutoff = tl.where(context.temperature > 0, tl.where(kept == LAST_TOKEN, -1, kept), cutoff)
+        tl.store(outputs.cutoff_ptr + context.request.index, cutoff.to(tl.int64))

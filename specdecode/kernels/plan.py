@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from specdecode.kernels.arguments import (
+    BlockDecision,
     Inputs,
     Mapping,
     Outputs,
     Reading,
     Searching,
-    Settling,
     Sizes,
     Truncating,
     Workspace,
@@ -61,7 +61,7 @@ MORE_REGISTERS = 16
 # LANES of all that sums residuals. They set the order, and so the last bit, which must not depend on the batch.
 RESIDUAL_LANES = 256
 
-# In block verification: programs that share all sums, and BLOCKS of `arguments.Settling`.
+# In block verification: programs that share all sums, and BLOCKS of `arguments.BlockDecision`.
 SUM_PROGRAMS, SUM_BLOCKS = 1056, 4
 
 # TOP and BLOCKS of `arguments.Searching`: more blocks at once are more often enough, and take longer. With so many requests
@@ -79,10 +79,14 @@ def allocate(
 
     Programs that count each other (`counts`) need zeros to start from. Else the first launch clears what the next ones use.
     """
-    truncates, settles, num_drafts = structure.truncates, structure.settles, sizes.batch * sizes.num_draft_tokens
+    truncates, decides_block, num_drafts = (
+        structure.truncates,
+        structure.decides_block,
+        sizes.batch * sizes.num_draft_tokens,
+    )
     has_draft_rows = inputs.draft.ptr is not None
     num_rows, of_state = num_drafts + sizes.batch, sizes.batch * FIELDS.value
-    rows_read, sums = num_rows + num_drafts * has_draft_rows, settles and has_draft_rows
+    rows_read, sums = num_rows + num_drafts * has_draft_rows, decides_block and has_draft_rows
     state = of_state + num_rows
     if truncates:  # stop bits, at an even index
         state += state % 2 + of_state
@@ -92,7 +96,7 @@ def allocate(
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "maxima": (torch.float32, rows_read * WARP.value * sizes.num_blocks) if truncates else None,
         "kept": (torch.int64, rows_read * list_size(sizes.MAX_BLOCKS)) if truncates else None,
-        "terms": (torch.float32, num_rows * TERMS.value) if settles else None,
+        "terms": (torch.float32, num_rows * TERMS.value) if decides_block else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if structure.logprobs == "raw" else None,
@@ -105,7 +109,7 @@ def allocate(
 
 def decision_while_reading(structure: Structure) -> Any:
     """Return how the launch that reads decides about drafts: it does in a large batch, if the method can know so early."""
-    if not structure.large or structure.settles:
+    if not structure.large or structure.decides_block:
         return None
     method = structure.method
     return method.decide_before_truncation if structure.truncates else method.decide_while_reading
@@ -119,7 +123,7 @@ def add_mapping(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) 
 
 def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
     """Add the launches of block verification between reading and emitting; those that decide read `sums`, or not."""
-    tuning = Settling(SUM_BLOCKS, RESIDUAL_LANES, False, can_overlap(plan.device))
+    tuning = BlockDecision(SUM_BLOCKS, RESIDUAL_LANES, False, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
     plan.add(ratio_kernel, requests * num_draft_tokens, (*bundles, tuning), num_warps=4)
     deciding = *bundles, tuning._replace(SUMS=sums)
@@ -210,10 +214,10 @@ def add_emission(
 ) -> None:
     """Add the launch that emits; stops may have been posted while reading."""
     method, large = structure.method, structure.large
-    per_row = structure.has_drafts and not structure.settles and (structure.truncates or not large)
+    per_row = structure.has_drafts and not structure.decides_block and (structure.truncates or not large)
     searches = structure.draft is not None and not sums
     search = "large" if large and not per_row else "many" if searches and (structure.many or large) else "few"
-    flags = per_row, per_row and posted, structure.settles, sums, can_overlap(plan.device)
+    flags = per_row, per_row and posted, structure.decides_block, sums, can_overlap(plan.device)
     tuning = Searching(*SEARCH[search], RESIDUAL_LANES, method.decide, method.draw, *flags)
     inputs, *_, sizes = bundles
     has_draft_rows = inputs.draft.ptr is not None

@@ -23,7 +23,6 @@ from specdecode.kernels.residual import (
     sums_without,
 )
 from specdecode.kernels.rows import (
-    INFINITY,
     base_2_scale,
     draft_row_at,
     load_logit,
@@ -35,7 +34,7 @@ from specdecode.kernels.rows import (
 from specdecode.kernels.selection import select_block, select_token, token_weights
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.synthetic import is_scheduled
-from specdecode.kernels.values import Normalizer, Residual, Terms
+from specdecode.kernels.values import INFINITY, Normalizer, Residual, Terms
 from specdecode.kernels.vocabulary import by_target, token_of
 
 
@@ -48,26 +47,26 @@ def log_quotient(a, b):
 
 
 @triton.jit
-def acceptance_terms(place, inputs, workspace, sizes):
-    """Return what decides about the draft at a place, and what is drawn from if it is rejected.
+def acceptance_terms(context, inputs, workspace, sizes):
+    """Return what decides about a row's draft, and what is drawn from if it is rejected.
 
     Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
     """
-    request, offset, token, _, temperature = place
+    request, offset, token, _, temperature = context
     has_draft_row = False
     # All that is needed is loaded before any of it is used.
-    row = target_row_at(place, inputs, workspace, sizes)
-    statistics = load_target_statistics(place, workspace, sizes)
+    row = target_row_at(context, inputs, workspace, sizes)
+    statistics = load_target_statistics(context, workspace, sizes)
     logit = load_logit(row, token, token >= 0)
     if inputs.draft.ptr is not None:
         has_draft_row = (temperature > 0) & (token >= 0)
-        draft_row = own_draft_row_at(place, inputs, workspace, sizes)
+        draft_row = own_draft_row_at(context, inputs, workspace, sizes)
         draft_logit = load_logit(by_target(draft_row, workspace, sizes), token, has_draft_row)
         summarised = has_draft_row
         if inputs.drafts.logsumexp_ptr is not None:
             logsumexp = load_logsumexp(inputs.drafts, request, offset, has_draft_row)
             summarised = tl.where(is_trusted(logsumexp), False, summarised)
-        summary = load_draft_statistics(place, summarised, workspace, sizes)
+        summary = load_draft_statistics(context, summarised, workspace, sizes)
 
     if inputs.draft.ptr is not None and inputs.drafts.logsumexp_ptr is None:
         p, q = combine_both(statistics, summary, row, draft_row, has_draft_row, temperature, sizes)
@@ -87,11 +86,11 @@ def acceptance_terms(place, inputs, workspace, sizes):
             if summarised:
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
-                draft_max, draft_one_hot = q.row_max, token_of(q.one_hot, inputs, workspace, sizes)
+                draft_max, draft_one_hot = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
                 draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
-    subtracted = tl.where(p.one_hot >= 0, NONE, subtracted)
+    subtracted = tl.where(p.point_mass_token >= 0, NONE, subtracted)
     residual = Residual(p.row_max, draft_max, log_sum_ratio, subtracted)
     return Terms(log_p, log_q, p, Normalizer(draft_max, draft_log_sum, draft_one_hot), residual)
 
@@ -103,33 +102,33 @@ def is_possible(terms):
 
 
 @triton.jit
-def accepts(terms, place, uniform, drafts):
-    """Return whether the draft at a place is accepted: u <= p(x) / q(x), or by a schedule."""
+def accepts(terms, context, uniform, drafts):
+    """Return whether a row's draft is accepted: u <= p(x) / q(x), or by a schedule."""
     if drafts.rates_ptr is None:
-        return (place.token >= 0) & is_possible(terms) & (tl.log(uniform) <= terms.log_p - terms.log_q)
+        return (context.token >= 0) & is_possible(terms) & (tl.log(uniform) <= terms.log_p - terms.log_q)
     else:
-        return is_scheduled(place, uniform, drafts)
+        return is_scheduled(context, uniform, drafts)
 
 
 @triton.jit
-def draw(place, noise, source, inputs, workspace, sizes, tuning):
-    """Draw the token at a place, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
+def draw(context, noise, source, inputs, workspace, sizes, tuning):
+    """Draw the token at a context, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
     p, residual = source
-    row = target_row_at(place, inputs, workspace, sizes)
+    row = target_row_at(context, inputs, workspace, sizes)
     block = tl.full([], -1, tl.int32)
-    token, block_sums, subtracted = p.one_hot, p.block_sums, residual.subtracted
+    token, block_sums, subtracted = p.point_mass_token, p.block_sums, residual.subtracted
     if inputs.draft.ptr is not None:
-        draft_row = draft_row_at(place, inputs, workspace, sizes)
+        draft_row = draft_row_at(context, inputs, workspace, sizes)
         rows = row, draft_row
         if subtracted == ROW:
             if tuning.SUMS:
-                block = select_summed_block(place, noise.exponentials, workspace, sizes)
+                block = select_summed_block(context, noise.exponentials, workspace, sizes)
             else:
-                block = select_residual_block(place, noise.exponentials, source, rows, inputs, sizes, tuning)
+                block = select_residual_block(context, noise.exponentials, source, rows, inputs, sizes, tuning)
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
-        without = sums_without(subtracted, p, row, place.temperature, inputs, sizes)
+        without = sums_without(subtracted, p, row, context.temperature, inputs, sizes)
         if tl.sum(without, 0) > 0:
             block_sums = without
         else:
@@ -141,19 +140,19 @@ def draw(place, noise, source, inputs, workspace, sizes, tuning):
         target = load_logits(row, token_ids, True)
         if inputs.draft.ptr is not None:
             draft = load_logits(draft_row, token_ids, subtracted == ROW)
-        token_exponentials = exponential(place.key, place.offset, token_ids, inputs.requests.token_domain)
-        weights = tl.where(token_ids == subtracted, 0.0, token_weights(target, p.row_max, place.temperature))
+        token_exponentials = exponential(context.key, context.offset, token_ids, inputs.requests.token_domain)
+        weights = tl.where(token_ids == subtracted, 0.0, token_weights(target, p.row_max, context.temperature))
         if inputs.draft.ptr is not None:
             if subtracted == ROW:
-                left = shortfall(target, draft, residual, base_2_scale(place.temperature))
+                left = shortfall(target, draft, residual, base_2_scale(context.temperature))
                 weights = tl.where(left > 0, weights * left, 0.0)
         token = select_token(weights, token_exponentials, block)
     return tl.minimum(token, sizes.vocab_size - 1).to(tl.int64)
 
 
 @triton.jit
-def decide(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, the row's normalizer, and what is drawn from if it is not."""
-    terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+def decide(context, noise, inputs, workspace, sizes):
+    """Return whether a row's draft is accepted, the row's normalizer, and what is drawn from if it is not."""
+    terms = acceptance_terms(context, inputs, workspace, sizes)
+    accepted = accepts(terms, context, noise.uniform, inputs.drafts)
     return accepted, normalizer_of(terms.p), (terms.p, terms.residual)

@@ -20,7 +20,6 @@ from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    INFINITY,
     WARP_BITS,
     load_stored_blocks,
     logits_of_stored,
@@ -39,7 +38,7 @@ from specdecode.kernels.statistics import (
     target_statistics,
 )
 from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
-from specdecode.kernels.values import Place
+from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
@@ -77,13 +76,13 @@ def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, 
 
 
 @triton.jit
-def summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning):
+def summarise(chunk, context, logsumexp, inputs, workspace, sizes, tuning):
     """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
 
-    The draft row is read where the place has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
+    The draft row is read where the context has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
     the draft and that argument at least one is None.
     """
-    request, offset, token, _, temperature = place
+    request, offset, token, _, temperature = context
     row = whole_target_row_at(request, offset, inputs, sizes)
     statistics = target_statistics(workspace, request, offset, sizes)
     maxima_ptr, its_maxima = None, None
@@ -156,15 +155,15 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
     """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
-        place = Place(request, offset, token, load_key(inputs.requests, request), temperature)
-        noise = noise_at(place, inputs.requests, sizes)
-        accepted, normalizer, _ = tuning.DECIDE(place, noise, inputs, workspace, sizes)
+        context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
+        noise = noise_at(context, inputs.requests, sizes)
+        accepted, normalizer, _ = tuning.DECIDE(context, noise, inputs, workspace, sizes)
         if normalizer.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
             if accepted:
-                raw = load_raw_statistics(place, inputs, workspace, sizes)
-                store_draft_logprob(place, normalizer, raw, inputs, workspace, sizes)
+                raw = load_raw_statistics(context, inputs, workspace, sizes)
+                store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
         post_stop(workspace.state_ptr, request, offset, sizes)
 
@@ -192,8 +191,8 @@ def read_kernel(inputs, workspace, sizes, tuning):
             if chunk == 0:
                 clear_state(workspace.state_ptr, request)
     if matters:
-        place = Place(request, offset, token, None, temperature)
-        summarise(chunk, place, logsumexp, inputs, workspace, sizes, tuning)
+        context = RowContext(request, offset, token, None, temperature)
+        summarise(chunk, context, logsumexp, inputs, workspace, sizes, tuning)
         if workspace.draft_ids_ptr is not None:  # here, or else the next launch would not wait for the map
             await_launch(tuning.OVERLAPS)
         if DECIDES:

@@ -24,7 +24,6 @@ from specdecode.kernels.logprobs import differs_from_raw, load_raw_statistics, n
 from specdecode.kernels.request import load_temperature, locate_program
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    INFINITY,
     LAST_TOKEN,
     key_of,
     load_logits,
@@ -36,7 +35,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.statistics import load_target_statistics
 from specdecode.kernels.truncation.narrow import NO_ORDER, order_of, token_in_order
-from specdecode.kernels.values import Place
+from specdecode.kernels.values import INFINITY, RowContext
 
 MOST_KEPT = tl.constexpr(limits.MOST_KEPT)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(limits.MOST_TOP_LOGPROBS))
@@ -48,11 +47,11 @@ NO_TOKEN = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def raw_statistics_of(place, inputs, workspace, sizes):
+def raw_statistics_of(context, inputs, workspace, sizes):
     """Return the statistics at temperature 1 of a row as it is in memory; where they are no others, those of the row."""
-    block_max, sumexp = load_raw_statistics(place, inputs, workspace, sizes)
-    if differs_from_raw(place, inputs, workspace) == 0:
-        block_max, sumexp = load_target_statistics(place, workspace, sizes)
+    block_max, sumexp = load_raw_statistics(context, inputs, workspace, sizes)
+    if differs_from_raw(context, inputs, workspace) == 0:
+        block_max, sumexp = load_target_statistics(context, workspace, sizes)
     return block_max, sumexp
 
 
@@ -61,7 +60,7 @@ def distribution_of(row, statistics, temperature, sizes):
     """Return the distribution of a row, and the maximum of each block: none if it is a point mass."""
     p = combine(statistics, row, temperature, sizes)
     block_max, _ = recompute_nonfinite(statistics, row, temperature, sizes)
-    return p, tl.where(p.one_hot < 0, block_max, -INFINITY)
+    return p, tl.where(p.point_mass_token < 0, block_max, -INFINITY)
 
 
 @triton.jit
@@ -88,8 +87,8 @@ def report_likeliest(row, p, block_max, temperature, index, report, sizes):
     """Write the likeliest tokens of a row and their log-probabilities."""
     normalizer, last = normalizer_of(p), tl.full([], NO_ORDER, tl.int64)
     for rank in range(report.num_top):
-        token, value = tl.where(rank == 0, p.one_hot, -1), tl.where(rank == 0, 0.0, -INFINITY)
-        if p.one_hot < 0:
+        token, value = tl.where(rank == 0, p.point_mass_token, -1), tl.where(rank == 0, 0.0, -INFINITY)
+        if p.point_mass_token < 0:
             last, block_max = next_in_order(row, block_max, last, sizes)
             logit, token = token_in_order(last)
             value = logprob(logit, token, normalizer, temperature)
@@ -123,12 +122,12 @@ def report_kept(row, p, block_max, index, workspace, report, sizes):
     num_listed = list_kept(row, block_max, ids_ptr, sizes)  # none of a point mass
     tl.debug_barrier()  # if they are too many, other threads write -1 where some are listed
     entries, start = tl.arange(0, MOST_KEPT), tl.where(num_listed <= MOST_KEPT, num_listed, 0)
-    tl.store(ids_ptr + entries, tl.where(entries == 0, p.one_hot, -1), mask=entries >= start)
-    cutoff = p.one_hot
+    tl.store(ids_ptr + entries, tl.where(entries == 0, p.point_mass_token, -1), mask=entries >= start)
+    cutoff = p.point_mass_token
     if workspace.cutoffs_ptr is not None:
         token = tl.load(workspace.cutoffs_ptr + index * 2 + 1).to(tl.int32, bitcast=True)
         cutoff = tl.where(token != LAST_TOKEN, token, cutoff)
-    tl.store(report.num_kept_ptr + index, tl.where(p.one_hot < 0, num_listed, 1))
+    tl.store(report.num_kept_ptr + index, tl.where(p.point_mass_token < 0, num_listed, 1))
     tl.store(report.cutoff_ptr + index, cutoff.to(tl.int64))
 
 
@@ -153,21 +152,21 @@ def report_kernel(inputs, outputs, workspace, sizes, report):
     IS_RAW: tl.constexpr = workspace.raw_statistics_ptr is not None
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
-    place = Place(request, offset, -1, None, temperature)
+    context = RowContext(request, offset, -1, None, temperature)
     index = row_index(request, offset, False, sizes)
     await_launch(report.OVERLAPS)
     if tl.load(outputs.token_ids_ptr + index) >= 0:
         if report.num_kept_ptr is not None or not IS_RAW:
-            row = target_row_at(place, inputs, workspace, sizes)
-            statistics = load_target_statistics(place, workspace, sizes)
+            row = target_row_at(context, inputs, workspace, sizes)
+            statistics = load_target_statistics(context, workspace, sizes)
             p, block_max = distribution_of(row, statistics, temperature, sizes)
             if report.num_kept_ptr is not None:
                 report_kept(row, p, block_max, index, workspace, report, sizes)
             if report.top_ids_ptr is not None and not IS_RAW:
                 report_likeliest(row, p, block_max, temperature, index, report, sizes)
         if report.top_ids_ptr is not None and IS_RAW:
-            raw_row, one = stored_target_row_at(place.request, place.offset, inputs), tl.full([], 1.0, tl.float32)
-            raw = raw_statistics_of(place, inputs, workspace, sizes)
+            raw_row, one = stored_target_row_at(context.request, context.offset, inputs), tl.full([], 1.0, tl.float32)
+            raw = raw_statistics_of(context, inputs, workspace, sizes)
             raw_p, raw_max = distribution_of(raw_row, raw, one, sizes)
             report_likeliest(raw_row, raw_p, raw_max, one, index, report, sizes)
     else:

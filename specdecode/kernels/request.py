@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.values import Place, Request
+from specdecode.kernels.values import Request, RowContext
 
 TILE = tl.constexpr(32)
 """Draft ids that are loaded at once."""
@@ -112,9 +112,9 @@ def draft_at(counted, drafts, request, offset, sizes):
 
 
 @triton.jit
-def with_draft(place, offset, token):
-    """Return the place of a request at an offset, with the draft there."""
-    return Place(place.request, offset, token, place.key, place.temperature)
+def with_draft(context, offset, token):
+    """Return the context of a request's row at an offset."""
+    return RowContext(context.request, offset, token, context.key, context.temperature)
 
 
 @triton.jit

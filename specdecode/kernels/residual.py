@@ -139,16 +139,16 @@ def load_residual_sums(workspace, request, offset, sizes):
 
 
 @triton.jit
-def best_of(target, draft, blocks, place, residual, row, block_domain, LANES: tl.constexpr):
+def best_of(target, draft, blocks, context, residual, row, block_domain, LANES: tl.constexpr):
     """Return the largest score of some [BLOCKS] blocks that have been loaded, `ranked`; 0 if none has a residual."""
-    exponentials = exponential(place.key, place.offset, blocks, block_domain)
-    sums = residual_sums(logits_of(target, row, blocks, LANES), draft, residual, place.temperature)
+    exponentials = exponential(context.key, context.offset, blocks, block_domain)
+    sums = residual_sums(logits_of(target, row, blocks, LANES), draft, residual, context.temperature)
     scores = block_scores(sums, exponentials)
     return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
 
 
 @triton.jit
-def select_residual_block(place, exponentials, source, rows, inputs, sizes, tuning):
+def select_residual_block(context, exponentials, source, rows, inputs, sizes, tuning):
     """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
@@ -168,22 +168,22 @@ def select_residual_block(place, exponentials, source, rows, inputs, sizes, tuni
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
     target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-    best = best_of(first_target, first_draft, first, place, residual, row, block_domain, tuning.LANES)
+    best = best_of(first_target, first_draft, first, context, residual, row, block_domain, tuning.LANES)
     while tl.max(most_of(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
         next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
-        this = best_of(target, draft, blocks, place, residual, row, block_domain, tuning.LANES)
+        this = best_of(target, draft, blocks, context, residual, row, block_domain, tuning.LANES)
         best = tl.maximum(best, this)
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1)
 
 
 @triton.jit
-def select_summed_block(place, exponentials, workspace, sizes):
+def select_summed_block(context, exponentials, workspace, sizes):
     """Draw a block, if the block sums of the residual are in the workspace; return it, -1 if all are 0."""
-    sums = load_residual_sums(workspace, place.request, place.offset, sizes)
+    sums = load_residual_sums(workspace, context.request, context.offset, sizes)
     return tl.where(tl.max(sums, 0) > 0, select_block(sums, exponentials), -1)
 
 

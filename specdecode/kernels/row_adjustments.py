@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from specdecode import adjustments
-from specdecode.kernels.values import Biases, Penalties, RowAdjustments, exists
+from specdecode.kernels.values import INFINITY, Biases, Penalties, RowAdjustments, exists
 
-INFINITY = tl.constexpr(float("inf"))
 SMALLEST_PENALTY = tl.constexpr(1.1754944e-38)
 WORD = tl.constexpr(adjustments.WORD)
 

@@ -12,11 +12,10 @@ import triton.language as tl
 from specdecode import noise
 from specdecode.kernels.adjustments import adjusted, load_adjustments, span_of
 from specdecode.kernels.row_adjustments import adjustments_at
-from specdecode.kernels.values import Cutoff, Row, Tokens, exists
+from specdecode.kernels.values import INFINITY, Cutoff, Row, Tokens, exists
 from specdecode.kernels.vocabulary import by_target, draft_ids_of
 
 BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
-INFINITY = tl.constexpr(float("inf"))
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WARP_BITS = tl.constexpr(4096)
@@ -99,30 +98,30 @@ def with_cutoff(row, workspace, index, sizes):
 
 
 @triton.jit
-def target_row_at(place, inputs, workspace, sizes):
-    """Return the target row at a place, up to its cutoff."""
-    row = whole_target_row_at(place.request, place.offset, inputs, sizes)
-    return with_cutoff(row, workspace, row_index(place.request, place.offset, False, sizes), sizes)
+def target_row_at(context, inputs, workspace, sizes):
+    """Return the target row at a context, up to its cutoff."""
+    row = whole_target_row_at(context.request, context.offset, inputs, sizes)
+    return with_cutoff(row, workspace, row_index(context.request, context.offset, False, sizes), sizes)
 
 
 @triton.jit
-def own_draft_row_at(place, inputs, workspace, sizes):
-    """Return the draft row at a place, up to its cutoff; there may be none, beyond the last."""
-    inside = tl.minimum(place.offset, sizes.num_draft_tokens - 1)
-    row = whole_draft_row_at(place.request, place.offset, inputs, sizes)
-    return with_cutoff(row, workspace, row_index(place.request, inside, True, sizes), sizes)
+def own_draft_row_at(context, inputs, workspace, sizes):
+    """Return the draft row at a context, up to its cutoff; there may be none, beyond the last."""
+    inside = tl.minimum(context.offset, sizes.num_draft_tokens - 1)
+    row = whole_draft_row_at(context.request, context.offset, inputs, sizes)
+    return with_cutoff(row, workspace, row_index(context.request, inside, True, sizes), sizes)
 
 
 @triton.jit
-def draft_row_at(place, inputs, workspace, sizes):
+def draft_row_at(context, inputs, workspace, sizes):
     """Return that row as it is read by the target's tokens."""
-    return by_target(own_draft_row_at(place, inputs, workspace, sizes), workspace, sizes)
+    return by_target(own_draft_row_at(context, inputs, workspace, sizes), workspace, sizes)
 
 
 @triton.jit
-def both_rows_at(place, inputs, workspace, sizes):
-    """Return the target row and the draft row at a place, read by the same tokens."""
-    return target_row_at(place, inputs, workspace, sizes), draft_row_at(place, inputs, workspace, sizes)
+def both_rows_at(context, inputs, workspace, sizes):
+    """Return the target row and the draft row at a context, read by the same tokens."""
+    return target_row_at(context, inputs, workspace, sizes), draft_row_at(context, inputs, workspace, sizes)
 
 
 @triton.jit

@@ -23,10 +23,10 @@ from specdecode.kernels.values import Noise
 
 
 @triton.jit
-def noise_at(place, requests, sizes):
-    """Return the random numbers of a place that do not depend on logits."""
-    exponentials = exponential(place.key, place.offset, tl.arange(0, sizes.MAX_BLOCKS), requests.block_domain)
-    return Noise(accept_uniform(place.key, place.offset), exponentials)
+def noise_at(context, requests, sizes):
+    """Return the random numbers of a row that do not depend on logits."""
+    exponentials = exponential(context.key, context.offset, tl.arange(0, sizes.MAX_BLOCKS), requests.block_domain)
+    return Noise(accept_uniform(context.key, context.offset), exponentials)
 
 
 @triton.jit
@@ -63,10 +63,10 @@ def select_token(weights, exponentials, block):
 
 
 @triton.jit
-def load_block(row, place, block, token_domain):
+def load_block(row, context, block, token_domain):
     """Return what drawing from one block of a row takes: its logits and, while they are in flight, E' of each token."""
     token_ids = tokens_of(block)
-    return load_logits(row, token_ids, True), exponential(place.key, place.offset, token_ids, token_domain)
+    return load_logits(row, token_ids, True), exponential(context.key, context.offset, token_ids, token_domain)
 
 
 @triton.jit
@@ -86,23 +86,23 @@ def guess_block(statistics, exponentials, scale):
 
 
 @triton.jit
-def sample(place, noise, inputs, workspace, sizes):
-    """Draw the token at a place from its target row; return it, and the row's normalizer."""
-    row = target_row_at(place, inputs, workspace, sizes)
-    statistics = load_target_statistics(place, workspace, sizes)
+def sample(context, noise, inputs, workspace, sizes):
+    """Draw a row's token; return it, and the row's normalizer."""
+    row = target_row_at(context, inputs, workspace, sizes)
+    statistics = load_target_statistics(context, workspace, sizes)
     token_domain = inputs.requests.token_domain
-    if place.temperature > 0:
+    if context.temperature > 0:
         # The logits of a block are loaded while it is computed which block they are wanted of.
-        guessed = guess_block(statistics, noise.exponentials, base_2_scale(place.temperature))
-        loaded = load_block(row, place, guessed, token_domain)
-        p = combine(statistics, row, place.temperature, sizes)
-        token = p.one_hot
+        guessed = guess_block(statistics, noise.exponentials, base_2_scale(context.temperature))
+        loaded = load_block(row, context, guessed, token_domain)
+        p = combine(statistics, row, context.temperature, sizes)
+        token = p.point_mass_token
         if token < 0:
             block = select_block(p.block_sums, noise.exponentials)
             if block != guessed:
-                loaded = load_block(row, place, block, token_domain)
-            token = draw_from_block(loaded, block, p.row_max, place.temperature)
+                loaded = load_block(row, context, block, token_domain)
+            token = draw_from_block(loaded, block, p.row_max, context.temperature)
     else:
-        p = combine_again(statistics, row, place.temperature, sizes)
-        token = p.one_hot
+        p = combine_again(statistics, row, context.temperature, sizes)
+        token = p.point_mass_token
     return tl.minimum(token, sizes.vocab_size - 1), normalizer_of(p)

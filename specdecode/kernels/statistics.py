@@ -11,7 +11,8 @@ Nothing is done about NaN and infinities here: they make the statistics of their
 import triton
 import triton.language as tl
 
-from specdecode.kernels.rows import INFINITY, LOG2_E, base_2_scale, in_order, row_index, unpack
+from specdecode.kernels.rows import LOG2_E, base_2_scale, in_order, row_index, unpack
+from specdecode.kernels.values import INFINITY
 
 WARP = tl.constexpr(32)
 
@@ -191,15 +192,15 @@ def load_statistics(pointer, wanted, sizes):
 
 
 @triton.jit
-def load_target_statistics(place, workspace, sizes):
-    """Return the statistics of the target row at a place."""
-    return load_statistics(target_statistics(workspace, place.request, place.offset, sizes), True, sizes)
+def load_target_statistics(context, workspace, sizes):
+    """Return the statistics of the target row at a context."""
+    return load_statistics(target_statistics(workspace, context.request, context.offset, sizes), True, sizes)
 
 
 @triton.jit
-def load_draft_statistics(place, wanted, workspace, sizes):
-    """Return the statistics of the draft row at a place, if they are wanted."""
-    return load_statistics(draft_statistics(workspace, place.request, place.offset, sizes), wanted, sizes)
+def load_draft_statistics(context, wanted, workspace, sizes):
+    """Return the statistics of the draft row at a context, if they are wanted."""
+    return load_statistics(draft_statistics(workspace, context.request, context.offset, sizes), wanted, sizes)
 
 
 @triton.jit

@@ -85,9 +85,9 @@ def row_finished_ptr(state_ptr, request, offset, sizes):
 
 
 @triton.jit
-def post_acceptance(state_ptr, place, sizes):
+def post_acceptance(state_ptr, context, sizes):
     """Note that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
-    tl.store(row_finished_ptr(state_ptr, place.request, place.offset, sizes), SURELY_ACCEPTED)
+    tl.store(row_finished_ptr(state_ptr, context.request, context.offset, sizes), SURELY_ACCEPTED)
 
 
 @triton.jit
@@ -112,16 +112,16 @@ def bits_at(state_ptr, request):
 
 
 @triton.jit
-def add_stop_bits(state_ptr, place, stops, is_empty, PUBLISHES: tl.constexpr):
+def add_stop_bits(state_ptr, context, stops, is_empty, PUBLISHES: tl.constexpr):
     """Add what is known of one row: whether the request can stop there, and whether it has no finite logit.
 
     Return all bits. What is written of the row already, its token or log-probability, is published with them.
     """
     stop_bit, empty_bit = stops.to(tl.int64) << STOP_BITS, is_empty.to(tl.int64) << EMPTY_BITS
-    bits = 1 + ((stop_bit + empty_bit) << place.offset)
+    bits = 1 + ((stop_bit + empty_bit) << context.offset)
     if PUBLISHES:
         tl.debug_barrier()  # all threads have written, before one of them publishes that
-    return bits + tl.atomic_add(bits_at(state_ptr, place.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
+    return bits + tl.atomic_add(bits_at(state_ptr, context.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def first_row(bits, FIRST_BIT: tl.constexpr):
 
 
 @triton.jit
-def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
+def is_to_finish(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
     """Return whether a program is to write the output, given the stop bits that it saw last.
 
     It is the program at whose row the request stops. If a token was written early, every program that saw all bits is to
@@ -148,7 +148,7 @@ def is_to_finish(state_ptr, place, bits, sizes, IS_DRAWN: tl.constexpr):
     finishes = are_complete(bits, sizes)
     if not IS_DRAWN:
         if finishes:
-            finishes = first_row(bits, STOP_BITS) == place.offset
+            finishes = first_row(bits, STOP_BITS) == context.offset
             if bits >= EARLY:
-                finishes = tl.atomic_or(bits_at(state_ptr, place.request), 0, sem="acquire") > 0
+                finishes = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
     return finishes

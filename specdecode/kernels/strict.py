@@ -17,27 +17,27 @@ from specdecode.kernels.synthetic import is_scheduled
 
 
 @triton.jit
-def decide_while_reading(place, noise, inputs, workspace, sizes):
+def decide_while_reading(context, noise, inputs, workspace, sizes):
     """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
-    row, p = target_distribution(place, inputs, workspace, sizes)
+    row, p = target_distribution(context, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
-    elif p.one_hot >= 0:
-        accepted = place.token == p.one_hot
+        accepted = is_scheduled(context, noise.uniform, inputs.drafts)
+    elif p.point_mass_token >= 0:
+        accepted = context.token == p.point_mass_token
     else:
         block = select_block(p.block_sums, noise.exponentials)
-        accepted = block == place.token // BLOCK_SIZE
+        accepted = block == context.token // BLOCK_SIZE
         if accepted:
-            loaded = load_block(row, place, block, inputs.requests.token_domain)
-            accepted = place.token == draw_from_block(loaded, block, p.row_max, place.temperature)
-    return accepted, normalizer_of(p), place.token
+            loaded = load_block(row, context, block, inputs.requests.token_domain)
+            accepted = context.token == draw_from_block(loaded, block, p.row_max, context.temperature)
+    return accepted, normalizer_of(p), context.token
 
 
 @triton.jit
-def decide(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place is accepted, the row's normalizer, and y."""
-    token, normalizer = sample(place, noise, inputs, workspace, sizes)
-    accepted = place.token == token
+def decide(context, noise, inputs, workspace, sizes):
+    """Return whether a row's draft is accepted, the row's normalizer, and y."""
+    token, normalizer = sample(context, noise, inputs, workspace, sizes)
+    accepted = context.token == token
     if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+        accepted = is_scheduled(context, noise.uniform, inputs.drafts)
     return accepted, normalizer, token.to(tl.int64)

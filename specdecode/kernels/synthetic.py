@@ -9,9 +9,9 @@ from specdecode.synthetic import AcceptanceSchedule
 
 
 @triton.jit
-def is_scheduled(place, uniform, drafts):
-    """Return whether the schedule accepts the draft at a place."""
-    return uniform <= tl.load(drafts.rates_ptr + place.offset, mask=place.token >= 0, other=-1.0)
+def is_scheduled(context, uniform, drafts):
+    """Return whether the schedule accepts a row's draft."""
+    return uniform <= tl.load(drafts.rates_ptr + context.offset, mask=context.token >= 0, other=-1.0)
 
 
 _rates: dict[tuple[object, ...], Tensor] = {}

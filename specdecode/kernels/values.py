@@ -6,6 +6,9 @@ How a row is read depends on which parts it has. Functions that differ by that a
 from typing import Any, NamedTuple
 
 import triton
+import triton.language as tl
+
+INFINITY = tl.constexpr(float("inf"))
 
 
 class Row(NamedTuple):
@@ -103,7 +106,7 @@ class Request(NamedTuple):
     vocab_size: Any  # of its target rows: 0 if it has none
 
 
-class Place(NamedTuple):
+class RowContext(NamedTuple):
     """One offset of one request."""
 
     request: Request
@@ -114,7 +117,7 @@ class Place(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Random numbers of a place, which do not depend on logits: computed while loads are in flight."""
+    """Random numbers of a context, which do not depend on logits: computed while loads are in flight."""
 
     uniform: Any  # of the accept decision
     exponentials: Any  # [MAX_BLOCKS] one for each block
@@ -125,7 +128,7 @@ class Distribution(NamedTuple):
 
     row_max: Any  # largest logit
     sumexp: Any  # sum of exp((l - row_max) / T)
-    one_hot: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
+    point_mass_token: Any  # the only token, where a row is a point mass (greedy, infinite logits); else -1
     block_sums: Any  # [MAX_BLOCKS] the parts of sumexp; zeros where it is a point mass
 
 
@@ -149,11 +152,11 @@ class WeighedRow(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What gives a token's log-probability, with its logit: (l - row_max) / T - log_sum, or whether it is one_hot."""
+    """A row's part of log-probabilities, (l - row_max) / T - log_sum; of a point mass only its token."""
 
     row_max: Any
     log_sum: Any
-    one_hot: Any
+    point_mass_token: Any
 
 
 class Residual(NamedTuple):

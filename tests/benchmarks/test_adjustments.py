@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdecode import Adjustments
-from specdecode.eager.adjustments import AdjustedRows, Places
+from specdecode.eager.adjustments import AdjustedRows, RowIndex
 from tests.benchmarks import test_gpu
 from tests.benchmarks.bandwidth import Recording
 from tests.benchmarks.inputs import Inputs
@@ -63,10 +63,10 @@ def with_a_copy(method: str, inputs: Inputs, adjustments: Adjustments) -> Callab
     batch, rows, _ = shape = inputs.target_logits.shape
     requests, offsets = torch.arange(batch, device="cuda"), torch.arange(rows, device="cuda")
     requests, offsets = requests[:, None].expand(shape[:2]), offsets.expand(shape[:2])
-    places = Places(requests, requests, offsets, requests)
+    index = RowIndex(requests, requests, offsets, requests)
 
     def call() -> Any:
-        logits = AdjustedRows(inputs.target_logits, adjustments, token_ids, places).gather()
+        logits = AdjustedRows(inputs.target_logits, adjustments, token_ids, index).gather()
         copied = Inputs.__new__(Inputs)
         copied.__dict__ |= vars(inputs) | {"target_logits": logits}
         return Verifier(method)(copied)()

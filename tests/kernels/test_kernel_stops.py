@@ -26,7 +26,7 @@ from specdecode.kernels.stops import (
     post_empty,
     post_stop,
 )
-from specdecode.kernels.values import Place, Request
+from specdecode.kernels.values import Request, RowContext
 from tests.support.kernels import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
 
 VOCAB = 1000
@@ -190,22 +190,22 @@ def take_step(rows, offset, step):
     The log-probability of an accepted draft is written before its row's bits are added.
     """
     request = the_request(0, rows.sizes)
-    place = Place(request, offset, -1, (0, 0), 1.0)
+    context = RowContext(request, offset, -1, (0, 0), 1.0)
     stops = tl.load(rows.stops_ptr + offset) == 1
     is_empty = tl.load(rows.empty_ptr + offset) == 1
     bits = tl.full([], 0, tl.int64)
     if (step == 0) == (rows.IS_DRAWN == 0):
         if stops == 0:
-            store_logprob(rows.outputs, place, -1.0 - offset, rows.sizes)
-        bits = add_stop_bits(rows.state_ptr, place, stops, is_empty, True)
+            store_logprob(rows.outputs, context, -1.0 - offset, rows.sizes)
+        bits = add_stop_bits(rows.state_ptr, context, stops, is_empty, True)
     elif rows.IS_DRAWN:
         if stops:
-            store_token(rows.outputs, place, 100 + offset, -100.0 - offset, rows.sizes)
+            store_token(rows.outputs, context, 100 + offset, -100.0 - offset, rows.sizes)
     else:
-        bits = hand_in(rows.outputs, rows.state_ptr, place, 100 + offset, -100.0 - offset, rows.sizes)
+        bits = hand_in(rows.outputs, rows.state_ptr, context, 100 + offset, -100.0 - offset, rows.sizes)
     finishes = tl.full([], False, tl.int1)
     if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
-        finishes = is_to_finish(rows.state_ptr, place, bits, rows.sizes, rows.IS_DRAWN)
+        finishes = is_to_finish(rows.state_ptr, context, bits, rows.sizes, rows.IS_DRAWN)
     if finishes:
         stop = first_row(bits, STOP_BITS)
         counted = count_drafts(rows.drafts, request, rows.sizes)

@@ -11,7 +11,7 @@ import torch
 
 from specdecode import RejectionSampler, kernels
 from specdecode.kernels import block, launch, residual, stops
-from specdecode.kernels.arguments import Searching, Settling
+from specdecode.kernels.arguments import BlockDecision, Searching
 from specdecode.kernels.formulas import value_of
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
@@ -46,7 +46,7 @@ def test_residuals_are_summed_in_one_order_wherever_that_is_done():
         for kind in ("block", "probabilistic"):
             plan = Steps(kind, case(3, 2, 5000, torch.bfloat16).to(DEVICE), **way).plan
             bundles = [bundle for _, _, bundles, _ in plan.launches for bundle in bundles]
-            lanes |= {bundle.LANES for bundle in bundles if isinstance(bundle, (Settling, Searching))}
+            lanes |= {bundle.LANES for bundle in bundles if isinstance(bundle, (BlockDecision, Searching))}
     assert len(lanes) == 1
 
 
@@ -71,8 +71,10 @@ def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
         with mock.patch.object(Plan, "run", autospec=True) as run:
             kernels.verify(method, arguments, schedule)
         chosen = run.call_args.args[0]
-        settles = [bundle for launch in chosen.launches for bundle in launch.bundles if isinstance(bundle, Settling)]
-        found.append(not settles[1].SUMS if kind == "block" else chosen.zeros != 0)
+        decides_block = [
+            bundle for launch in chosen.launches for bundle in launch.bundles if isinstance(bundle, BlockDecision)
+        ]
+        found.append(not decides_block[1].SUMS if kind == "block" else chosen.zeros != 0)
     assert found == [False, True]
 
 

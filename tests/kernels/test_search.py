@@ -20,7 +20,7 @@ from specdecode.kernels.rows import whole_draft_row_at, whole_target_row_at
 from specdecode.kernels.search import block_of, keys_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
-from specdecode.kernels.values import Place, Residual
+from specdecode.kernels.values import Residual, RowContext
 from tests.conftest import ON_GPU
 from tests.support.differential import case
 from tests.support.kernels import (
@@ -50,7 +50,7 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     index = tl.program_id(0).to(tl.int64)
     request = locate(index, inputs.packing, sizes)
     temperature = tl.load(inputs.requests.temperature_ptr + index)
-    place = Place(request, 0, -1, load_key(inputs.requests, request), temperature)
+    context = RowContext(request, 0, -1, load_key(inputs.requests, request), temperature)
     rows = whole_target_row_at(request, 0, inputs, sizes), whole_draft_row_at(request, 0, inputs, sizes)
     row, draft_row = rows
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
@@ -69,8 +69,8 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     keys = keys_of(bounds, sizes)
     holds = (sums <= bounds) & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
-    exponentials = noise_at(place, inputs.requests, sizes).exponentials
-    searched = select_residual_block(place, exponentials, (p, residual), rows, inputs, sizes, tuning)
+    exponentials = noise_at(context, inputs.requests, sizes).exponentials
+    searched = select_residual_block(context, exponentials, (p, residual), rows, inputs, sizes, tuning)
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
     tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))

@@ -38,7 +38,7 @@ def combine_kernel(inputs, workspace, sizes, found):
     p = combine(statistics, whole_target_row_at(request, 0, inputs, sizes), temperature, sizes)
     tl.store(found.scalars_ptr + 3 * index, p.row_max)
     tl.store(found.scalars_ptr + 3 * index + 1, p.sumexp)
-    tl.store(found.scalars_ptr + 3 * index + 2, p.one_hot.to(tl.float32))
+    tl.store(found.scalars_ptr + 3 * index + 2, p.point_mass_token.to(tl.float32))
     places = 3 * index * sizes.MAX_BLOCKS + tl.arange(0, sizes.MAX_BLOCKS)
     tl.store(found.blocks_ptr + places, p.block_sums)
     tl.store(found.blocks_ptr + places + sizes.MAX_BLOCKS, statistics[0])
@@ -68,7 +68,7 @@ def test_statistics_say_what_the_logits_do(vocab, dtype, layout, kind):
     batch = replace(batch, temperature=torch.tensor([0.7, 0.0]), target_logits=layout(batch.target_logits))
     # With draft logits, and with what is decided while rows are read, maxima are computed in another way.
     scalars, blocks = summarised(kind, batch, large=kind == "probabilistic")
-    for row, (row_max, sumexp, one_hot), (block_sums, maxima, sums) in zip(range(2), scalars, blocks):
+    for row, (row_max, sumexp, point_mass_token), (block_sums, maxima, sums) in zip(range(2), scalars, blocks):
         logits = batch.target_logits[row, 0].double().numpy().astype(np.float32).astype(float)
         count, weights = -(-vocab // 1024), np.exp((in_blocks(logits) - logits.max()) / 0.7).sum(1)
         assert (maxima[:count] == in_blocks(logits).max(1)).all()
@@ -78,10 +78,10 @@ def test_statistics_say_what_the_logits_do(vocab, dtype, layout, kind):
         assert (sums[count:] == 0).all()
         if row == 0:
             np.testing.assert_allclose(block_sums[:count], weights, rtol=2e-6)
-            np.testing.assert_allclose([sumexp, one_hot], [weights.sum(), -1], rtol=2e-6)
+            np.testing.assert_allclose([sumexp, point_mass_token], [weights.sum(), -1], rtol=2e-6)
         else:
             assert (sums == 0).all()
-            assert [sumexp, one_hot] == [1, logits.argmax()]
+            assert [sumexp, point_mass_token] == [1, logits.argmax()]
 
 
 def test_rows_of_negative_logits_have_the_maxima_that_they_have():
@@ -116,15 +116,15 @@ def test_nonfinite_statistics_are_computed_again(dtype):
     scalars, blocks = summarised("strict", batch)
     for i, (row, name) in enumerate(zip(rows.double().numpy(), [name for name in SPOILS for _ in range(2)])):
         finite = np.where(np.isnan(row), -INF, row)
-        row_max, sumexp, one_hot = scalars[i]
+        row_max, sumexp, point_mass_token = scalars[i]
         assert row_max == finite.max(), name
         if i % 2 == 1 or np.isinf(row_max):
-            assert [sumexp, one_hot] == [1, finite.argmax()], name
+            assert [sumexp, point_mass_token] == [1, finite.argmax()], name
             assert (blocks[i, 0] == 0).all(), name
         else:
             weights = np.exp((in_blocks(finite) - row_max) / 0.7).sum(1)
             np.testing.assert_allclose(blocks[i, 0, :3], weights, rtol=2e-6, err_msg=name)
-            np.testing.assert_allclose([sumexp, one_hot], [weights.sum(), -1], rtol=2e-6, err_msg=name)
+            np.testing.assert_allclose([sumexp, point_mass_token], [weights.sum(), -1], rtol=2e-6, err_msg=name)
 
 
 def test_nan_counts_as_minus_infinity_to_the_bit():

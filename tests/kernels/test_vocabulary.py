@@ -13,7 +13,7 @@ from reference import oracle
 from reference.sampling import Sampling, spread, truncate
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
-from specdecode.eager.vocabulary import places_of
+from specdecode.eager.vocabulary import target_to_draft
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
@@ -184,7 +184,7 @@ def test_places_are_those_of_the_first_ids(dtype):
     ((plan, tensors, others),) = calls
     parts = {name: part.fill_(3) for name, part in parts_of(plan, others).items()}
     run(plan.launches[:1], {**tensors, **parts}, others)
-    want = places_of(ids, vocab)
+    want = target_to_draft(ids, vocab)
     assert 0 < (want < 0).sum() < vocab
     assert torch.equal(parts["draft_ids"], want.where(want >= 0, NO_ID.value).int())
 

@@ -11,7 +11,7 @@ import torch
 from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
-from specdecode.integrations.vllm.contract import PARALLEL
+from specdecode.integrations.vllm.compat import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
 
 METHODS = ["probabilistic", "block", "strict"]

@@ -35,7 +35,7 @@ from transformers import (
 
 from specdecode import Adjustments
 from specdecode.adjustments import FLOAT32
-from specdecode.eager.adjustments import AdjustedRows, Places, words_of
+from specdecode.eager.adjustments import AdjustedRows, RowIndex, words_of
 from specdecode.integrations.transformers.requests import Batch, Request
 
 ALWAYS = range(sys.maxsize)
@@ -125,7 +125,7 @@ class Adjuster:
         self.rules = {length: each.rules for length, each in settings.items()}
         self.vocab_size = vocab_size
         self.masks = torch.empty(0, dtype=torch.int32, device=device)  # [masks, words]: those that were needed so far
-        self.places: dict[tuple[Rule, ...], int] = {}  # of the masks
+        self.index: dict[tuple[Rule, ...], int] = {}  # of the masks
 
     @classmethod
     def find(cls, lists: Mapping[int, Sequence[Any]], vocab_size: int, device: torch.device) -> Adjuster | None:
@@ -155,16 +155,16 @@ class Adjuster:
                 [self.rules_after(request, num_drafts + i) for i in range(rows.shape[1])] for request in batch.requests
             ]
             rows = with_forced(rows, of_rows)
-            places = torch.tensor([[self.place(rules) for rules in each] for each in of_rows], device=rows.device)
-            adjustments = adjustments._replace(allowed_mask=self.masks[places])
+            index = torch.tensor([[self.place(rules) for rules in each] for each in of_rows], device=rows.device)
+            adjustments = adjustments._replace(allowed_mask=self.masks[index])
         return rows, adjustments
 
     def adjusted(self, row: Tensor, tokens: Tensor, batch: Batch, num_drafts: int) -> Tensor:
         """Return the adjusted rows that follow these tokens, [requests, vocab], in float32 or float64."""
         rows, adjustments = self(row[:, None], tokens, batch, num_drafts)
         requests = torch.arange(len(row), device=row.device)
-        places = Places(requests, requests, torch.zeros_like(requests), requests)
-        return AdjustedRows(rows[:, 0], adjustments, tokens[:, :0], places).gather()
+        index = RowIndex(requests, requests, torch.zeros_like(requests), requests)
+        return AdjustedRows(rows[:, 0], adjustments, tokens[:, :0], index).gather()
 
     def rules_after(self, request: Request, num_drafts: int) -> tuple[Rule, ...]:
         """Return the rules of the row that follows a request's tokens and so many drafts."""
@@ -172,29 +172,29 @@ class Adjuster:
 
     def place(self, rules: tuple[Rule, ...]) -> int:
         """Return the place of their mask among the masks."""
-        if rules not in self.places:
+        if rules not in self.index:
             allowed = torch.ones(self.vocab_size, dtype=torch.bool, device=self.masks.device)
             for rule in rules:
                 if rule.forces:
                     allowed[:] = False
                 allowed[list(rule.token_ids)] = rule.forces
             self.masks = torch.cat([self.masks, words_of(allowed[None])])
-            self.places[rules] = len(self.places)
-        return self.places[rules]
+            self.index[rules] = len(self.index)
+        return self.index[rules]
 
 
 def with_forced(rows: Tensor, of_rows: list[list[tuple[Rule, ...]]]) -> Tensor:
     """Return rows in which tokens that are forced have a logit of 0: the model's own may be -inf or NaN."""
-    places = [
+    index = [
         (request, i, rule.token_ids[0])
         for request, each in enumerate(of_rows)
         for i, rules in enumerate(each)
         for rule in rules
         if rule.forces
     ]
-    if not places:
+    if not index:
         return rows
-    return rows.index_put(torch.tensor(places, device=rows.device).unbind(1), rows.new_zeros(()))
+    return rows.index_put(torch.tensor(index, device=rows.device).unbind(1), rows.new_zeros(()))
 
 
 def count_tokens(tokens: Tensor, lengths: Tensor, vocab_size: int) -> Tensor:

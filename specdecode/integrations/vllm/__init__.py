@@ -2,8 +2,8 @@
 
 | module | what it holds |
 |---|---|
-| `installation` | what the switch does in each process: classes are replaced, a refusal is lifted |
-| `contract` | what this package knows of vLLM: versions, and the names that its methods consult |
+| `plugin` | what the switch does in each process: classes are replaced, a refusal is lifted |
+| `compat` | what this package knows of vLLM: versions, and the names that its methods consult |
 | `needs` | what requests ask for, as arguments of calls |
 | `sampling` | what is noted of requests; the tokens of steps without drafts |
 | `verification` | a step with drafts |
@@ -16,8 +16,8 @@
 | `reporting` | the log lines for operators |
 """
 
-from specdecode.integrations.vllm.contract import RUNNER
-from specdecode.integrations.vllm.installation import install
+from specdecode.integrations.vllm.compat import RUNNER
+from specdecode.integrations.vllm.plugin import install
 from specdecode.integrations.vllm.reporting import logger
 from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification

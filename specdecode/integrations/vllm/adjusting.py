@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode import Adjustments
 from specdecode.adjustments import WORD
-from specdecode.integrations.vllm.contract import unknown_attributes
+from specdecode.integrations.vllm.compat import unknown_attributes
 from specdecode.integrations.vllm.grammars import StepGrammar
 
 

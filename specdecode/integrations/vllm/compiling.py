@@ -11,7 +11,7 @@ from specdecode import Adjustments, RejectionSampler, backends, eager
 from specdecode.batch import VerificationBatch
 from specdecode.integrations.calls import warm_up
 from specdecode.integrations.vllm.adjusting import Known, StepRows
-from specdecode.integrations.vllm.contract import group_of
+from specdecode.integrations.vllm.compat import group_of
 from specdecode.integrations.vllm.needs import for_drafts, listings, truncated, values_of
 from specdecode.integrations.vllm.reporting import logger
 

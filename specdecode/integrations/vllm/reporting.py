@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm.contract import group_of
+from specdecode.integrations.vllm.compat import group_of
 
 logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
 

@@ -25,8 +25,8 @@ from specdecode import RejectionSampler, SamplerOutput
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked
 from specdecode.integrations.vllm.adjusting import StepRows
+from specdecode.integrations.vllm.compat import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.compiling import compile_all, kind_of
-from specdecode.integrations.vllm.contract import RUN_WITH, as_reason, unknown_attributes, version_of
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
 from specdecode.integrations.vllm.needs import (

@@ -11,10 +11,11 @@ from specdecode.kernels.distribution import add_both
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.request import load_draft_limits, load_limits
-from specdecode.kernels.rows import INFINITY, scaled
+from specdecode.kernels.rows import scaled
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
 from specdecode.kernels.stops import post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
+from specdecode.kernels.values import INFINITY
 
 ERROR = tl.constexpr(1e-3)
 """An upper bound of the rounding error of what is decided before truncation."""
@@ -75,24 +76,24 @@ def may_be_kept(log_share, block_max, p, temperature, limits):
 
 
 @triton.jit
-def may_accept(place, noise, inputs, workspace, sizes):
-    """Return whether the draft at a place may be accepted after truncation, as `probabilistic.decide` does before it.
+def may_accept(context, noise, inputs, workspace, sizes):
+    """Return whether a row's draft may be accepted after truncation, as `probabilistic.decide` does before it.
 
     If it surely is, that is noted: then its rows need not be truncated. The mass that is kept of either row is known within
     bounds, and p'(x) / q'(x) with it.
     """
-    terms = acceptance_terms(place, inputs, workspace, sizes)
-    accepted, is_sure = place.token >= 0, place.token >= 0
-    temperature = place.temperature
+    terms = acceptance_terms(context, inputs, workspace, sizes)
+    accepted, is_sure = context.token >= 0, context.token >= 0
+    temperature = context.temperature
     if inputs.drafts.rates_ptr is not None:
-        accepted = is_scheduled(place, noise.uniform, inputs.drafts)
+        accepted = is_scheduled(context, noise.uniform, inputs.drafts)
         is_sure = accepted
-    elif (terms.p.one_hot >= 0) | (accepted == 0):
-        accepted = accepts(terms, place, noise.uniform, inputs.drafts)
+    elif (terms.p.point_mass_token >= 0) | (accepted == 0):
+        accepted = accepts(terms, context, noise.uniform, inputs.drafts)
         is_sure = accepted & (temperature == 0)
     else:
-        limits = load_limits(inputs.limits, place.request, sizes)
-        block_max, _ = load_target_statistics(place, workspace, sizes)
+        limits = load_limits(inputs.limits, context.request, sizes)
+        block_max, _ = load_target_statistics(context, workspace, sizes)
         log_ratio = terms.log_p - terms.log_q - tl.log(noise.uniform)
         log_kept = log_least_kept(block_max, terms.p.row_max, terms.p.sumexp, temperature, limits, sizes)
         accepted = is_possible(terms) & (log_ratio >= log_kept - ERROR)
@@ -100,16 +101,16 @@ def may_accept(place, noise, inputs, workspace, sizes):
         is_sure = accepted & is_surely_kept(terms.log_p, tl.log(terms.p.sumexp), limits, sizes)
         log_draft_kept = 0.0
         if inputs.draft.ptr is not None:
-            limits = load_draft_limits(inputs, place.request, sizes)
+            limits = load_draft_limits(inputs, context.request, sizes)
             is_sure &= is_surely_kept(terms.log_q, terms.draft_normalizer.log_sum, limits, sizes)
             if inputs.drafts.logsumexp_ptr is None:
                 if is_sure:
-                    block_max, _ = load_draft_statistics(place, True, workspace, sizes)
+                    block_max, _ = load_draft_statistics(context, True, workspace, sizes)
                     draft_max, draft_sumexp = terms.draft_normalizer.row_max, tl.exp(terms.draft_normalizer.log_sum)
                     log_draft_kept = log_least_kept(block_max, draft_max, draft_sumexp, temperature, limits, sizes)
             else:  # it tells the mass of what is kept, but not what that is
                 is_sure = tl.full([], False, tl.int1)
         is_sure &= log_ratio + log_draft_kept >= ERROR
     if is_sure & (terms.p.row_max > -INFINITY):  # else that is still to be noted in the output
-        post_acceptance(workspace.state_ptr, place, sizes)
-    return accepted, normalizer_of(terms.p), place.token
+        post_acceptance(workspace.state_ptr, context, sizes)
+    return accepted, normalizer_of(terms.p), context.token

@@ -23,7 +23,6 @@ from specdecode.kernels.request import (
     locate,
 )
 from specdecode.kernels.rows import (
-    INFINITY,
     LARGEST,
     LAST_TOKEN,
     load_logit,
@@ -50,7 +49,7 @@ from specdecode.kernels.truncation.narrow import (
     token_in_order,
 )
 from specdecode.kernels.truncation.wide import store_kept, wide_cutoff
-from specdecode.kernels.values import Summary
+from specdecode.kernels.values import INFINITY, Summary
 
 ATTEMPTS = tl.constexpr(2)
 """To find the cutoff of top-p among few tokens, at most."""
@@ -163,7 +162,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
     statistics = load_statistics(statistics_ptr, True, sizes)
     statistics = recompute_nonfinite(statistics, row, temperature, sizes)
     p = combine_recomputed(statistics, row, temperature, sizes)
-    logit, token = p.row_max, p.one_hot
+    logit, token = p.row_max, p.point_mass_token
     if token < 0:
         summary = Summary(statistics[0], p, temperature, limits, floor_of(p.row_max, temperature, limits))
         logit, token = cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes)

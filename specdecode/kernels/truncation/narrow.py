@@ -15,7 +15,6 @@ import triton.language as tl
 
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    INFINITY,
     LAST_TOKEN,
     WARP_BITS,
     base_2_scale,
@@ -25,6 +24,7 @@ from specdecode.kernels.rows import (
     scaled,
 )
 from specdecode.kernels.statistics import WARP
+from specdecode.kernels.values import INFINITY
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
 """That are listed of a row, at most, and groups; and with top-p alone, where to search the whole row takes less time."""
@@ -68,7 +68,7 @@ list_size_of = triton.constexpr_function(list_size)
 @triton.jit
 def list_at(workspace, index, sizes):
     """Return a pointer to the lists of a row, given its `row_index`."""
-    return workspace.kept_ptr + index * list_size_of(sizes.MAX_BLOCKS)
+    return workspace.candidates_ptr + index * list_size_of(sizes.MAX_BLOCKS)
 
 
 @triton.jit
@@ -146,9 +146,9 @@ def likely_blocks(summary, list_ptr, sizes):
         total, goal, slack = tl.sum((block_max >= floor).to(tl.int32), 0), LIKELY * 7 // 8, LIKELY // 8
         level, _ = level_with(block_max, ones, goal, slack, total, LIKELY, floor, p.row_max, summary.temperature)
         reaches = tl.reshape(block_max >= level, [sizes.MAX_BLOCKS // WARP, WARP])
-        places, number = places_of(reaches)
+        entries, number = compacted(reaches)
         blocks = tl.reshape(tl.arange(0, sizes.MAX_BLOCKS), reaches.shape)
-        tl.store(blocks_ptr + places, blocks, mask=reaches & (places < LIKELY))
+        tl.store(blocks_ptr + entries, blocks, mask=reaches & (entries < LIKELY))
         tl.debug_barrier()  # what is listed is read by other threads than wrote it
         listed = tl.arange(0, LIKELY)
         blocks = tl.load(blocks_ptr + listed, mask=listed < number, other=sizes.num_blocks).to(tl.int32)
@@ -156,8 +156,8 @@ def likely_blocks(summary, list_ptr, sizes):
 
 
 @triton.jit
-def places_of(is_listed):
-    """Return the places in a list of the entries of a [rows, columns] tensor that are listed, from 0 on; and their number.
+def compacted(is_listed):
+    """Return the position of each listed element of a [rows, columns] tensor in the list, and the number of listed elements.
 
     Rows are counted first: two short scans are faster than one of all entries.
     """
@@ -196,9 +196,9 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     groups_ptr = numbers_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
-    places, num_groups = places_of(reaches)
+    positions, num_groups = compacted(reaches)
     tl.debug_barrier()  # what was listed before may still be read
-    tl.store(groups_ptr + places, tl.reshape(groups, reaches.shape), mask=reaches & (places < CANDIDATES))
+    tl.store(groups_ptr + positions, tl.reshape(groups, reaches.shape), mask=reaches & (positions < CANDIDATES))
     tl.debug_barrier()
     found, first = tl.where(num_groups > most, num_groups, 0), tl.full([], 0, tl.int32)
     while (first < num_groups) & (found <= most):
@@ -206,7 +206,7 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
         read = tl.load(groups_ptr + listed, mask=listed < num_groups, other=sizes.num_blocks * GROUPS).to(tl.int32)
         token_ids = tokens_of_groups(read, LANES)
         logits = load_logits(row, token_ids, True)
-        entries, number = places_of(logits >= level)
+        entries, number = compacted(logits >= level)
         entries += found
         order = order_of(key_of(logits), token_ids)
         tl.store(list_ptr + entries, order, mask=(logits >= level) & (entries < CANDIDATES))

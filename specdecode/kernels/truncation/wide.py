@@ -15,7 +15,6 @@ import triton.language as tl
 from specdecode.kernels.distribution import add_both
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
-    INFINITY,
     WARP_BITS,
     base_2_scale,
     key_of,
@@ -29,7 +28,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.statistics import load_statistics, store_both, store_statistics, sum_blocks, sum_in_order
 from specdecode.kernels.truncation.narrow import NO_ORDER, numbers_at, order_of, token_in_order
-from specdecode.kernels.values import WeighedRow, ordinal_shift
+from specdecode.kernels.values import INFINITY, WeighedRow, ordinal_shift
 
 LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""

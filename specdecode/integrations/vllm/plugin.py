@@ -6,7 +6,7 @@ from typing import Any
 
 from specdecode import RejectionSampler
 from specdecode.integrations.adapters import EngineMethod
-from specdecode.integrations.vllm.contract import RUNNER, as_reason, check_same_arguments, unknown_names
+from specdecode.integrations.vllm.compat import RUNNER, as_reason, check_same_arguments, unknown_names
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
 from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger
 from specdecode.integrations.vllm.sampling import TokenSampling
