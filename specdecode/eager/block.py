@@ -63,7 +63,7 @@ def probabilities(steps: Steps, rows: Requests, offsets: slice, log_ratio: Tenso
     return acceptance_probability(log_ratio, mass)
 
 
-def search(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
+def longest_accepted(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
     """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
 
     On the CPU the search goes from the last draft down and ends at the first number of drafts that passes.
@@ -101,6 +101,6 @@ def verify(steps: Steps) -> SamplerOutput:
     for offset in range(steps.num_draft_tokens):
         log_ratios.append(running_ratio(log_ratios[-1], quotient[:, offset]))
     log_ratio = torch.stack(log_ratios, dim=1)
-    num_accepted = search(steps, log_ratio[:, 1:], quotient) if steps.num_draft_tokens else steps.num_drafts
+    num_accepted = longest_accepted(steps, log_ratio[:, 1:], quotient) if steps.num_draft_tokens else steps.num_drafts
     emitted, emitted_is_empty = emit(steps, num_accepted, log_ratio.gather(1, num_accepted[:, None]).squeeze(1))
     return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)

@@ -24,7 +24,7 @@ each request from the statistics and a few blocks, and writes the output.
 | `truncation.kernel` | the last token that top-k, top-p and min-p keep, and the statistics of what is kept |
 | `truncation.early` | what is decided before that is known |
 | `truncation.narrow`, `truncation.wide` | where that is looked for: among the likeliest tokens of a row, or in all of it |
-| `selection`, `search` | how a token is drawn; which blocks are looked at, in the order of their bounds |
+| `selection`, `block_bounds` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `stops`, `output` | at which row a request stops; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
@@ -42,7 +42,7 @@ each request from the statistics and a few blocks, and writes the output.
 | a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
 | ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
 | a recovered or a bonus token | `probabilistic.draw`; in `strict`, `strict.decide` |
-| a tie | between scores `selection.first_largest`, `search.ranked`; between logits `greedy.argmax` |
+| a tie | between scores `selection.first_largest`, `block_bounds.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
 | how many programs a launch has | the `add_*` functions of `plan` |
 | the rows and the slot of a request of a packed call | `request.locate` |

@@ -11,6 +11,16 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.adjustments import rarely
+from specdecode.kernels.block_bounds import (
+    block_of,
+    blocks_of,
+    keys_of,
+    most_of,
+    ranked,
+    residual_bounds,
+    score_of,
+    take_top,
+)
 from specdecode.kernels.philox import exponential
 from specdecode.kernels.rows import (
     BLOCK_SIZE,
@@ -22,16 +32,6 @@ from specdecode.kernels.rows import (
     scaled,
     tokens_of,
     unpack,
-)
-from specdecode.kernels.search import (
-    block_of,
-    blocks_of,
-    keys_of,
-    most_of,
-    ranked,
-    residual_bounds,
-    score_of,
-    take_top,
 )
 from specdecode.kernels.selection import block_scores, select_block
 from specdecode.kernels.statistics import sum_blocks, sum_in_order

@@ -13,11 +13,11 @@ the order of their bounds.
 import triton
 import triton.language as tl
 
+from specdecode.kernels.block_bounds import with_blocks
 from specdecode.kernels.distribution import combine, combine_again
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.philox import accept_uniform, exponential
 from specdecode.kernels.rows import BLOCK_SIZE, base_2_scale, in_order, load_logits, target_row_at, tokens_of
-from specdecode.kernels.search import with_blocks
 from specdecode.kernels.statistics import load_target_statistics
 from specdecode.kernels.values import Noise
 

@@ -97,7 +97,7 @@ def shares_of(logits, p, temperature):
 
 
 @triton.jit
-def search(values, amounts, goal, slack, low, high, from_low):
+def find_threshold(values, amounts, goal, slack, low, high, from_low):
     """Return the largest x in [low, high] such that the amounts of values >= x add up to a goal, or `low`; and that sum.
 
     A smaller x will do if its sum exceeds the goal by at most `slack`. From `low` on the sum is `from_low`. All are int32,
@@ -118,7 +118,7 @@ def search(values, amounts, goal, slack, low, high, from_low):
 
 @triton.jit
 def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, temperature):
-    """Return the highest level from which on the amounts, of a `total`, add up to a goal, see `search`; and that sum.
+    """Return the highest level from which on the amounts, of a `total`, reach a goal, see `find_threshold`; and their sum.
 
     If that is more than `most`, it is the next level, from which on the sum is below the goal. It is not below `lowest`,
     from which on there may be less.
@@ -126,7 +126,7 @@ def level_with(maxima, amounts, goal, slack, total, most, lowest, row_max, tempe
     scale = DEPTHS / (DEEPEST * tl.maximum(temperature, 0.5))
     depths = -tl.minimum((row_max - maxima) * scale, DEPTHS).to(tl.int32)
     amounts = tl.where(maxima >= lowest, amounts, 0)
-    deepest, seen = search(depths, amounts, goal, slack, -DEPTHS, 0, total)
+    deepest, seen = find_threshold(depths, amounts, goal, slack, -DEPTHS, 0, total)
     deepest += (seen > most).to(tl.int32)
     depth = (1 - deepest) / scale
     margin = depth * 1e-4 + tl.abs(row_max) * 1e-6  # of rounding: rather more than the goal, but not more than `most`

@@ -173,7 +173,7 @@ def within(ordinals, low, high):
 
 
 @triton.jit
-def search(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
+def find_cutoff_ordinal(low, by_count, goal, mass, weighed, sizes, SHIFT: tl.constexpr):
     """Return the largest ordinal from which on the amount is `goal` or more, else `low`; that amount; and the one beyond.
 
     From `low` on the mass is `mass`.
@@ -258,7 +258,7 @@ def wide_cutoff(row, row_max, total, temperature, limits, sizes):
                 mass = kept_mass(ordinal, ties, weighed, sizes, SHIFT)
             goal = tl.where(by_count, top_k.to(tl.float32), top_p * mass)
             before = ordinal
-            ordinal, from_ordinal, beyond = search(before, by_count, goal, mass, weighed, sizes, SHIFT)
+            ordinal, from_ordinal, beyond = find_cutoff_ordinal(before, by_count, goal, mass, weighed, sizes, SHIFT)
             weight = tl.where(by_count, 1.0, tl.exp2((logit_at(ordinal, SHIFT) - row_max) * scale))
             needed = tl.maximum(tl.ceil((goal - beyond) / tl.maximum(weight, 1e-30)), 1.0)
             needed = tl.where(from_ordinal >= goal, needed, EVERY_TIE)

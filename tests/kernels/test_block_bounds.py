@@ -12,12 +12,12 @@ import triton.language as tl
 from specdecode import kernels
 from specdecode.kernels import residual
 from specdecode.kernels.arguments import Pointer
+from specdecode.kernels.block_bounds import block_of, keys_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.distribution import combine
 from specdecode.kernels.probabilistic import log_quotient
 from specdecode.kernels.request import LARGEST_TEMPERATURE, load_key, locate
 from specdecode.kernels.residual import ROW, load_both, residual_sums, select_residual_block
 from specdecode.kernels.rows import whole_draft_row_at, whole_target_row_at
-from specdecode.kernels.search import block_of, keys_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.selection import noise_at, select_block
 from specdecode.kernels.statistics import draft_statistics, load_statistics, sum_in_order, target_statistics
 from specdecode.kernels.values import Residual, RowContext
