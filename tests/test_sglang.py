@@ -391,14 +391,16 @@ REASONS = {
     "watermarks": {"has_watermark_candidates": True, "watermark_state": object()},
     "speculative_accept_threshold_single": {"threshold": 0.9},
     "SGLANG_SIMULATE_ACC_LEN": {"simulated": True},
+    "arguments that this version of specdecode does not know (typical_eps)": {"typical_eps": 0.1},
 }
+OPTIONS = "uno_target_max_top_k", "watermark_state", "typical_eps"
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog):
     logits, drafts = drafted()
     change = dict(REASONS[reason])
-    options = {name: change.pop(name) for name in ("uno_target_max_top_k", "watermark_state") if name in change}
+    options = {name: change.pop(name) for name in OPTIONS if name in change}
     hook = EagleSample(
         "block", engine(**{name: change.pop(name) for name in ("threshold", "simulated") if name in change})
     )
@@ -410,8 +412,9 @@ def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog)
         result = hook(original, verify_input, batch, output, mask, **options, watermark_full_mask=False)
         assert result is original.return_value
     assert original.call_args.args == (verify_input, batch, output, mask, options.get("uno_target_max_top_k"))
-    watermark_state = options.get("watermark_state")
-    assert original.call_args.kwargs == {"watermark_state": watermark_state, "watermark_full_mask": False}
+    passed = {"watermark_state": None} | options | {"watermark_full_mask": False}
+    passed.pop("uno_target_max_top_k", None)
+    assert original.call_args.kwargs == passed
     assert torch.equal(logits, before)
     assert not mask.apply.called  # SGLang's function applies it
     ((counted, steps),) = hook.fallbacks.items()
@@ -419,6 +422,14 @@ def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog)
     assert steps == 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("off", [None, False])
+def test_an_unknown_argument_that_is_off_changes_nothing(off):
+    logits, drafts = drafted()
+    hook = EagleSample("strict", engine())
+    hook(never, chain(drafts), batch_of(torch.ones(40)), logits_output(logits), typical_eps=off)
+    assert not hook.fallbacks
 
 
 def test_idle_batches_go_to_sglang_and_are_not_counted():

@@ -122,7 +122,8 @@ class EagleSample:
         uno_target_max_top_k: int | None = None,
         *,
         watermark_state: Any = None,
-        **options: Any,
+        watermark_full_mask: bool = True,
+        **unknown: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Verify one step, with the arguments and results of SGLang's `eagle_sample`.
 
@@ -134,20 +135,22 @@ class EagleSample:
             grammar_mask: is applied to them.
             uno_target_max_top_k: of SGLang's Uno trees, which are left to it.
             watermark_state: of requests with watermarks, which are left to it.
-            **options: are passed on.
+            watermark_full_mask: likewise.
+            **unknown: of a later SGLang. If one is set, the step is left to it.
 
         Returns:
             [batch * D] int32, the token that each row emits, 0 after the last one; [batch] int32 how many a request emits;
             [batch, D] int32 the rows that emit, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
+        watermarks = {"watermark_state": watermark_state, "watermark_full_mask": watermark_full_mask}
         leave: Callable[[], tuple[Tensor, Tensor, Tensor]] = functools.partial(
-            original, *given, watermark_state=watermark_state, **options
+            original, *given, **watermarks, **unknown
         )
         if batch.forward_mode.is_idle():
             return leave()
         info = batch.sampling_info
-        reason = self.why_not(verify_input, info, logits_output, uno_target_max_top_k, watermark_state)
+        reason = self.why_not(verify_input, info, logits_output, uno_target_max_top_k, watermark_state, unknown)
         if reason is not None:
             self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
             return leave()
@@ -172,10 +175,18 @@ class EagleSample:
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
     def why_not(
-        self, verify_input: Any, info: Any, logits_output: Any, uno_target_max_top_k: Any, watermark_state: Any
+        self,
+        verify_input: Any,
+        info: Any,
+        logits_output: Any,
+        uno_target_max_top_k: Any,
+        watermark_state: Any,
+        unknown: dict[str, Any],
     ) -> str | None:
         """Return why a step is left to SGLang, or None."""
         settings = self.engine.settings()
+        if given := [name for name, value in unknown.items() if value is not None and value is not False]:
+            return f"arguments that this version of specdecode does not know ({', '.join(given)})"
         if uno_target_max_top_k is not None or not is_chain(verify_input):
             return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
         if watermark_state is not None and info.has_watermark_candidates:
