@@ -26,8 +26,6 @@ if HAS_TRITON and not ON_GPU:
     if "SPECDECODE_PLAIN_INTERPRETER" not in os.environ:
         speed_up()
 
-collect_ignore = ["benchmarks/block_size.py"]  # a script for a GPU, which needs Triton to be imported
-
 BACKENDS = [("eager", "cpu")]
 if ON_GPU:
     BACKENDS += [("eager", "cuda"), ("triton", "cuda")]

@@ -487,15 +487,6 @@ def cpu_table(record: str, dtype: str) -> str:
     return by_shape(results, "Requests, drafts", lambda values: f"{values['median'] / 1000:.2f}")
 
 
-def blocks_table(record: str) -> str:
-    """Show how fast rows stream by the size of a block."""
-    rows = []
-    for name, result in load(record)["results"].items():
-        name = re.sub(r"\d+", lambda digits: f"{int(digits[0]):,}", name)
-        rows.append([name, f"{min(result['by blocks per program'].values()):.1f}", f"{result['best TB/s']:.2f}"])
-    return html_table(["", "best time, µs", "best TB/s"], rows)
-
-
 def is_kernel(cell: Cell) -> bool:
     """Tell whether a result is of this package's kernels."""
     return cell.provider.startswith("triton")
@@ -643,7 +634,6 @@ TABLES: dict[str, Callable[..., str]] = {
     "growth": growth_table,
     "reading": reading_table,
     "cpu": cpu_table,
-    "blocks": blocks_table,
     "shards": shards_table,
 }
 
