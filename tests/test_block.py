@@ -6,7 +6,6 @@ import torch
 
 from reference import oracle
 from specdecode import RejectionSampler, sample
-from specdecode.eager import probabilistic
 from specdecode.eager.block import residual_mass
 from specdecode.eager.truncation import RowSampling
 from tests.conftest import combine
@@ -147,55 +146,6 @@ def test_residual_masses_keep_their_relative_precision_where_target_and_draft_ne
     ordinary = masses[1] > 1e-3 * distance
     assert torch.allclose(masses[0][ordinary], masses[1][ordinary], rtol=1e-5, atol=0)
     assert ordinary.all() or vocab == 7
-
-
-def test_only_what_decides_is_read(monkeypatch):
-    # No residual mass of a draft whose uniform is above its ratio, none below the first success, no row past a ratio of 0.
-    rows = []
-    read = probabilistic.read
-
-    def counted(models, dtype):
-        rows.extend(logits.shape[:-1].numel() for logits in models)
-        return read(models, dtype)
-
-    for room in ("probabilistic", "residual", "block"):
-        monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
-    same = torch.zeros(50, 5, 30)
-    drafts = torch.zeros(50, 4, dtype=torch.int64)
-    sampler = RejectionSampler("block", backend="eager")
-    output = sampler(same, drafts, same[:, :4], seeds=0)
-    assert output.num_accepted.tolist() == [4] * 50
-    assert sum(rows) == 50 * (4 + 4)  # the statistics alone; the bonus row is `strict.sample`'s
-    rows.clear()
-    target = same.clone()
-    target[:, 1, 0] = -torch.inf
-    output = sampler(target, drafts, same[:, :4], seeds=0)
-    assert output.num_accepted.tolist() == [1] * 50  # a ratio of 1 needs no residual mass
-    assert sum(rows) == 50 * (2 + 2 + 2)  # two drafts' statistics, and the residual
-    rows.clear()
-    output = sampler(target, drafts, seeds=0)
-    assert sum(rows) == 50 * (2 + 1)  # deterministic: no draft rows, no residual masses
-
-
-def test_requests_whose_drafts_are_all_accepted_need_no_residual_mass(monkeypatch):
-    # Every ratio is below 1, so any shorter block would need one to be decided on.
-    rows = []
-    read = probabilistic.read
-
-    def counted(models, dtype):
-        rows.extend(logits.shape[:-1].numel() for logits in models)
-        return read(models, dtype)
-
-    target, draft = torch.zeros(400, 5, 30), torch.zeros(400, 4, 30)
-    target[:, :, 0] = -0.1
-    drafts, seeds = torch.zeros(400, 4, dtype=torch.int64), torch.arange(400)
-    sampler = RejectionSampler("block", backend="eager")
-    everything = sampler(target, drafts, draft, seeds=seeds).num_accepted == 4
-    assert 100 < int(everything.sum()) < 400
-    for room in ("probabilistic", "residual", "block"):
-        monkeypatch.setattr(f"specdecode.eager.{room}.read", counted)
-    sampler(target[everything], drafts[everything], draft[everything], seeds=seeds[everything])
-    assert sum(rows) == int(everything.sum()) * (4 + 4)
 
 
 def test_rows_past_the_emitted_one_raise_no_flag(place):

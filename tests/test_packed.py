@@ -226,17 +226,6 @@ def test_statistics_count_packed_output(place):
     assert stats[1].accepted_tokens > 0
 
 
-def test_the_cpu_copies_no_row_that_is_not_computed(monkeypatch):
-    from specdecode.eager.packed import IndexedRows
-
-    gathered, gather = [], IndexedRows.gather
-    monkeypatch.setattr(IndexedRows, "gather", lambda rows: (gathered.append(rows.shape[:-1].numel()), gather(rows))[1])
-    batch, counts = case(50, 7, 40, torch.float32), [7] * 50
-    sampler_of("strict").packed(**packed_rows(batch, counts), temperature=batch.temperature, seeds=0)
-    output = sampler_of("strict")(batch.target_logits, batch.draft_token_ids, temperature=batch.temperature, seeds=0)
-    assert sum(gathered) == output.num_tokens.sum() < 8 * 50
-
-
 def test_warm_up_takes_what_a_packed_call_takes():
     call = {**eight_rows("cpu"), "row_starts": torch.tensor([0, 4, 8]), "slots": torch.tensor([4, 0])}
     sampler_of("block").warmup(**call)

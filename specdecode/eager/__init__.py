@@ -1,7 +1,7 @@
 """The eager backend: batched PyTorch for any device and float dtype, no loop over requests.
 
-On the CPU only the rows that matter are computed: not those after a rejection, and no softmax for greedy requests. On other
-devices counting them would mean waiting for the device, so every row is computed.
+All rows are computed, a few requests at a time, those after a rejection too: a draft row as well if its `draft_logsumexp` is
+given. On the CPU there is no softmax for greedy requests; elsewhere counting them would mean waiting for the device.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     steps = Steps(batch, schedule)
     output = METHODS[method](steps)
     if batch.logprobs is not None:
-        of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, output.num_accepted, batch.logprobs)
+        of_tokens = emitted_logprobs(steps, raw_logits, output.token_ids, batch.logprobs)
         output = output._replace(logprobs=of_tokens)
     if batch.reports:
         output = with_report(steps, raw_logits, output, batch)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import SamplerOutput
-from specdecode.checks import on_host
 from specdecode.eager.probabilistic import emit, quotients
 from specdecode.eager.residual import compare
-from specdecode.eager.selection import Requests, block_sums, by_chunks, point_masses
+from specdecode.eager.selection import block_sums, by_kind, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 
@@ -48,25 +47,26 @@ def acceptance_probability(log_ratio: Tensor, mass: Tensor) -> Tensor:
     return mass / (mass - log_ratio.expm1())
 
 
-def probabilities(steps: Steps, rows: Requests, offsets: slice, log_ratio: Tensor, quotient: Tensor) -> Tensor:
-    """Return h for the drafts before some requests' offsets, of log c and the drafts' log(p(x) / q(x)) there."""
+def probabilities(steps: Steps, log_ratio: Tensor, quotient: Tensor) -> Tensor:
+    """Return h of all numbers of drafts but the last, given log c, and log(p(x) / q(x)) of the drafts that follow them."""
     if steps.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
         return acceptance_probability(log_ratio, log_ratio.exp() * -quotient.expm1())
-    target, draft = steps.target_logits[rows, offsets], steps.draft_logits[rows, offsets]
-    greedy = None if steps.point_masses is None else steps.point_masses[rows, None]
 
-    def compute(*tensors: Any) -> tuple[Tensor]:
+    def masses(*tensors: Any) -> tuple[Tensor]:
         return (residual_mass(*tensors),)
 
-    scalars = steps.sampling.at(rows, None), steps.draft_sampling.at(rows, None), log_ratio, greedy
-    (mass,) = by_chunks(compute, 2 * target.shape[1:].numel(), target, draft, *scalars)
+    def of_point_mass(*tensors: Any) -> tuple[Tensor]:
+        return (torch.zeros_like(tensors[4]),)  # c is 1 or 0: no mass is needed
+
+    target, draft = steps.target_logits[:, 1:-1], steps.draft_logits[:, 1:]
+    samplings = steps.sampling.at(slice(None), None), steps.draft_sampling.at(slice(None), None)
+    logits_each = 2 * target.shape[1:].numel()
+    (mass,) = by_kind(steps.greedy, masses, of_point_mass, logits_each, target, draft, *samplings, log_ratio)
     return acceptance_probability(log_ratio, mass)
 
 
 def longest_accepted(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
     """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
-
-    On the CPU the search goes from the last draft down and ends at the first number of drafts that passes.
 
     Args:
         steps: the batch.
@@ -76,27 +76,17 @@ def longest_accepted(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tens
     num_drafts, counts = steps.num_drafts[:, None], steps.offsets[1:]
     log_uniforms = steps.log_uniforms(fresh=True)
     accepted = (log_uniforms <= log_ratios) & (counts <= num_drafts)
-    # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
-    needed = accepted & (counts < num_drafts) & (log_ratios < 0)
-    on_device, last = not on_host(needed), steps.num_draft_tokens
-    for offsets in [slice(1, last)] if on_device else [slice(i, i + 1) for i in range(last - 1, 0, -1)]:
-        before = slice(offsets.start - 1, offsets.stop - 1)
-        rows: Requests = slice(None)
-        if not on_device:
-            rows = (needed[:, offsets.start - 1] & ~accepted[:, offsets.start :].any(dim=1)).nonzero().squeeze(1)
-        h = probabilities(steps, rows, offsets, log_ratios[rows, before], quotient[rows, offsets])
-        accepted[rows, before] &= (log_uniforms[rows, before] <= h.log()) | ~needed[rows, before]
+    if steps.num_draft_tokens > 1:
+        # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
+        needed = (accepted & (counts < num_drafts) & (log_ratios < 0))[:, :-1]
+        h = probabilities(steps, log_ratios[:, :-1], quotient[:, 1:])
+        accepted[:, :-1] &= (log_uniforms[:, :-1] <= h.log()) | ~needed
     return (accepted * counts).amax(dim=1)
 
 
 def verify(steps: Steps) -> SamplerOutput:
     """Accept the longest block of drafts that passes its test; then emit a recovered or a bonus token."""
-
-    def compute(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor, Tensor]:
-        quotient, is_empty = quotients(steps, rows, offsets)
-        return quotient > -torch.inf, quotient, is_empty
-
-    _, quotient, is_empty = steps.scan(steps.num_drafts, steps.num_draft_tokens, compute)
+    quotient, is_empty = quotients(steps)
     log_ratios = [torch.zeros_like(steps.temperature)]
     for offset in range(steps.num_draft_tokens):
         log_ratios.append(running_ratio(log_ratios[-1], quotient[:, offset]))

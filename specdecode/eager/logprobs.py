@@ -8,19 +8,18 @@ from torch import Tensor
 from specdecode.batch import Logprobs
 from specdecode.eager.greedy import argmax
 from specdecode.eager.probabilistic import logprobs
-from specdecode.eager.selection import Requests, by_kind
+from specdecode.eager.selection import by_kind
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling
 
 
-def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, num_accepted: Tensor, of: Logprobs) -> Tensor:
+def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, of: Logprobs) -> Tensor:
     """Return the log-probability of each emitted token, NaN behind the last.
 
     Args:
         steps: the batch.
         raw_logits: [batch, num_draft_tokens + 1, vocab] the target's, not adjusted.
         token_ids: [batch, num_draft_tokens + 1] int64, -1 behind the last token.
-        num_accepted: [batch] int32.
         of: `"processed"` or `"raw"`.
 
     Returns:
@@ -29,23 +28,14 @@ def emitted_logprobs(steps: Steps, raw_logits: Any, token_ids: Tensor, num_accep
     is_raw = of == "raw"
     sampling = RowSampling(torch.ones_like(steps.temperature)) if is_raw else steps.sampling
 
-    def by_softmax(
-        logits: Tensor, token_ids: Tensor, sampling: RowSampling, greedy: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        (result,), is_empty = logprobs((logits,), token_ids, (sampling,), greedy)
-        return is_empty, result
+    def by_softmax(logits: Tensor, token_ids: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Tensor]:
+        (result,), _ = logprobs((logits,), token_ids, (sampling,), greedy)
+        return (result,)
 
-    def of_point_mass(logits: Tensor, token_ids: Tensor, sampling: RowSampling, *_: Any) -> tuple[Tensor, Tensor]:
-        first, is_empty = argmax(logits)
-        return is_empty, (first == token_ids).to(sampling.temperature.dtype).log()
+    def of_point_mass(logits: Tensor, token_ids: Tensor, sampling: RowSampling, *_: Any) -> tuple[Tensor]:
+        return ((argmax(logits)[0] == token_ids).to(sampling.temperature.dtype).log(),)
 
-    def compute(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
-        logits, greedy = steps.target_logits[rows, offsets], steps.greedy_among(rows)
-        if is_raw:
-            logits, greedy = raw_logits[rows, offsets], False
-        tensors = logits, token_ids[rows, offsets].clamp(min=0), sampling.at(rows, None)
-        is_empty, result = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
-        return torch.ones_like(is_empty), result  # every request goes on to its last token
-
-    _, result = steps.scan(num_accepted + 1, steps.num_draft_tokens + 1, compute)
+    logits, greedy = (raw_logits, False) if is_raw else (steps.target_logits, steps.greedy)
+    tensors = logits, token_ids.clamp(min=0), sampling.at(slice(None), None)
+    (result,) = by_kind(greedy, by_softmax, of_point_mass, logits.shape[1:].numel(), *tensors)
     return result.masked_fill(token_ids < 0, torch.nan).to(torch.float32)

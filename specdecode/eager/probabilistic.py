@@ -10,14 +10,10 @@ from specdecode.batch import SamplerOutput
 from specdecode.checks import on_host
 from specdecode.eager.greedy import argmax
 from specdecode.eager.residual import residual
-from specdecode.eager.selection import Requests, block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
+from specdecode.eager.selection import block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
 from specdecode.eager.steps import Steps
 from specdecode.eager.strict import sample
-from specdecode.eager.truncation import RowSampling, is_kept, read
-from specdecode.eager.vocabulary import DraftVocabRows
-
-LARGEST_LOGSUMEXP = 256.0
-"""Beyond this a float32 logsumexp may be off by more than 1.5e-5."""
+from specdecode.eager.truncation import RowSampling, read
 
 
 def logprob(logit: Tensor, row_max: Tensor, temperature: Tensor, sums: Tensor, is_first: Tensor | None) -> Tensor:
@@ -54,15 +50,6 @@ def logprobs(
     return result.squeeze(-1), is_empty
 
 
-def kept_logits(draft: Tensor | DraftVocabRows, token_ids: Tensor, cutoff: Tensor | None) -> Tensor:
-    """Return the raw logit of one token per row, [...]; -inf if it is beyond the cutoff, or no token of the draft."""
-    if isinstance(draft, DraftVocabRows):
-        draft_ids = draft.draft_ids[token_ids]
-        return kept_logits(draft.tensor, draft_ids.clamp(min=0), cutoff).masked_fill(draft_ids < 0, -torch.inf)
-    logits = draft.gather(-1, token_ids[..., None]).squeeze(-1)
-    return logits if cutoff is None else logits.masked_fill(~is_kept(draft, token_ids, cutoff), -torch.inf)
-
-
 def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
     """Return log(p(x) / q(x)) of both logarithms, -inf where p(x) or q(x) is 0."""
     difference = target_logprob - draft_logprob
@@ -75,48 +62,23 @@ def log_quotient(
     token_ids: Tensor,
     sampling: RowSampling,
     draft_sampling: RowSampling,
-    draft_logsumexp: Tensor | None,
-    draft_cutoff: Tensor | None,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return log(p(x) / q(x)) of each row's draft x, -inf where either is 0, and whether the target row is empty.
 
-    For a deterministic drafter and for greedy requests q(x) = 1. A draft row whose logsumexp is given is not read, unless
-    the logsumexp is so large that float32 has rounded away what matters.
+    For a deterministic drafter and for greedy requests q(x) = 1.
     """
-
-    def by_rows(target: Tensor, draft: Tensor, token_ids: Tensor, *samplings: RowSampling) -> tuple[Tensor, Tensor]:
-        (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, samplings[:2], greedy)
-        if greedy is not None:
-            draft_logprob = draft_logprob.masked_fill(greedy, 0)
-        return logprob_difference(target_logprob, draft_logprob), is_empty
-
-    def by_logsumexp(
-        target: Tensor,
-        draft: Tensor,
-        token_ids: Tensor,
-        sampling: RowSampling,
-        draft_sampling: RowSampling,
-        logsumexp: Tensor,
-        cutoff: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        (target_logprob,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
-        draft_logprob = kept_logits(draft, token_ids, cutoff) / draft_sampling.temperature - logsumexp
-        return logprob_difference(target_logprob, draft_logprob), is_empty
-
     if draft is None:
         (quotient,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
         return quotient, is_empty
-    if draft_logsumexp is None:
-        return by_rows(target, draft, token_ids, sampling, draft_sampling)
-    trusted = (draft_logsumexp.abs() <= LARGEST_LOGSUMEXP).all(dim=1)
-    tensors = (target, draft, token_ids, sampling, draft_sampling, draft_logsumexp, draft_cutoff)
-    quotient, is_empty = by_case(trusted, by_logsumexp, by_rows, *tensors)
-    return quotient, is_empty
+    (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, (sampling, draft_sampling), greedy)
+    if greedy is not None:
+        draft_logprob = draft_logprob.masked_fill(greedy, 0)
+    return logprob_difference(target_logprob, draft_logprob), is_empty
 
 
-def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
-    """Return `log_quotient` of some requests' drafts at some offsets, [rows, offsets] each."""
+def quotients(steps: Steps) -> tuple[Tensor, Tensor]:
+    """Return `log_quotient` of all drafts, [batch, num_draft_tokens] each."""
 
     def match(
         target: Tensor, _: Tensor | None, token_ids: Tensor, sampling: RowSampling, *__: Any
@@ -124,16 +86,11 @@ def quotients(steps: Steps, rows: Requests, offsets: slice) -> tuple[Tensor, Ten
         best, is_empty = argmax(target)
         return (best == token_ids).to(sampling.temperature.dtype).log(), is_empty
 
-    target, draft, logsumexp = steps.target_logits[rows, offsets], steps.draft_logits, steps.draft_logsumexp
-    cutoff = None if steps.draft_cutoff is None else steps.draft_cutoff[rows, offsets]
-    if draft is not None:
-        draft = draft[rows, offsets]
-    if logsumexp is not None:  # on a device all rows are read: to choose by logsumexp, the host would wait
-        logsumexp = logsumexp[rows, offsets] if on_host(logsumexp) else None
-    samplings = steps.sampling.at(rows, None), steps.draft_sampling.at(rows, None)
-    tensors = (target, draft, steps.draft_token_ids[rows, offsets], *samplings, logsumexp, cutoff)
+    target, draft = steps.target_logits[:, :-1], steps.draft_logits
+    samplings = steps.sampling.at(slice(None), None), steps.draft_sampling.at(slice(None), None)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
-    quotient, is_empty = by_kind(steps.greedy_among(rows), log_quotient, match, logits_each, *tensors)
+    tensors = target, draft, steps.draft_token_ids, *samplings
+    quotient, is_empty = by_kind(steps.greedy, log_quotient, match, logits_each, *tensors)
     return quotient, is_empty
 
 
@@ -164,13 +121,6 @@ def recover(
     return found.draw(seeds, positions), is_empty
 
 
-def infinite_at(is_bonus: Tensor, log_ratio: Tensor | None) -> Tensor:
-    """Return log c for the tokens of `emit`: infinite for bonus tokens, else as given, or 0."""
-    if log_ratio is None:
-        return torch.xlogy(is_bonus, torch.inf)  # 1 log inf or 0 log inf, which is 0, in one kernel
-    return log_ratio.masked_fill(is_bonus, torch.inf)
-
-
 def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
@@ -192,15 +142,17 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) ->
             steps.sampling.at(requests),
             steps.seeds[requests],
             steps.positions[requests] + offsets,
-            steps.greedy_among(requests),
+            steps.greedy if isinstance(steps.greedy, bool) else steps.greedy[requests],
         )
         return token_ids, is_empty
 
     is_bonus = num_accepted >= steps.num_drafts
     if isinstance(steps.greedy, Tensor):
         is_bonus |= steps.greedy
+    if log_ratio is None:
+        log_ratio = torch.zeros_like(steps.temperature)
     scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, steps.point_masses)
-    tensors = (steps.requests, num_accepted, infinite_at(is_bonus, log_ratio), *scalars)
+    tensors = (steps.requests, num_accepted, log_ratio.masked_fill(is_bonus, torch.inf), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:
         return bonus(*tensors)
@@ -216,15 +168,8 @@ def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
         steps: the batch.
         scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
     """
-    log_uniforms = steps.log_uniforms()
-
-    def decide(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor]:
-        quotient, is_empty = quotients(steps, rows, offsets)
-        if scheduled is not None:
-            return scheduled[rows, offsets], is_empty
-        return accepts(log_uniforms[rows, offsets], quotient), is_empty
-
-    accepted, is_empty = steps.scan(steps.num_drafts, steps.num_draft_tokens, decide)
+    quotient, is_empty = quotients(steps)
+    accepted = accepts(steps.log_uniforms(), quotient) if scheduled is None else scheduled
     num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
     emitted, emitted_is_empty = emit(steps, num_accepted)
     return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)

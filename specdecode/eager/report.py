@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput, VerificationBatch
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Compute, Requests, Rows, block_sums, by_kind, exp_scaled, point_masses
+from specdecode.eager.selection import Compute, Rows, block_sums, by_kind, exp_scaled, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.report import MOST_KEPT
@@ -28,15 +28,13 @@ def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: Ver
     is_behind = output.token_ids < 0
     if batch.top_logprobs > 0:
         is_raw = batch.logprobs == "raw"
-        token_ids, logprobs = top_logprobs(
-            steps, raw_logits if is_raw else None, output.num_accepted, batch.top_logprobs
-        )
+        token_ids, logprobs = top_logprobs(steps, raw_logits if is_raw else None, batch.top_logprobs)
         output = output._replace(
             top_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
             top_logprobs=logprobs.masked_fill(is_behind[..., None], torch.nan),
         )
     if batch.kept_sets:
-        num_kept, token_ids, cutoff = kept_sets(steps, output.num_accepted)
+        num_kept, token_ids, cutoff = kept_sets(steps)
         output = output._replace(
             num_kept=num_kept.masked_fill(is_behind, 0),
             kept_token_ids=token_ids.masked_fill(is_behind[..., None], -1),
@@ -45,13 +43,12 @@ def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: Ver
     return output
 
 
-def top_logprobs(steps: Steps, raw_logits: Any | None, num_accepted: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens of each row through a request's last token, and their log-probabilities.
+def top_logprobs(steps: Steps, raw_logits: Any | None, count: int) -> tuple[Tensor, Tensor]:
+    """Return the likeliest tokens of each row, and their log-probabilities.
 
     Args:
         steps: the batch.
         raw_logits: [batch, num_draft_tokens + 1, vocab] if they are of these at temperature 1, untruncated; else None.
-        num_accepted: [batch] int32.
         count: how many.
 
     Returns:
@@ -65,11 +62,11 @@ def top_logprobs(steps: Steps, raw_logits: Any | None, num_accepted: Tensor, cou
         token_ids = alone(argmax(logits)[0], count)
         return token_ids, torch.zeros_like(token_ids, dtype=torch.float32).masked_fill_(token_ids < 0, -torch.inf)
 
-    return through_last(steps, num_accepted, raw_logits, of_rows, of_point_mass)
+    return of_all_rows(steps, raw_logits, of_rows, of_point_mass)
 
 
-def kept_sets(steps: Steps, num_accepted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many tokens are kept of each row through a request's last token, their ids, and the last one kept.
+def kept_sets(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many tokens are kept of each row, their ids, and the last one kept.
 
     Returns:
         [batch, num_draft_tokens + 1] int32; [batch, num_draft_tokens + 1, MOST_KEPT] int32; [batch, num_draft_tokens + 1]
@@ -84,24 +81,14 @@ def kept_sets(steps: Steps, num_accepted: Tensor) -> tuple[Tensor, Tensor, Tenso
         token_ids = argmax(logits)[0]
         return torch.ones_like(token_ids, dtype=torch.int32), alone(token_ids, MOST_KEPT).to(torch.int32), token_ids
 
-    return through_last(steps, num_accepted, None, of_rows, of_point_mass)
+    return of_all_rows(steps, None, of_rows, of_point_mass)
 
 
-def through_last(
-    steps: Steps, num_accepted: Tensor, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute
-) -> tuple[Any, ...]:
-    """Apply a function to the rows through each request's last token, and another to those of greedy requests."""
+def of_all_rows(steps: Steps, raw_logits: Any | None, of_rows: Compute, of_point_mass: Compute) -> tuple[Any, ...]:
+    """Apply a function to all rows, and another to those of greedy requests."""
     sampling = steps.sampling if raw_logits is None else RowSampling(torch.ones_like(steps.temperature))
-
-    def compute(rows: Requests, offsets: slice) -> tuple[Tensor, ...]:
-        logits, greedy = steps.target_logits[rows, offsets], steps.greedy_among(rows)
-        if raw_logits is not None:
-            logits, greedy = raw_logits[rows, offsets], False
-        tensors = logits, sampling.at(rows, None)
-        results = by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), *tensors)
-        return torch.ones(results[0].shape[:2], dtype=torch.bool, device=logits.device), *results
-
-    return steps.scan(num_accepted + 1, steps.num_draft_tokens + 1, compute)[1:]
+    logits, greedy = (steps.target_logits, steps.greedy) if raw_logits is None else (raw_logits, False)
+    return by_kind(greedy, of_rows, of_point_mass, logits.shape[1:].numel(), logits, sampling.at(slice(None), None))
 
 
 def drawn_from(logits: Tensor, sampling: RowSampling, greedy: Tensor | None) -> tuple[Rows, Tensor]:

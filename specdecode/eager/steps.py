@@ -1,6 +1,4 @@
-"""A verification step in PyTorch: its batch as tensors, and which of its rows are computed."""
-
-from collections.abc import Callable
+"""A verification step in PyTorch: its batch as tensors."""
 
 import torch
 from torch import Tensor
@@ -8,7 +6,6 @@ from torch import Tensor
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.checks import on_host
 from specdecode.eager.philox import log_uniform, uniform
-from specdecode.eager.selection import Requests
 from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.eager.vocabulary import DraftVocabRows, target_to_draft
 from specdecode.noise import Domain
@@ -25,7 +22,6 @@ class Steps:
             draft_ids = target_to_draft(batch.draft_vocab_ids, self.vocab)
             # Of which only what tensors have, too, is used; but where rows are read, which looks at the type.
             self.draft_logits = DraftVocabRows(batch.draft_logits, draft_ids)  # type: ignore[assignment]
-        self.draft_logsumexp = batch.draft_logsumexp
         self.conditional_rates = () if schedule is None else schedule.conditional_rates
         counts = torch.arange(max(size, rows), device=batch.target_logits.device)
         self.requests, self.offsets = counts[:size], counts[:rows]
@@ -34,7 +30,6 @@ class Steps:
         logits = (batch.target_logits,) if batch.draft_logits is None else (batch.target_logits, batch.draft_logits)
         self.temperature, self.greedy = row_temperature(batch.temperature, *logits)
         self.sampling = self.draft_sampling = row_sampling(self.temperature, batch.truncation, self.vocab)
-        self.draft_cutoff = batch.draft_cutoff
         if batch.draft_temperature is not None:
             draft_temperature, draft_greedy = row_temperature(batch.draft_temperature, *logits)
             drawn = row_sampling(draft_temperature, batch.draft_truncation, self.vocab)
@@ -65,38 +60,6 @@ class Steps:
     def _accept_counters(self, fresh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         offsets = self.offsets[:-1]
         return self.seeds[:, None], self.positions[:, None] + offsets, offsets if fresh else self.offsets[:1]
-
-    def scan(
-        self, num_rows: Tensor, width: int, compute: Callable[[Requests, slice], tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        """Compute the rows that matter, in order; return [batch, width, ...] of each result.
-
-        On the CPU these are, offset by offset, the rows of the requests that have not stopped. On a device counting those
-        would mean waiting for it, so all rows are computed at once.
-
-        Args:
-            num_rows: [batch] how many rows each request has.
-            width: the most rows.
-            compute: given requests and offsets, returns results for each; the first says whether the request goes on.
-        """
-        if width == 0 or not on_host(num_rows):
-            return compute(slice(None), slice(0, width))
-        results: tuple[Tensor, ...] = ()
-        active = num_rows > 0
-        for offset in range(width):
-            rows = slice(None) if active.all() else active.nonzero().squeeze(1)
-            values = compute(rows, slice(offset, offset + 1))
-            results = results or tuple(value.new_zeros(len(num_rows), width, *value.shape[2:]) for value in values)
-            for result, value in zip(results, values):
-                result[rows, offset] = value[:, 0]
-            active = results[0][:, offset] & (num_rows > offset + 1)
-            if not active.any():
-                break
-        return results
-
-    def greedy_among(self, rows: Requests) -> Tensor | bool:
-        """Return which of some requests are greedy, [rows] bool or one bool for all."""
-        return self.greedy if isinstance(self.greedy, bool) else self.greedy[rows]
 
     def output(
         self, num_accepted: Tensor, emitted: Tensor, accepted_empty: Tensor, emitted_empty: Tensor

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdecode.batch import SamplerOutput
 from specdecode.eager.greedy import argmax
-from specdecode.eager.selection import Requests, block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
+from specdecode.eager.selection import block_sums, by_kind, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
@@ -67,21 +67,14 @@ def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
         steps: the batch.
         scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
     """
-    drafts = torch.nn.functional.pad(steps.draft_token_ids, (0, 1), value=-1)
-    accepts = None if scheduled is None else torch.nn.functional.pad(scheduled, (0, 1))
-
-    def draw(rows: Requests, offsets: slice) -> tuple[Tensor, Tensor, Tensor]:
-        token_ids, _, is_empty, *_ = sample(
-            steps.target_logits[rows, offsets],
-            steps.sampling.at(rows, None),
-            steps.seeds[rows, None],
-            steps.positions[rows, None] + steps.offsets[offsets],
-            steps.greedy_among(rows),
-        )
-        accepted = token_ids == drafts[rows, offsets] if accepts is None else accepts[rows, offsets]
-        return accepted, token_ids, is_empty
-
-    accepted, token_ids, is_empty = steps.scan(steps.num_drafts + 1, steps.num_draft_tokens + 1, draw)
-    num_accepted = steps.leading(accepted[:, :-1]).minimum(steps.num_drafts)
+    token_ids, _, is_empty, *_ = sample(
+        steps.target_logits,
+        steps.sampling.at(slice(None), None),
+        steps.seeds[:, None],
+        steps.positions[:, None] + steps.offsets,
+        steps.greedy,
+    )
+    accepted = token_ids[:, :-1] == steps.draft_token_ids if scheduled is None else scheduled
+    num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
     emitted, emitted_empty = (at.gather(1, num_accepted[:, None]).squeeze(1) for at in (token_ids, is_empty))
     return steps.output(num_accepted, emitted, is_empty[:, :-1], emitted_empty)
