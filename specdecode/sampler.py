@@ -190,7 +190,7 @@ class RejectionSampler:
             positions: [batch] int64, the absolute position in its sequence of each request's first draft token; None
                 means 0. A request that keeps its seed over several steps must pass them: otherwise its noise repeats.
             draft_logsumexp: [batch, num_draft_tokens] float32 from [`draft`][specdecode.RejectionSampler.draft]. It saves
-                reading the draft rows again, except in the eager backend on a GPU.
+                reading the draft rows again, except in the eager backend.
             draft_cutoff: [batch, num_draft_tokens] int64 from [`draft`][specdecode.RejectionSampler.draft]: needed beside
                 draft_logsumexp if the drafts were drawn from truncated rows.
             draft_vocab_ids: [draft_vocab] int32 or int64, if the drafter has only some of the target's tokens: the id that

@@ -266,7 +266,7 @@ def launches_table(record: str) -> str:
     most = max(map(len, rows)) - 1
     headings = ["µs after launch 1", *[f"launch {launch}" for launch in range(2, most + 1)]]
     rows = [[*row, *[""] * (most + 1 - len(row))] for row in rows]
-    return html_table(["Method, requests", *headings], rows)
+    return html_table(["Method, requests or rows", *headings], rows)
 
 
 def truncated_table(
@@ -284,15 +284,15 @@ def truncated_table(
     results = cells(record, kind="truncated", rows=rows, temperature=float(temperature), vocab=int(vocab))
     times = {(cell.provider, cell.count): device_time(cell.values) + cell.of_commit for cell in results}
     given = " with draft_logsumexp"
-    titles = [name.partition(", ")[2] for name, _ in times if name.startswith(f"{method}, ") and given not in name]
-    counts = dict.fromkeys(count for name, count in times if name.startswith(f"{method}, "))
+    own = [(name.partition(", ")[2], count) for name, count in times if name.startswith(f"{method}, ")]
+    titles = list(dict.fromkeys(title for title, _ in own if not title.endswith(given)))
+    counts = dict.fromkeys(count for _, count in own)
 
     def content(count: int, title: str) -> str:
         other = times.get((f"{beside}, {title}" if beside else f"{method}, {title}{given}", count))
         after = "" if other is None else f" / {other}" if beside else f" ({other})"
         return times[f"{method}, {title}", count] + after
 
-    titles = list(dict.fromkeys(titles))
     headings = ["no truncation" if title == "plain" else title for title in titles]
     return html_table(
         ["Requests", *headings], [[f"{count:,}", *[content(count, title) for title in titles]] for count in counts]

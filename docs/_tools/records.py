@@ -40,7 +40,6 @@ TITLES = {
     "nothing": "nothing",
     "triton with draft_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "eager": "`probabilistic` (eager)",
-    "eager_with_logsumexp": "`probabilistic`, `draft_logsumexp`",
     "straightforward": "PyTorch, uncompiled",
     "straightforward compiled": "PyTorch, compiled",
     "vllm": "vLLM",

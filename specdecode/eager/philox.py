@@ -29,7 +29,7 @@ template <typename T> T negated_uniform_bits(T seed, T position, T index, T doma
     return __double_as_longlong(-(double)::fminf(::fmaxf(number, 0x1p-65f), 1 - 0x1p-24f));
 }
 """
-"""`negated_uniform_bits` for GPUs, where its some 80 operations would be as many kernels."""
+"""`negated_uniform_bits` for GPUs, where each of its operations would be a kernel."""
 
 
 @functools.cache
@@ -72,8 +72,9 @@ def philox(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tens
 
 def negated_uniform_bits(seeds: Tensor, positions: Tensor, index: Tensor, domain: int) -> Tensor:
     """Return -u of the uniforms u: the bits of float64 numbers, of which float32 can hold each, as int64."""
-    if seeds.is_cuda and fused() is not None:
-        bits: Tensor = fused()(seeds, positions, index, domain=int(domain))
+    kernel = fused() if seeds.is_cuda else None
+    if kernel is not None:
+        bits: Tensor = kernel(seeds, positions, index, domain=int(domain))
         return bits
     return philox(seeds, positions, index, domain).neg_().to(torch.float64).view(torch.int64)
 

@@ -151,7 +151,8 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) ->
         is_bonus |= steps.greedy
     if log_ratio is None:
         log_ratio = torch.zeros_like(steps.temperature)
-    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, steps.point_masses)
+    greedy = None if isinstance(steps.greedy, bool) or on_host(steps.greedy) else steps.greedy
+    scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, greedy)
     tensors = (steps.requests, num_accepted, log_ratio.masked_fill(is_bonus, torch.inf), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:

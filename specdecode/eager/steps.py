@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import on_host
 from specdecode.eager.philox import log_uniform, uniform
 from specdecode.eager.truncation import of_drafts, row_sampling
 from specdecode.eager.vocabulary import DraftVocabRows, target_to_draft
@@ -34,7 +33,6 @@ class Steps:
             draft_temperature, draft_greedy = row_temperature(batch.draft_temperature, *logits)
             drawn = row_sampling(draft_temperature, batch.draft_truncation, self.vocab)
             self.draft_sampling = of_drafts(drawn, draft_greedy, self.temperature)
-        self.point_masses = None if isinstance(self.greedy, bool) or on_host(self.greedy) else self.greedy
 
         self.num_draft_tokens = rows - 1
         self.draft_token_ids = batch.draft_token_ids.clamp(0, self.vocab - 1).to(torch.int64)

@@ -226,7 +226,5 @@ class Searching(NamedTuple):
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
-    SUMS: (
-        Constant  # block sums of the residual that the token is drawn from are in the workspace, as for `BlockDecision`
-    )
+    SUMS: Constant  # block sums of the residual that the token is drawn from are in the workspace
     OVERLAPS: Constant

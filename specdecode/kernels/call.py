@@ -32,11 +32,11 @@ from specdecode.kernels.methods import METHODS, STRICT, Method, method_of
 from specdecode.kernels.plan import (
     MANY_REQUESTS,
     MOST_PROGRAMS,
+    add_block_decision,
     add_emission,
     add_mapping,
     add_reading,
     add_report,
-    add_settling,
     add_truncation,
     allocate,
     decision_while_reading,
@@ -269,7 +269,7 @@ def plan_step(fields: tuple[Any, ...]) -> Plan:
         add_truncation(plan, *given, structure.large, posted=posted)
     sums_all = structure.decides_block and structure.draft is not None and not structure.large
     if structure.decides_block:
-        add_settling(plan, *given, sums_all)
+        add_block_decision(plan, *given, sums_all)
     add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums_all, posted=posted)
     add_report(plan, structure, (inputs, outputs, workspace, sizes))
     return plan

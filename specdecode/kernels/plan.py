@@ -54,8 +54,8 @@ READ_REGISTERS, READ_REGISTERS_BOTH, EMIT_REGISTERS = 48, 64, 128
 READ_REGISTERS_MASKED, READ_REGISTERS_ADJUSTED = 80, (128, 96)
 
 # More of them where lane maxima are kept, for truncation, or a large batch is summed at two temperatures: some would spill.
-# Lane maxima, 32 requests: 30.1 -> 29.4 us, 256: 121 -> 114. Sums, on an H100, 256 requests of 3 drafts,
-# T = .7: `strict` 96 -> 92 us, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
+# On an H100, lane maxima: 32 requests 30.1 -> 29.4 us, 256 121 -> 114. Sums, 256 requests of 3 drafts, T = .7: `strict`
+# 96 -> 92, `block` 225 -> 219. In a small batch it was slower: `strict`, 32 requests 19.3 -> 20.1 us.
 MORE_REGISTERS = 16
 
 # LANES of all that sums residuals. They set the order, and so the last bit, which must not depend on the batch.
@@ -79,14 +79,10 @@ def allocate(
 
     Programs that count each other (`counts`) need zeros to start from. Else the first launch clears what the next ones use.
     """
-    truncates, decides_block, num_drafts = (
-        structure.truncates,
-        structure.decides_block,
-        sizes.batch * sizes.num_draft_tokens,
-    )
+    truncates, num_drafts = structure.truncates, sizes.batch * sizes.num_draft_tokens
     has_draft_rows = inputs.draft.ptr is not None
     num_rows, of_state = num_drafts + sizes.batch, sizes.batch * FIELDS.value
-    rows_read, sums = num_rows + num_drafts * has_draft_rows, decides_block and has_draft_rows
+    rows_read, sums = num_rows + num_drafts * has_draft_rows, structure.decides_block and has_draft_rows
     state = of_state + num_rows
     if truncates:  # stop bits, at an even index
         state += state % 2 + of_state
@@ -95,8 +91,8 @@ def allocate(
         "statistics": (torch.float32, rows_read * 2 * sizes.num_blocks),
         "cutoffs": (torch.float32, rows_read * 2) if truncates else None,
         "maxima": (torch.float32, rows_read * WARP.value * sizes.num_blocks) if truncates else None,
-        "kept": (torch.int64, rows_read * list_size(sizes.MAX_BLOCKS)) if truncates else None,
-        "terms": (torch.float32, num_rows * TERMS.value) if decides_block else None,
+        "candidates": (torch.int64, rows_read * list_size(sizes.MAX_BLOCKS)) if truncates else None,
+        "terms": (torch.float32, num_rows * TERMS.value) if structure.decides_block else None,
         "listed": (torch.int64, num_drafts * LIST_FIELDS.value) if sums else None,
         "residual_sums": (torch.float32, num_drafts * sizes.num_blocks) if sums else None,
         "raw_statistics": (torch.float32, num_rows * 2 * sizes.num_blocks) if structure.logprobs == "raw" else None,
@@ -121,7 +117,7 @@ def add_mapping(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes) 
     plan.add(map_kernel, ceil_div(sizes.vocab_size, SPAN.value), bundles, num_warps=8, follows=False)
 
 
-def add_settling(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
+def add_block_decision(plan: Plan, inputs: Inputs, workspace: Workspace, sizes: Sizes, sums: bool) -> None:
     """Add the launches of block verification between reading and emitting; those that decide read `sums`, or not."""
     tuning = BlockDecision(SUM_BLOCKS, RESIDUAL_LANES, False, can_overlap(plan.device))
     bundles, requests, num_draft_tokens = (inputs, workspace, sizes), sizes.batch, sizes.num_draft_tokens
