@@ -7,8 +7,9 @@ from torch import Tensor
 
 from specdecode import backends, sharding
 from specdecode.adjustments import Adjustments
+from specdecode.arguments import check_rows
+from specdecode.backends import breaks_graph
 from specdecode.batch import RowBatch
-from specdecode.compiled import breaks_graph
 from specdecode.noise import SELECT
 from specdecode.sharding import VocabShard, check_shard
 
@@ -81,7 +82,8 @@ def sample(
     vocab_size = None
     if shard is not None:
         vocab_size = check_shard(shard).vocab_size
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, vocab_size, adjustments)
+    limits: Any = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    batch = check_rows(logits, temperature, seeds, positions, **limits, adjustments=adjustments, vocab_size=vocab_size)
     token_ids, *_ = draw(batch.greedy_if_alike(), SELECT, "auto", shard)
     return token_ids
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode.arguments import on_host
 from specdecode.batch import SamplerOutput
-from specdecode.checks import on_host
 from specdecode.eager.greedy import argmax
 from specdecode.eager.residual import residual
 from specdecode.eager.selection import block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.checks import on_host
+from specdecode.arguments import on_host
 from specdecode.eager.selection import Rows, block_sums, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT

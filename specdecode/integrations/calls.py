@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling, backends
-from specdecode.batch import VerificationBatch
-from specdecode.packing import Packing
-from specdecode.sampling import Truncation
+from specdecode.batch import Packing, Truncation, VerificationBatch
 
 
 def verify_unchecked(verifier: RejectionSampler, call: dict[str, Any]) -> SamplerOutput:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.checks import draw_seeds
+from specdecode.arguments import draw_seeds
 from specdecode.integrations.adapters import EngineMethod, Fallbacks
 from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up, zeros
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from specdecode.batch import Logprobs, VerificationBatch
+from specdecode.batch import MOST_KEPT, Logprobs, VerificationBatch
 from specdecode.kernels.arguments import (
     Adjustments,
     Drafts,
@@ -25,7 +25,6 @@ from specdecode.kernels.arguments import (
 from specdecode.kernels.formulas import Argument, Number, ceil_div
 from specdecode.kernels.methods import Method
 from specdecode.noise import BLOCK_SIZE
-from specdecode.report import MOST_KEPT
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
 # so all usual sizes compile the same kernels. But rows of at most 65,536 tokens have kernels of their own.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdecode.adjustments import Adjustments
+from specdecode.arguments import select
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels.bundles import (
     EACH_LIMIT,
@@ -315,19 +316,4 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
 
 def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:
     """Return the batch of the first drafts of each request."""
-    drafts = slice(num_draft_tokens)
-    return batch._replace(
-        target_logits=batch.target_logits[:, : num_draft_tokens + 1],
-        draft_token_ids=batch.draft_token_ids[:, drafts],
-        draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
-        draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
-        draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
-        adjustments=fewer_masks(batch.adjustments, num_draft_tokens),
-    )
-
-
-def fewer_masks(adjustments: Adjustments | None, num_draft_tokens: int) -> Adjustments | None:
-    """Return adjustments with the masks of steps of fewer drafts."""
-    if adjustments is None or adjustments.allowed_mask is None:
-        return adjustments
-    return adjustments._replace(allowed_mask=adjustments.allowed_mask[:, : num_draft_tokens + 1])
+    return select(batch, draft=slice(num_draft_tokens), row=slice(num_draft_tokens + 1))

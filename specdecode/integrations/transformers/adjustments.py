@@ -34,11 +34,11 @@ from transformers import (
 )
 
 from specdecode import Adjustments
-from specdecode.adjustments import FLOAT32
 from specdecode.eager.adjustments import AdjustedRows, RowIndex, words_of
 from specdecode.integrations.transformers.requests import Batch, Request
 
 ALWAYS = range(sys.maxsize)
+FLOAT32 = torch.finfo(torch.float32)
 
 
 class Rule(NamedTuple):

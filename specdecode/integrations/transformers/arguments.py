@@ -12,11 +12,10 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import RejectionSampler, Sampling
-from specdecode.checks import check_count, check_tensor, check_type, shown
+from specdecode.arguments import Sizes, check_count, check_number, check_tensor, check_truncation, check_type, shown
 from specdecode.integrations.transformers.generation_config import is_greedy
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import Step
-from specdecode.sampling import Truncation, check_temperature
 
 
 def check_options(
@@ -122,8 +121,9 @@ def check_token_types(token_type_ids: Tensor | None, models: Sequence[CachedMode
 def check_sampling(sampling: Sampling, batch: int, vocab_size: int, device: torch.device) -> Sampling:
     """Return how tokens are drawn, on the device of the target, with None for what keeps all tokens."""
     sampling = Sampling._make(on(device, value) for value in sampling)
-    temperature = check_temperature(sampling.temperature, batch, device)
-    return Sampling(temperature, *(Truncation.check(sampling, batch, vocab_size, device) or ()))
+    sizes = Sizes({"slot": batch}, device)
+    temperature = check_number("temperature", sampling.temperature, sizes)
+    return Sampling(temperature, *(check_truncation(sampling, sizes, vocab_size) or ()))
 
 
 def on(device: torch.device, value: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, Sampling
-from specdecode.checks import check_seeds, seed_each
+from specdecode.arguments import check_seeds, seed_each
 from specdecode.integrations.transformers.arguments import (
     check_max_new_tokens,
     check_num_return_sequences,

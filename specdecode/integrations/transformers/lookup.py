@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdecode.checks import check_count
+from specdecode.arguments import check_count
 
 
 @dataclass(frozen=True)

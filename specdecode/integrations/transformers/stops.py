@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from specdecode.checks import shown
+from specdecode.arguments import shown
 
 NO_TOKEN = torch.iinfo(torch.int32).max
 """In place of padding: the criterion takes ids beyond its vocabulary for tokens that are in no string."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specdecode import SamplerOutput
+from specdecode.batch import MOST_TOP_LOGPROBS
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.needs import LISTED_MODE, LOGPROBS
-from specdecode.report import MOST_TOP_LOGPROBS
 
 
 class ListedRows:

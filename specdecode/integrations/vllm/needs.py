@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specdecode import Adjustments, Sampling
 from specdecode.adjustments import WORD
+from specdecode.batch import MOST_KEPT, MOST_TOP_LOGPROBS
 from specdecode.integrations.vllm.adjusting import StepRows
-from specdecode.report import MOST_KEPT, MOST_TOP_LOGPROBS
 
 PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS, UNLISTED, WIDE, MASKS = 1, 2, 4, 8, 16, 32, 64
 """What a request may need, in bits: vLLM's copy of logits, truncation, log-probabilities, penalties or biases.
