@@ -415,14 +415,14 @@ def check_row_starts(row_starts: Tensor, most: int) -> None:
 def check_judged(draft_token_ids: Tensor, row_starts: Tensor, vocab: int) -> None:
     """Raise on an id outside the vocabulary that a row judges: none after a -1, and none in a request's last row."""
     counts = row_starts.diff()
-    requests = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    requests = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = int(row_starts[0])
-    rows = torch.arange(len(requests)) + first
+    rows = torch.arange(len(requests), device=counts.device) + first
     draft_token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1))  # the last row may have none
     num_ended = (draft_token_ids[rows] == -1).cumsum(0)
     num_before = torch.nn.functional.pad(num_ended, (1, 0))[(row_starts[requests] - first).long()]
     is_judged = (rows + 1 < row_starts[requests + 1]) & (num_ended == num_before)
-    is_ignored = torch.ones(len(draft_token_ids), dtype=torch.bool)
+    is_ignored = torch.ones(len(draft_token_ids), dtype=torch.bool, device=counts.device)
     is_ignored[rows] = ~is_judged
     check_draft_token_ids(draft_token_ids, is_ignored, vocab)
 
@@ -435,11 +435,11 @@ def check_slots(slots: Tensor | None, row_starts: Tensor, of: str | None, num_sl
     """
     has_rows = row_starts.diff() > 0
     if slots is None:
-        slots = torch.arange(len(has_rows))
+        slots = torch.arange(len(has_rows), device=has_rows.device)
     else:
         valid = ((slots >= 0) & (slots < num_slots)) | ~has_rows
         check_values("slots", slots, valid, f"numbers in [0, {num_slots}), the number of slots in {of}")
-    is_used = torch.zeros(num_slots, dtype=torch.bool)
+    is_used = torch.zeros(num_slots, dtype=torch.bool, device=has_rows.device)
     is_used[slots[has_rows].long()] = True
     return {"slot": is_used, "request": has_rows}
 
@@ -528,10 +528,10 @@ def check_draft_vocab_ids(draft_vocab_ids: Tensor, draft_logits: Tensor | None, 
     if size == 0:
         expected = "a last dimension of at least one token, those of draft_vocab_ids"
         raise ValueError(f"draft_logits: expected {expected}, got shape {list(draft_logits.shape)}")
-    sizes["draft_vocab"] = size
-    check_argument(name, draft_vocab_ids, sizes)
     if size > vocab:
         raise ValueError(f"{name}: expected at most {vocab} ids, as many as the target has tokens, got {size}")
+    sizes["draft_vocab"] = size
+    check_argument(name, draft_vocab_ids, sizes)
     if on_host(draft_vocab_ids):
         is_only = draft_vocab_ids.bincount()[draft_vocab_ids.long()] == 1
         check_values(name, draft_vocab_ids, is_only, "distinct ids")
@@ -627,13 +627,13 @@ def check_logits(
 def check_needs(name: str, needed: str, value: object) -> None:
     """Raise unless the argument that `name` needs beside it was given."""
     if value is None:
-        raise ValueError(f"{name}: given without {needed}, which it belongs to")
+        raise ValueError(f"{name}: given without the {needed} that it belongs to")
 
 
 def check_bundle(name: str, value: object, kind: type) -> None:
     """Raise unless the argument is None or a bundle of this type."""
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name}: expected {kind.__name__} or None, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
 
 
 def check_count(name: str, value: object, most: int | None = None, least: int = 1) -> int:

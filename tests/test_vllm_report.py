@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from specdecode import kernels
-from specdecode.batch import VerificationBatch
 from specdecode.integrations import engines
 from specdecode.integrations.adapters import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, compat, logger, reporting, verification
@@ -19,6 +18,7 @@ from specdecode.integrations.vllm.compiling import share_of
 from specdecode.integrations.vllm.needs import PROCESSORS, TRUNCATES
 from specdecode.integrations.vllm.reporting import GATHERED, MOST_KEPT, AdvisedRunner, Report, Sums
 from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
+from tests.support.batches import verification_batch
 from tests.support.vllm import (
     Clock,
     PlainRejectionSampler,
@@ -299,7 +299,7 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     logged += messages
     caplog.clear()
     report, rows = result.report, torch.zeros(1, 32, 50)
-    batch = VerificationBatch.check(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
+    batch = verification_batch(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
     limit = kernels.why_not_verified("probabilistic", batch)
     result.kinds[torch.bfloat16, None] = None, limit
     for needs, steps in ((PROCESSORS, 12), (TRUNCATES, 1)):

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
-from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.batch import SamplerOutput
 from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, median_us, quartiles, read_bandwidth
 from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, with_draft_vocabulary
 from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
+from tests.support.batches import verification_batch
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -466,7 +467,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     check(inputs, verifier, output)
     draft = inputs.drafts(verifier.method)
     with_draft = (None, None) if verifier.method == "strict" else (inputs.draft_logits, draft.logsumexp)
-    batch = VerificationBatch.check(inputs.target_logits, draft.token_ids, *with_draft, inputs.temperature, 0, None)
+    batch = verification_batch(inputs.target_logits, draft.token_ids, *with_draft, inputs.temperature, 0, None)
     offsets = torch.arange(inputs.draft_logits.shape[1], device="cuda")
     told = batch._replace(draft_token_ids=torch.where(offsets < output.num_accepted[:, None], draft.token_ids, -1))
     calls = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from specdecode import Adjustments, RejectionSampler, eager, kernels
-from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU, combine
 from tests.support.addresses import apart, reads_and_writes_inside
 from tests.support.adjusted import SOME, adjusted_rows, adjustments_for, to
+from tests.support.batches import row_batch, verification_batch
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same
 from tests.support.packing import in_slots, packed_rows, with_counts
@@ -25,7 +25,7 @@ def verify(method, batch, adjustments, with_logits=True, logprobs=None, way=FEW,
     draft_logits = batch.draft_logits if with_logits else None
     numbers = batch.temperature, batch.seeds, batch.positions
     adjustments = None if adjustments is None else to(DEVICE, adjustments)
-    arguments = VerificationBatch.check(
+    arguments = verification_batch(
         batch.target_logits, batch.draft_token_ids, draft_logits, None, *numbers, logprobs=logprobs,
         adjustments=adjustments, **options,
     )  # fmt: skip
@@ -82,7 +82,7 @@ def test_drafts_before_a_row_count_as_emitted(method, way):
         (Adjustments(frequency_penalty=0.4, output_counts=before), [0, 1, -1, -1, -1, -1]),
         (Adjustments(presence_penalty=0.6), [0, 1, -1, -1, -1, -1]),
     ):
-        arguments = VerificationBatch.check(logits, drafts, None, None, 0.0, 0, None, adjustments=to(DEVICE, penalties))
+        arguments = verification_batch(logits, drafts, None, None, 0.0, 0, None, adjustments=to(DEVICE, penalties))
         assert kernels.verify(method, arguments, None, **way).token_ids.tolist() == [tokens]
 
 
@@ -169,7 +169,7 @@ def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend(limits):
     adjustments, slots = to(DEVICE, adjustments_for(batch)), torch.tensor([4, 0, 3, 1, 6])
     one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, :1])
     numbers = batch.temperature.to(DEVICE), batch.seeds.to(DEVICE)
-    rows = RowBatch.check(batch.target_logits[:, 0].to(DEVICE), *numbers, None, adjustments=one_row)
+    rows = row_batch(batch.target_logits[:, 0].to(DEVICE), *numbers, None, adjustments=one_row)
     for got, want in zip(kernels.sample(rows, SELECT)[:2], eager.sample(rows, SELECT)):
         torch.testing.assert_close(got, want)
     packed = packed_rows(batch.to(DEVICE), counts)

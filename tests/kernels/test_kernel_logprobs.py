@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specdecode import kernels
-from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 from tests.support.kernels import DEVICE, DTYPES, KINDS, assert_same, checked, memory_of, small
 from tests.support.logprobs import assert_invalid_have_that_of_token_0, assert_right, hostile, with_invalid_requests
@@ -22,7 +22,7 @@ def verify(kind: str, batch: Case, of: str | None, options: Any, large: bool) ->
     method, plain, schedule = checked(kind, batch.to(DEVICE))
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
-    arguments = VerificationBatch.check(*tensors, **on(DEVICE, options), logprobs=of)
+    arguments = verification_batch(*tensors, **on(DEVICE, options), logprobs=of)
     return kernels.verify(method, arguments, schedule, large=large)
 
 
@@ -96,6 +96,6 @@ def test_tokens_of_invalid_requests_have_a_log_probability_of_0(method, of, larg
     call, first_two = with_invalid_requests(DEVICE)
     target, drafts, draft_logits = call.values()
     arguments = target, drafts, draft_logits if with_logits else None, None, 0.7, 0, None
-    output = kernels.verify(method, VerificationBatch.check(*arguments, **options, logprobs=of), None, large=large)
+    output = kernels.verify(method, verification_batch(*arguments, **options, logprobs=of), None, large=large)
     assert_invalid_have_that_of_token_0(output, first_two)
     assert not output.invalid[3]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from specdecode import kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels.methods import METHODS
 from tests.conftest import ON_GPU
 from tests.support import addresses
 from tests.support.addresses import apart, reads_and_writes_inside
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case, like_a_device
 from tests.support.kernels import (
     DEVICE,
@@ -62,7 +62,7 @@ def call(kind: str, tensors: dict, numbers: dict, where: tuple, **way: bool) -> 
     rows = tensors["target_logits"], tensors["draft_token_ids"], *drafts
     order = "temperature", "seeds", "positions", *NO_LIMITS
     options = {**NO_LIMITS, "seeds": 4, "positions": None, **numbers}
-    batch = VerificationBatch.check(*rows, *[options[name] for name in order], *where)
+    batch = verification_batch(*rows, *[options[name] for name in order], *where)
     return kernels.verify(method, batch, schedule, **way)
 
 

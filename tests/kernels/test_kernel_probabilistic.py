@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.probabilistic import log_quotient
 from specdecode.kernels.request import is_trusted
 from specdecode.kernels.residual import one_minus_exp2
 from tests.conftest import ON_GPU, combine
 from tests.support import distributions
+from tests.support.batches import verification_batch
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
@@ -129,7 +129,7 @@ def test_no_impossible_token_is_drawn_where_what_is_left_is_tiny(gap, large):
     ids = torch.full((requests, 1), 3)
     for draft_logits in (draft.to(DEVICE), None):
         method, schedule = ("synthetic", NEVER) if draft_logits is not None else ("probabilistic", None)
-        batch = VerificationBatch.check(target.to(DEVICE), ids.to(DEVICE), draft_logits, None, 1.0, 0, None)
+        batch = verification_batch(target.to(DEVICE), ids.to(DEVICE), draft_logits, None, 1.0, 0, None)
         output = kernels.verify(method, batch, schedule, large=large)
         assert set(output.token_ids.unique().tolist()) <= {3, 1500, -1}
 
@@ -140,7 +140,7 @@ def test_where_nothing_is_left_of_p_it_is_drawn_from(large):
     target, draft = torch.full((2, 2, 2064), -torch.inf, device=DEVICE), torch.zeros(2, 1, 2064, device=DEVICE)
     target[..., 1500], draft[..., 1500] = 0, torch.inf
     ids = torch.full((2, 1), 1500, device=DEVICE)
-    batch = VerificationBatch.check(target, ids, draft, None, 1.0, 0, None)
+    batch = verification_batch(target, ids, draft, None, 1.0, 0, None)
     assert kernels.verify("synthetic", batch, NEVER, large=large).token_ids.tolist() == [[1500, -1]] * 2
 
 

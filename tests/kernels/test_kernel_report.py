@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
 from tests.conftest import ON_GPU, combine
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.adjusted import adjusted_rows, adjustments_for, to
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case, like_a_device
 from tests.support.kernels import (
     DEVICE,
@@ -47,7 +47,7 @@ def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: in
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
     asked = {"logprobs": of, "top_logprobs": count, "kept_sets": True}
-    return method, VerificationBatch.check(*tensors, **on(DEVICE, options), **asked, **more), schedule
+    return method, verification_batch(*tensors, **on(DEVICE, options), **asked, **more), schedule
 
 
 def verify(kind: str, batch: Case, of: str | None, options: Any, way: dict, count: int = 5, **more: Any) -> Any:
@@ -220,7 +220,7 @@ def test_packed_calls_return_what_padded_ones_do(method, of, way, options):
     rows = packed_rows(batch, counts)
     starts, last = rows["row_starts"], rows["row_starts"][-1:]
     one_more = torch.tensor([0, 1, 2, 0], device=DEVICE)  # a request without rows, in the slot of another
-    arguments = VerificationBatch.check(
+    arguments = verification_batch(
         rows["target_logits"], rows["draft_token_ids"], batch.draft_logits if method != "strict" else None, None,
         batch.temperature, batch.seeds, torch.cat([batch.positions, batch.positions[:1]]), **options, logprobs=of,
         row_starts=torch.cat([starts, last]), num_draft_tokens=2, slots=one_more, top_logprobs=5, kept_sets=True,
@@ -242,7 +242,7 @@ def test_places_that_cannot_be_are_never_read(truncated, of):
     batch = case(8, 3, 40, torch.bfloat16, greedy=0, seed=4)
     for starts, slots in zip(HOSTILE_STARTS, HOSTILE_SLOTS):
         with like_a_device():
-            arguments = VerificationBatch.check(
+            arguments = verification_batch(
                 batch.target_logits[:, 0].clone(), batch.draft_token_ids[:, 0].clamp(min=0).clone(), None, None,
                 torch.linspace(0.5, 1.5, 5), batch.seeds[:5].clone(), None, top_p=0.9 if truncated else None,
                 logprobs=of, row_starts=torch.tensor(starts), num_draft_tokens=3, slots=torch.tensor(slots),

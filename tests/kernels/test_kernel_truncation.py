@@ -17,18 +17,18 @@ from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.batch import Truncation, VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.rows import whole_row
 from specdecode.kernels.truncation import kernel as truncation
 from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
-from specdecode.sampling import Truncation
 from tests.benchmarks.realistic import realistic_rows
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
+from tests.support.batches import row_batch, verification_batch
 from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
@@ -53,7 +53,7 @@ def addresses() -> Iterator[None]:
 def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **how: Any) -> Any:
     batch = batch.to(DEVICE)
     draft = batch.draft_logits if with_logits else None
-    arguments = VerificationBatch.check(
+    arguments = verification_batch(
         batch.target_logits,
         batch.draft_token_ids,
         draft,
@@ -95,7 +95,7 @@ def test_draft_rows_are_truncated_as_drafts_were_drawn(method, draft_options):
 
     def arguments(temperature: Tensor) -> VerificationBatch:
         how = PackageSampling(temperature, **on(DEVICE, draft_options))
-        return VerificationBatch.check(*logits, *numbers, **options, draft_sampling=how)
+        return verification_batch(*logits, *numbers, **options, draft_sampling=how)
 
     with pytest.raises(ValueError, match="draft_sampling: 'triton' takes drafts of the target's temperature only"):
         # To find out that it is the same, it would have to be read.
@@ -122,14 +122,14 @@ def test_draft_rows_need_not_be_read_again(method, options):
     outputs = []
     for given in ((None, None), (logsumexp, cutoffs)):
         tensors = batch.target_logits, ids, batch.draft_logits, given[0], *numbers.values(), batch.positions
-        checked = VerificationBatch.check(*tensors, draft_cutoff=given[1], **options)
+        checked = verification_batch(*tensors, draft_cutoff=given[1], **options)
         outputs.append(kernels.verify(method, checked))
     assert 0 < int(outputs[0].num_accepted.sum()) < len(ids) * drafts
     assert_same(*outputs)
 
 
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
-    return kernels.sample(RowBatch.check(logits, temperature, 5, None, **options), SELECT)
+    return kernels.sample(row_batch(logits, temperature, 5, None, **options), SELECT)
 
 
 @pytest.mark.parametrize("dtype", small(torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -341,7 +341,7 @@ def test_groups_with_nan_are_cut_as_those_with_infinity(every, options):
     row = torch.randn(3000, generator=torch.Generator().manual_seed(every))
     row[::every] = torch.nan
     rows = torch.stack([row, row.nan_to_num(-torch.inf)]).to(DEVICE)
-    checked = RowBatch.check(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
+    checked = row_batch(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
     for got in kernels.sample(checked, SELECT):
         assert got[0] == got[1]
 
@@ -425,7 +425,7 @@ def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_
     assert np.log(np.float32(min_p)) > np.float32(-1 / 128)  # so p(1200) is less than min_p, if only just
     rows = [row.to(DEVICE, torch.bfloat16).expand(6, *row.shape) for row in (target, draft)]
     ids = torch.full((6, 1), 3, device=DEVICE)
-    checked = VerificationBatch.check(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
+    checked = verification_batch(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
     for large in (False, True):
         assert kernels.verify("probabilistic", checked, large=large).num_accepted.tolist() == [1] * 6
 
@@ -435,7 +435,7 @@ def test_a_top_p_of_zero_keeps_the_first_token(large):
     batch = case(3, 1, 1040, torch.float32, greedy=0, seed=2).to(DEVICE)
     first = batch.target_logits.argmax(dim=2)
     tensors = batch.target_logits, first[:, :1].contiguous(), None, None, 0.8, 5, None
-    checked = VerificationBatch.check(*tensors, top_p=0.5)
+    checked = verification_batch(*tensors, top_p=0.5)
     zeros = Truncation(None, torch.zeros(3, device=DEVICE), None)  # which would be an error on a host
     output = kernels.verify("probabilistic", checked._replace(truncation=zeros, draft_truncation=zeros), large=large)
     assert torch.equal(output.token_ids, first)
@@ -445,7 +445,7 @@ def test_a_drafting_step_returns_what_is_kept():
     batch = case(6, 1, 2064, torch.bfloat16, seed=3)
     options = TRUNCATIONS["each request's own"]
     rows = batch.target_logits[:, 0]
-    checked = RowBatch.check(
+    checked = row_batch(
         rows.to(DEVICE), batch.temperature.to(DEVICE), batch.seeds.to(DEVICE), None, **on(DEVICE, options)
     )
     _, logsumexp, cutoffs = kernels.sample(checked, SELECT)
@@ -507,7 +507,7 @@ def test_values_that_make_no_sense_are_harmless():
         "min_p": [nan, -2.0, 0.0, -inf, 40.0, 0.0],
     }
     tensors = [[torch.tensor(values, device=DEVICE) for values in options.values()] for options in (sense, nonsense)]
-    checked = RowBatch.check(rows, 0.8, 5, None, top_k=2)  # whose values would be errors on a host
+    checked = row_batch(rows, 0.8, 5, None, top_k=2)  # whose values would be errors on a host
     want, got = (kernels.sample(checked._replace(truncation=Truncation(*limits)), SELECT) for limits in tensors)
     for one, other in zip(want, got):
         assert torch.equal(one, other)
@@ -531,7 +531,7 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
     ):
         batch = case(1, drafts, 20, torch.float32)
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
-        checked = VerificationBatch.check(*tensors, **options)
+        checked = verification_batch(*tensors, **options)
         if is_possible:
             assert backends.to_verify(backend, "probabilistic", checked) is kernels, (drafts, options)
         elif backend == "auto":
@@ -553,5 +553,5 @@ def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch)
         (buffer[:2], 0.8, eager),
     ):
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, temperature, 5, None
-        checked = VerificationBatch.check(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
+        checked = verification_batch(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
         assert backends.to_verify("auto", "probabilistic", checked) is backend, (temperature, of_drafts)

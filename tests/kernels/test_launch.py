@@ -16,13 +16,13 @@ import torch
 import triton
 
 from specdecode import RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels import launch
 from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int32, Int64, Pointer, Stride
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, value_of
 from specdecode.kernels.launch import Launch, Plan
 from specdecode.kernels.signature import Signature
+from tests.support.batches import verification_batch
 from tests.support.differential import case
 from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
 
@@ -246,7 +246,7 @@ def calls_of(method: str, most: int, packed: bool, **options) -> dict:
         else:
             tensors, where = (target[:n], ids[:n], draft[:n], None), {}
         of_requests = numbers if packed else [None if number is None else number[:n] for number in numbers]
-        batch = VerificationBatch.check(*tensors, *of_requests, **options, **where)
+        batch = verification_batch(*tensors, *of_requests, **options, **where)
         calls[n] = partial(kernels.verify, method, batch)
     return calls
 

@@ -19,6 +19,7 @@ from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
 from tests.conftest import combine as pairs
 from tests.support.addresses import reads_and_writes_inside
+from tests.support.batches import verification_batch
 from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
 from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
 from tests.support.packing import in_slots, packed_rows, with_counts
@@ -54,7 +55,7 @@ def drafted(batch: Case, ids: Tensor, options: dict) -> dict[str, Any]:
 def check(batch: Case, ids: Tensor, options: dict, **given: Any) -> VerificationBatch:
     tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, given.pop("draft_logsumexp", None)
     numbers = batch.temperature, batch.seeds, batch.positions
-    return VerificationBatch.check(*tensors, *numbers, **options, **given, draft_vocab_ids=ids)
+    return verification_batch(*tensors, *numbers, **options, **given, draft_vocab_ids=ids)
 
 
 def verify(method: str, *arguments: Any, given: dict | None = None, **way: bool) -> Any:
@@ -120,7 +121,7 @@ def test_packed_is_padded_bit_for_bit(method, options, way):
     by_slot = {name: in_slots(value, slots, 7) for name, value in by_slot.items()}
     names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff"
     call = {**dict.fromkeys(names), **rows, **by_slot, "positions": batch.positions, "logprobs": "processed"}
-    packed = VerificationBatch.check(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
+    packed = verification_batch(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
     assert_same(kernels.verify(method, packed, SCHEDULE if method == "synthetic" else None, **way), usual)
     assert usual.num_accepted.sum() > 0
 

@@ -19,6 +19,7 @@ from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Argument, value_of
 from specdecode.kernels.launch import Launch, Plan
 from tests.conftest import ON_GPU
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -71,7 +72,7 @@ def checked(kind: str, batch: Case) -> tuple[str, VerificationBatch, AcceptanceS
     """The method, the checked arguments and the schedule of a kind of call."""
     method, draft_logits, logsumexp = given(kind, batch)
     numbers = batch.temperature, batch.seeds, batch.positions
-    arguments = VerificationBatch.check(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
+    arguments = verification_batch(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
     return method, arguments, SCHEDULE if method == "synthetic" else None
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.sampling import Sampling, kept_tokens, top_logprobs, truncate, without_nan
 from specdecode import SamplerOutput
-from specdecode.report import MOST_KEPT
+from specdecode.batch import MOST_KEPT
 from tests.support.differential import Case, band_of
 from tests.support.logprobs import tolerance
 from tests.support.truncated import of_request

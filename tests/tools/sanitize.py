@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends, sample
-from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
 from specdecode.kernels.call import plan_step
 from specdecode.kernels.formulas import Writer, value_of
 from specdecode.kernels.launch import Plan, compile_all
 from tests.benchmarks.realistic import realistic_rows
 from tests.support.adjusted import SOME, adjustments_for
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
 
@@ -155,7 +155,7 @@ class Calls:
         """Verify a batch on the device, by the kernels' own entry."""
         if not self.is_due():
             return
-        checked = VerificationBatch.check(**{**OPTIONAL, **self.on(call)})
+        checked = verification_batch(**{**OPTIONAL, **self.on(call)})
         schedule = SCHEDULE if method == "synthetic" else None
         backends.choose("triton", checked.target_logits).verify(method, checked, schedule, **way)
 
