@@ -37,8 +37,8 @@ accepted itself with probability r.
 Proof, by induction over the nodes of a subtree. A node without children is accepted with r, and its token comes from p.
 Otherwise the first child x is drawn from q, and its subtree is accepted with min(1, r p(x) / q(x)), by induction. So v
 follows as this child with probability q(v) min(1, r p(v) / q(v)) = min(q(v), r p(v)), and the child fails with
-1 - sum min(q, r p) = 1 - r + A. What is left is a node in the new state with one child less. By induction it is followed by v
-with probability A / (A + 1 - r) times max(0, r p(v) - q(v)) / A, whatever the first child was. Multiply by 1 - r + A:
+1 - sum min(q, r p) = 1 - r + A. A node in the new state with one child less is left. By induction v follows it with
+probability A / (A + 1 - r) times max(0, r p(v) - q(v)) / A, whatever the first child was. Multiply by 1 - r + A:
 max(0, r p(v) - q(v)). Together r p(v). On a chain this is block verification.
 
 *Siblings that share the target's noise.* Let the children of a node be the first k tokens of the drafter's exponential race,
