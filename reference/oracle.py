@@ -301,7 +301,7 @@ def verify(
 
 
 class TreeOutcome(NamedTuple):
-    """What one verification step of a tree returns for one request."""
+    """The result of verifying one request's tree."""
 
     token_ids: list[int]
     """Accepted drafts, then one more token."""
@@ -408,7 +408,7 @@ def verify_tree(
 
 
 class Siblings(NamedTuple):
-    """What one drafting step for a tree returns for one request."""
+    """The result of drafting one node's children."""
 
     token_ids: list[int]
     """[width] ids, the likeliest to be the target's own token first, then -1 if fewer tokens are possible."""

@@ -8,7 +8,7 @@ and what comes after them.
 
 *Walk.* Draw the target's own token y at node 0, go to the child that is y, and so on. Where no child is y, emit y and stop.
 
-The walk is exact for every tree, however it was drawn, cut or ordered, and even if it depends on the numbers that draw y.
+The walk is exact for every tree, however it was drawn, cut or ordered, even if it depends on the numbers that draw y.
 Proof: that of [`greedy`][reference.greedy]. The row of a node on the walk was computed after the tokens that plain sampling
 would have emitted, and the token drawn from it, with the noise of that position, is the next of them. The drafts decide only
 where the step ends. So the text is, token for token, that of plain sampling, and q is not needed.
@@ -238,10 +238,10 @@ def siblings(log_weights, block_gumbels, token_gumbels, width: int, block_size: 
 
 
 def lags(log_weights, block_gumbels, token_gumbels, width: int, block_size: int = BLOCK_SIZE):
-    """Return how far each token is behind the selected one: its block behind the best block, plus the token in its block.
+    """Return the lag of each token, [vocab]: its block's score below the best, plus its own below the best of its block.
 
-    The first k tokens are in the k best blocks, because the best token of each is behind by its block alone. So the tokens
-    of other blocks have infinity.
+    The selected token has lag 0. The first k tokens are in the k best blocks, because the best token of a block has the lag
+    of its block alone. So the tokens of other blocks have infinity.
 
     The blocks have the scores log 3 + 1.2 = 2.30 and log 7 + 0.1 = 2.05, so block 1 is 0.25 behind. In block 0 the tokens
     have 0.9 and log 2 + 0.1 = 0.79; in block 1 log 3 + 0.5 = 1.60 and log 4 + 0.5 = 1.89.
