@@ -207,18 +207,20 @@ def own_part(
         are_whole: whether draft logits are whole rows.
     """
     has_rows = None
-    if batch.packing is not None:
-        adjustments = by_request(batch, batch.packing)
+    if batch.packing is None:
+        adjustments = None if batch.adjustments is None else select(batch.adjustments, request=own, slot=own)
+    else:
+        adjustments = by_request(batch, batch.packing, own)
         batch, has_rows = unpack(batch, batch.packing)
-        batch, has_rows = batch._replace(adjustments=adjustments), has_rows[own]
-    target_logits, draft_logits = batch.target_logits, batch.draft_logits
+        has_rows = has_rows[own]
     seeds = seed_each(batch.seeds, len(batch.draft_token_ids), batch.draft_token_ids.device)
-    others: Any = {"target_logits": None, "draft_logits": None, "seeds": seeds}
-    part = select(batch._replace(**others), request=own, slot=own)
+    target_logits, draft_logits = exchange(gathered(batch.target_logits)), batch.draft_logits
     if draft_logits is not None:
         is_whole = batch.draft_vocab_ids is not None or are_whole(draft_logits)
         draft_logits = gathered(draft_logits[own]) if is_whole else exchange(gathered(draft_logits))
-    return part._replace(target_logits=exchange(gathered(target_logits)), draft_logits=draft_logits), has_rows
+    no_rows: Any = {"target_logits": None, "draft_logits": None, "adjustments": None}
+    part = select(batch._replace(seeds=seeds, **no_rows), request=own, slot=own)
+    return part._replace(target_logits=target_logits, draft_logits=draft_logits, adjustments=adjustments), has_rows
 
 
 def verify(

@@ -175,11 +175,11 @@ def with_a_mask(adjustments: Adjustments) -> Adjustments:
     return adjustments._replace(allowed_mask=mask.new_zeros(1, *mask.shape[1:]))
 
 
-def by_request(batch: VerificationBatch, packing: Packing) -> Adjustments | None:
-    """Return the adjustments of a packed batch by request, [batch, ...], in place of slot and row."""
+def by_request(batch: VerificationBatch, packing: Packing, requests: slice) -> Adjustments | None:
+    """Return the adjustments of some requests of a packed batch, by request in place of slot and row."""
     if batch.adjustments is None:
         return None
-    rows, slots = rows_and_slots(packing, len(batch.target_logits))
+    rows, slots = (each[requests] for each in rows_and_slots(packing, len(batch.target_logits)))
     mask = with_a_mask(batch.adjustments).allowed_mask
     by_slot = select(batch.adjustments._replace(allowed_mask=None), slot=slots)
     return by_slot._replace(allowed_mask=None if mask is None else mask[rows])
