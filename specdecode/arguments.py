@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, strided
 
 from specdecode.adjustments import WORD, Adjustments
-from specdecode.batch import MOST_TOP_LOGPROBS, Logprobs, Packing, RowBatch, Sampling, Truncation, VerificationBatch
+from specdecode.batch import (
+    MOST_TOP_LOGPROBS,
+    Logprobs,
+    Packing,
+    RowBatch,
+    Sampling,
+    TreeBatch,
+    Truncation,
+    VerificationBatch,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -51,6 +60,8 @@ ARGUMENTS = {
     "logits": Argument(FLOATS, ("request", "vocab")),
     "target_logits": Argument(FLOATS, ("request", "row", "vocab")),
     "draft_token_ids": Argument(INTEGERS, ("request", "draft"), "ids in [0, {vocab}), or -1 for no draft"),
+    "token_ids": Argument(INTEGERS, ("request", "node")),
+    "parents": Argument(INTEGERS, ("request", "node")),
     "draft_logits": Argument(FLOATS, ("slot", "draft", "draft_vocab")),
     "temperature": Argument(
         FLOATS, ("slot",), "finite numbers >= 0", lambda values, _: (values >= 0) & (abs(values) < math.inf)
@@ -285,6 +296,74 @@ def check_rows(
         check_argument("positions", positions, sizes),
         check_truncation(Sampling(temperature, top_k, top_p, min_p), sizes, vocab),
         adjustments,
+    )
+
+
+def check_tree(
+    target_logits: Tensor,
+    token_ids: Tensor,
+    parents: Tensor,
+    *,
+    max_depth: int,
+    row_starts: Tensor | None = None,
+    slots: Tensor | None = None,
+    adjustments: Adjustments | None = None,
+    **options: Any,
+) -> TreeBatch:
+    """Build the batch of a tree verification from a caller's arguments; with `row_starts` they are those of a packed call.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype, or one that trees do not take.
+        ValueError: an argument of the wrong shape, device or value.
+    """
+    for name in options:
+        if name.startswith("draft_"):
+            raise TypeError(f"{name}: trees are verified without the distribution of their drafts")
+    check_bundle("adjustments", adjustments, Adjustments)
+    check_type("token_ids", token_ids, INTEGERS)
+    if token_ids.ndim != 2 or token_ids.shape[1] == 0:
+        raise ValueError(
+            f"token_ids: expected shape [batch, nodes] with at least one node, got {list(token_ids.shape)}"
+        )
+    batch, nodes = token_ids.shape
+    if row_starts is None:
+        if slots is not None:
+            raise ValueError("slots: given without row_starts, which makes a call packed")
+        shape = check_logits("target_logits", target_logits, ("batch", "nodes", "vocab"))
+        if shape[:2] != (batch, nodes):
+            raise ValueError(f"target_logits: expected shape {[batch, nodes, shape[2]]}, got {list(shape)}")
+        target_logits = target_logits.flatten(0, 1)
+        row_starts = nodes * torch.arange(batch + 1, device=target_logits.device)
+        mask = None if adjustments is None else adjustments.allowed_mask
+        if adjustments is not None and isinstance(mask, Tensor):
+            if mask.shape[:-1] != (batch, nodes):
+                expected = f"[{batch}, {nodes}, ...], a row for each node"
+                raise ValueError(f"adjustments.allowed_mask: expected shape {expected}, got {list(mask.shape)}")
+            adjustments = adjustments._replace(allowed_mask=mask.flatten(0, 1))
+    else:
+        check_logits("target_logits", target_logits, ("num_rows", "vocab"))
+    no_drafts = torch.zeros(1, dtype=torch.int64, device=target_logits.device).expand(len(target_logits))
+    rows = check_verification(
+        target_logits,
+        no_drafts,
+        row_starts=row_starts,
+        num_draft_tokens=nodes - 1,
+        slots=slots,
+        adjustments=adjustments,
+        **options,
+    )
+    if rows.num_requests != batch:
+        raise ValueError(
+            f"row_starts: expected shape [{batch + 1}], one more than requests, got {list(row_starts.shape)}"
+        )
+    sizes = Sizes({"request": batch, "node": nodes}, target_logits.device)
+    if isinstance(parents, Tensor) and parents.ndim == 1:  # one tree for all requests
+        parents = parents.expand(batch, -1)
+    return TreeBatch(
+        rows,
+        check_argument("token_ids", token_ids, sizes),
+        check_argument("parents", parents, sizes),
+        check_count("max_depth", max_depth, MOST_DRAFT_TOKENS, least=0),
     )
 
 

@@ -67,6 +67,13 @@ class Packing(NamedTuple):
     num_slots: int
     seeds_by_request: bool  # seeds are by request, not by slot, because they were drawn for this call
     row_positions: Tensor | None  # [num_rows] int64, of the tokens fed at the rows; replaces the batch's positions
+    is_round: bool = False  # a round of a tree: `row_starts` is [batch], the one row of each request, -1 for no row
+    path: Tensor | None = None  # [batch, depth] int64, in a round: the tokens between node 0 and the row, for penalties
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests."""
+        return len(self.row_starts) - (not self.is_round)
 
 
 class SamplerOutput(NamedTuple):
@@ -127,6 +134,48 @@ class SamplerOutput(NamedTuple):
         return self.num_accepted + 1
 
 
+class TreeOutput(NamedTuple):
+    """The result of verifying one tree of drafts for each request."""
+
+    token_ids: Tensor
+    """[batch, max_depth + 1] int64: accepted drafts, one more token, then -1."""
+
+    nodes: Tensor
+    """[batch, max_depth] int32: the accepted nodes, then -1."""
+
+    num_accepted: Tensor
+    """[batch] int32: accepted drafts."""
+
+    num_draft_tokens: Tensor
+    """[batch] int32: the depth of the tree without padding, at most max_depth: the most drafts that could be accepted."""
+
+    invalid: Tensor
+    """[batch] bool: as in a [`SamplerOutput`][specdecode.SamplerOutput]."""
+
+    logprobs: Tensor | None = None
+    """[batch, max_depth + 1] float32: as in a `SamplerOutput`, and so are the fields below."""
+
+    top_token_ids: Tensor | None = None
+    """[batch, max_depth + 1, top_logprobs] int64."""
+
+    top_logprobs: Tensor | None = None
+    """[batch, max_depth + 1, top_logprobs] float32."""
+
+    num_kept: Tensor | None = None
+    """[batch, max_depth + 1] int32."""
+
+    kept_token_ids: Tensor | None = None
+    """[batch, max_depth + 1, 1,024] int32."""
+
+    kept_cutoff: Tensor | None = None
+    """[batch, max_depth + 1] int64."""
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """[batch] int32: emitted tokens, `num_accepted + 1`."""
+        return self.num_accepted + 1
+
+
 class RowBatch(NamedTuple):
     """Checked arguments for drawing one token from each row of logits."""
 
@@ -177,7 +226,7 @@ class VerificationBatch(NamedTuple):
     @property
     def num_requests(self) -> int:
         """The number of requests."""
-        return len(self.draft_token_ids) if self.packing is None else len(self.packing.row_starts) - 1
+        return len(self.draft_token_ids) if self.packing is None else self.packing.num_requests
 
     @property
     def num_draft_tokens(self) -> int:
@@ -208,3 +257,30 @@ class VerificationBatch(NamedTuple):
         if self.draft_logits is not None and method != "strict":
             return self
         return self._replace(temperature=0.0, truncation=None, draft_temperature=None, draft_truncation=None)
+
+
+class TreeBatch(NamedTuple):
+    """Checked arguments of a tree verification."""
+
+    rows: VerificationBatch  # packed, node n of request r at row_starts[r] + n; draft tokens are not used
+    token_ids: Tensor  # [batch, nodes] int32 or int64
+    parents: Tensor  # [batch, nodes] int32 or int64
+    max_depth: int
+
+    @property
+    def packing(self) -> Packing:
+        """The place of each request's rows."""
+        assert self.rows.packing is not None
+        return self.rows.packing
+
+    def round(self, row: Tensor, path: Tensor) -> VerificationBatch:
+        """Return the step that draws the next token of each request from one row.
+
+        Args:
+            row: [batch] int64, -1 for no row.
+            path: [batch, depth] int64, the tokens between node 0 and the row.
+        """
+        depth, positions = path.shape[1], self.rows.positions
+        positions = row.new_full(row.shape, depth) if positions is None else positions + depth
+        packing = self.packing._replace(row_starts=row, num_draft_tokens=0, is_round=True, path=path)
+        return self.rows._replace(positions=positions, packing=packing)

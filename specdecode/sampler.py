@@ -13,12 +13,14 @@ from specdecode.arguments import (
     check_choice,
     check_count,
     check_rows,
+    check_tree,
     check_verification,
     select,
 )
 from specdecode.backends import Backend, breaks_graph
-from specdecode.batch import Logprobs, SamplerOutput, Sampling, VerificationBatch
+from specdecode.batch import Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
+from specdecode.eager.tree import verify_tree
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
@@ -337,6 +339,76 @@ class RejectionSampler:
         rows: Any = {"row_starts": row_starts, "num_draft_tokens": num_draft_tokens, "slots": slots}
         rows |= {"row_positions": row_positions, "vocab_size": self._vocab_size}
         return self._verify(check_verification(target_logits, draft_token_ids, draft_logits, **rows, **options))
+
+    @breaks_graph
+    def tree(
+        self,
+        target_logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        *,
+        max_depth: int,
+        row_starts: Tensor | None = None,
+        slots: Tensor | None = None,
+        **options: Unpack[Options],
+    ) -> TreeOutput:
+        """Verify one tree of drafts for each request, by the walk: follow the child that is the target's own token.
+
+        The target's own token at a node is drawn with the noise of its position, as in [`sample`][specdecode.sample]. So the
+        text is that of plain seeded sampling, token for token, whatever the tree is and however it was drawn, cut or
+        reordered; no distribution of the drafts is needed. Only rows of accepted nodes and of node 0 are read. Of `method`
+        `"strict"` alone; requests of temperature 0 are greedy.
+
+        Args:
+            target_logits: [batch, nodes, vocab] raw logits: row n is the target's distribution of the token after node n.
+                In a packed call [num_rows, vocab], node n of request r at row `row_starts[r] + n`.
+            token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is not looked at. A node
+                whose id is outside the vocabulary, such as -1, is padding, and so are the nodes after it.
+            parents: [batch, nodes] int32 or int64, or [nodes] for all requests: the node before each node, in any order. A
+                node whose parent is -1 or no node is padding; the entry of node 0 is not looked at. Of equal siblings the
+                lowest node counts.
+            max_depth: the most drafts that can be accepted; the number of rounds is one more.
+            row_starts: [batch + 1] int32 or int64, of a packed call.
+            slots: [batch] int32 or int64, of a packed call, as in [`packed`][specdecode.RejectionSampler.packed].
+            **options: keyword arguments of a call, except those about drafts. `positions` are those of the first token after
+                node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
+
+        Returns:
+            Accepted drafts and nodes, and the one token after them.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: another method, a shard, or an argument of the wrong shape, device or value.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> target_logits = torch.zeros(1, 4, 10)
+            >>> target_logits[0, 0, 5] = target_logits[0, 2, 8] = 30.0  # 5 after the text, 8 after node 2
+            >>> token_ids, parents = torch.tensor([[0, 7, 5, 9]]), torch.tensor([-1, 0, 0, 2])
+            >>> output = RejectionSampler("strict").tree(target_logits, token_ids, parents, max_depth=2, seeds=0)
+            >>> output.token_ids, output.nodes  # node 2 is accepted, its child 9 is not
+            (tensor([[ 5,  8, -1]]), tensor([[ 2, -1]], dtype=torch.int32))
+
+        References:
+            Daliri et al. 2024, arXiv 2408.07978, whose coupled sampling the walk applies at each node.
+        """
+        if self.method != "strict":
+            raise ValueError(
+                f"method: {self.method!r} verifies chains, since its rule needs siblings drawn from a known distribution; "
+                "use RejectionSampler('strict').tree, which is exact for every tree"
+            )
+        if self.shard is not None:
+            raise ValueError(
+                "shard: trees are verified on whole rows; gather the logits, and use a sampler without a shard"
+            )
+        rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
+        batch = check_tree(target_logits, token_ids, parents, **rows, **options)
+        if self.validate is not None:
+            validation.check_step(batch.rows, None)
+        batch = batch._replace(rows=batch.rows.greedy_if_alike(self.method))
+        backend = backends.choose(self.backend, target_logits)
+        return verify_tree(batch, backend.verify)
 
     def warmup(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdecode.checks import INTEGERS, check_count, check_type
+from specdecode.arguments import INTEGERS, check_count, check_type
 
 
 def from_links(next_token: Tensor, next_sibling: Tensor) -> Tensor:

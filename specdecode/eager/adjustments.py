@@ -154,7 +154,11 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
     if adjustments is None:
         return unpacked
     index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
-    rows = AdjustedRows(logits, with_a_mask(adjustments), unpacked.draft_token_ids, index)
+    draft_token_ids = unpacked.draft_token_ids
+    if batch.packing is not None and batch.packing.path is not None:
+        draft_token_ids = batch.packing.path
+        index = index._replace(offsets=index.offsets + draft_token_ids.shape[1])
+    rows = AdjustedRows(logits, with_a_mask(adjustments), draft_token_ids, index)
     return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
 
 

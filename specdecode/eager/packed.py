@@ -41,7 +41,7 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     A request that has no rows, or whose rows or slot cannot be, has -1 drafts; its first row and its slot are 0.
     """
     starts = packing.row_starts.to(torch.int64)
-    first, end = starts[:-1], starts[1:]
+    first, end = (starts, starts + 1) if packing.is_round else (starts[:-1], starts[1:])
     slots = torch.arange(len(first), device=first.device) if packing.slots is None else packing.slots.to(torch.int64)
     is_valid = (first >= 0) & (first < end) & (end <= num_rows) & (end - first <= packing.num_draft_tokens + 1)
     is_valid &= (slots >= 0) & (slots < packing.num_slots)

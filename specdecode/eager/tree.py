@@ -1,0 +1,101 @@
+"""Trees in PyTorch: a walk in rounds, one for each depth.
+
+A round is a `strict` step without drafts. It draws the target's own token from one row of each request, the row of its
+current node, and goes to the child with that token. Rows off the path are not read.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdecode.arguments import on_host
+from specdecode.batch import SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.eager.packed import locate
+
+NOTHING = {"logprobs": torch.nan, "top_token_ids": -1, "top_logprobs": torch.nan}
+NOTHING |= {"num_kept": 0, "kept_token_ids": -1, "kept_cutoff": -1}
+"""The value of each list behind the last token of a request."""
+
+
+class Walk(NamedTuple):
+    """The state of a walk, which each round changes."""
+
+    parents: Tensor  # [batch, nodes] int64, -1 for node 0 and for nodes that cannot be followed
+    first_row: Tensor  # [batch] int64, the row of node 0
+    row: Tensor  # [batch] int64, the row of the current node; -1 if the walk has ended, or there is no row
+    token_ids: Tensor  # [batch, max_depth + 1] int64, -1 where nothing is emitted
+    nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
+    num_draft_tokens: Tensor  # [batch] int32, the depth of the tree
+
+
+def start(batch: TreeBatch) -> Walk:
+    """Return the walk at node 0."""
+    packing, nodes = batch.packing, torch.arange(batch.parents.shape[1], device=batch.parents.device)
+    first_row, last_node, _ = locate(packing, len(batch.rows.target_logits))
+    parents, ids = batch.parents.to(torch.int64), batch.token_ids
+    is_node = (nodes > 0) & (nodes <= last_node[:, None]) & (ids >= 0) & (ids < batch.rows.target_logits.shape[1])
+    parents = parents.where(is_node & (parents >= 0) & (parents <= last_node[:, None]), -1)
+    return Walk(
+        parents,
+        first_row,
+        torch.where(last_node >= 0, first_row, -1),
+        first_row.new_full((len(first_row), batch.max_depth + 1), -1),
+        first_row.new_full((len(first_row), batch.max_depth), -1, dtype=torch.int32),
+        depth_of(parents, batch.max_depth),
+    )
+
+
+def depth_of(parents: Tensor, max_depth: int) -> Tensor:
+    """Return the depth of each tree, at most max_depth, [batch] int32."""
+    is_reached = torch.zeros_like(parents, dtype=torch.bool)
+    is_reached[:, :1] = True  # nodes at the current depth
+    depth = torch.zeros_like(parents[:, 0], dtype=torch.int32)
+    for _ in range(min(max_depth, parents.shape[1] - 1)):
+        is_reached = is_reached.gather(1, parents.clamp(min=0)) & (parents >= 0)
+        depth += is_reached.any(dim=1)
+    return depth
+
+
+def advance(batch: TreeBatch, walk: Walk, emitted: Tensor, depth: int) -> None:
+    """Record the token that each request emits, [batch], and go to the child with that token.
+
+    Of equal siblings the lowest node is followed.
+    """
+    is_walking = torch.ones_like(walk.row, dtype=torch.bool) if depth == 0 else walk.nodes[:, depth - 1] >= 0
+    walk.token_ids[:, depth] = emitted.where(is_walking, -1)
+    if depth == batch.max_depth:
+        return
+    node = walk.nodes[:, depth - 1, None] if depth > 0 else torch.zeros_like(walk.row)[:, None]
+    is_next = (walk.parents == node) & (batch.token_ids == emitted[:, None]) & is_walking[:, None]
+    is_found, child = is_next.max(dim=1)  # the first of equal values
+    walk.nodes[:, depth] = child.where(is_found, -1)
+    walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
+
+
+def verify_tree(batch: TreeBatch, verify: Callable[[str, VerificationBatch], SamplerOutput]) -> TreeOutput:
+    """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
+    walk, rounds = start(batch), []
+    for depth in range(batch.max_depth + 1):
+        rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
+        advance(batch, walk, rounds[-1].token_ids[:, 0], depth)
+        if depth < batch.max_depth and on_host(walk.row) and bool((walk.nodes[:, depth] < 0).all()):
+            break
+    is_emitted = walk.token_ids[:, : len(rounds)] >= 0
+    invalid = torch.stack([each.invalid for each in rounds], dim=1) & is_emitted
+    num_accepted = (walk.nodes >= 0).sum(dim=1, dtype=torch.int32)
+    lists = {name: columns(name, rounds, is_emitted, batch.max_depth) for name in NOTHING}
+    return TreeOutput(walk.token_ids, walk.nodes, num_accepted, walk.num_draft_tokens, invalid.any(dim=1), **lists)
+
+
+def columns(name: str, rounds: list[SamplerOutput], is_emitted: Tensor, max_depth: int) -> Tensor | None:
+    """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not asked for."""
+    each: list[Tensor] = [getattr(output, name) for output in rounds]
+    if each[0] is None:
+        return None
+    shape = (len(is_emitted), max_depth + 1, *each[0].shape[2:])
+    result = each[0].new_full(shape, NOTHING[name])
+    is_emitted = is_emitted.view(*is_emitted.shape, *[1] * (len(shape) - 2))
+    result[:, : len(rounds)] = torch.cat(each, dim=1).where(is_emitted, NOTHING[name])
+    return result
