@@ -31,6 +31,9 @@ INT64 = torch.iinfo(torch.int64)
 MOST_DRAFT_TOKENS = 4096
 """The most drafts of a step. Real steps have far fewer; a larger number is a mistake, and could fill the memory."""
 
+MOST_SIBLINGS = 8
+"""The most siblings that are drawn at once."""
+
 Bundle = TypeVar("Bundle", bound=tuple[Any, ...])
 
 

@@ -18,7 +18,7 @@ class DraftOutput(NamedTuple):
     """One drafting step: a token per request, and the logsumexp that verification would otherwise compute again."""
 
     token_ids: Tensor
-    """[batch] int64."""
+    """[batch] int64; with `width` [batch, width]."""
 
     logsumexp: Tensor
     """[batch] float32: logsumexp(logits / temperature) of the tokens that are kept, 0 for greedy requests."""

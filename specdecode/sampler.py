@@ -9,6 +9,7 @@ from specdecode import backends, eager, sharding, validation
 from specdecode.adjustments import Adjustments
 from specdecode.arguments import (
     MOST_DRAFT_TOKENS,
+    MOST_SIBLINGS,
     Options,
     check_choice,
     check_count,
@@ -525,11 +526,12 @@ class RejectionSampler:
         positions: Tensor | None = None,
         *,
         offset: int = 0,
+        width: int | None = None,
         top_k: int | Tensor | None = None,
         top_p: float | Tensor | None = None,
         min_p: float | Tensor | None = None,
     ) -> DraftOutput:
-        """Draw one draft token per request, with the noise that this sampler's method needs.
+        """Draw one draft token per request, or the children of one node, with the noise that this sampler's method needs.
 
         With `"strict"`, drafts share the target's noise: that is why they agree. With every other method they must not
         share it, or the output does not have the target's distribution. This method always uses the right noise.
@@ -545,12 +547,15 @@ class RejectionSampler:
             seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
             offset: index of this draft in its step, from 0.
+            width: draw so many siblings for [`tree`][specdecode.RejectionSampler.tree], 8 at most; `"strict"` alone. The
+                first is the token that is drawn without `width`. None: no siblings.
             top_k: as for verification; pass the same, or say there by `draft_sampling` how drafts were drawn.
             top_p: likewise.
             min_p: likewise.
 
         Returns:
-            Token ids, and what verification takes as `draft_logsumexp` and `draft_cutoff`.
+            Token ids, [batch], or with `width` [batch, width] with the likeliest to be the target's own token first, -1
+            where fewer tokens are possible. And `draft_logsumexp` and `draft_cutoff` of a verification.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -571,7 +576,16 @@ class RejectionSampler:
         batch = check_rows(logits, temperature, seeds, positions, **limits, vocab_size=self._vocab_size)
         if self.validate is not None:
             validation.check_rows(batch, self.shard)
-        return DraftOutput(*draw(batch, domains, self.backend, self.shard))
+        drawn = DraftOutput(*draw(batch, domains, self.backend, self.shard))
+        if width is None:
+            return drawn
+        check_count("width", width, most=MOST_SIBLINGS)
+        if self.method != "strict" or self.shard is not None:
+            raise ValueError(
+                "width: siblings are drawn by 'strict' alone, whose trees need no distribution of drafts, from whole rows"
+            )
+        siblings: Tensor = backends.choose(self.backend, logits).siblings(batch, width)
+        return drawn._replace(token_ids=siblings)
 
     def _draft_domains(self, offset: int) -> tuple[int, int]:
         """Return the domains of the noise of the draft at an offset in its step, or raise if it is none."""

@@ -257,7 +257,7 @@ def test_wrong_arguments_are_named(message):
 
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_methods_that_need_drawn_siblings_say_so(method):
-    with pytest.raises(ValueError, match="use RejectionSampler\\('strict'\\).tree"):
+    with pytest.raises(ValueError, match=r"use RejectionSampler\('strict'\)\.tree"):
         RejectionSampler(method).tree(
             torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), torch.zeros(1).long(), max_depth=0
         )

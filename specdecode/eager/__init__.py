@@ -17,6 +17,7 @@ from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.report import with_report
 from specdecode.eager.steps import Steps, row_temperature, seeds_and_positions
+from specdecode.eager.tree import siblings
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
 

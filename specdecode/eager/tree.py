@@ -1,4 +1,4 @@
-"""Trees in PyTorch: a walk in rounds, one for each depth.
+"""Trees in PyTorch: a walk in rounds, one for each depth; and the siblings of a node.
 
 A round is a `strict` step without drafts. It draws the target's own token from one row of each request, the row of its
 current node, and goes to the child with that token. Rows off the path are not read.
@@ -8,11 +8,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdecode.arguments import on_host
-from specdecode.batch import SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.batch import RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager.packed import locate
+from specdecode.eager.philox import exponential
+from specdecode.eager.selection import block_sums, by_chunks, exp_scaled
+from specdecode.eager.steps import row_temperature, seeds_and_positions
+from specdecode.eager.truncation import RowSampling, read, row_sampling
+from specdecode.noise import SELECT
 
 NOTHING = {"logprobs": torch.nan, "top_token_ids": -1, "top_logprobs": torch.nan}
 NOTHING |= {"num_kept": 0, "kept_token_ids": -1, "kept_cutoff": -1}
@@ -99,3 +104,67 @@ def columns(name: str, rounds: list[SamplerOutput], is_emitted: Tensor, max_dept
     is_emitted = is_emitted.view(*is_emitted.shape, *[1] * (len(shape) - 2))
     result[:, : len(rounds)] = torch.cat(each, dim=1).where(is_emitted, NOTHING[name])
     return result
+
+
+@torch.no_grad()
+def siblings(batch: RowBatch, width: int) -> Tensor:
+    """Draw the children of a node from each row, [batch, width] int64, likeliest to be the target's own token first.
+
+    They are the tokens with the smallest lags of the race that draws the target's own token, -1 where fewer are possible.
+    Those of greedy requests are the tokens with the largest logits.
+    """
+    temperature, greedy = row_temperature(batch.temperature, batch.logits)
+    seeds, positions = seeds_and_positions(batch, torch.arange(len(batch.logits), device=batch.logits.device))
+    sampling = row_sampling(temperature, batch.truncation, batch.logits.shape[-1])
+    is_greedy = torch.as_tensor(greedy, device=seeds.device).expand(seeds.shape)
+
+    def draw(
+        logits: Tensor, sampling: RowSampling, seeds: Tensor, positions: Tensor, is_greedy: Tensor
+    ) -> tuple[Tensor]:
+        rows, _ = read((logits,), (sampling,))
+        weights = exp_scaled(rows.logits[0], rows.row_max[0], sampling.temperature[..., None])
+        token_ids, total = race_order(weights, seeds, positions, width), weights.sum(dim=-1, keepdim=True)
+        if rows.first is not None:
+            point = nn.functional.pad(rows.first[0], (0, width - 1), value=-1)
+            token_ids = token_ids.where(total > 0, point)
+        return (likeliest(logits, width).where(is_greedy[:, None], token_ids),)
+
+    return by_chunks(draw, batch.logits.shape[-1], batch.logits, sampling, seeds, positions, is_greedy)[0]
+
+
+def race_order(weights: Tensor, seeds: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Return the first tokens of the two-level race of [rows, padded vocab] weights, by their lags, [rows, width] int64.
+
+    The lag of a token is log t_b - log t_best + log t_v - log t_first, with the times t = E / w of its block, of the first
+    block, of the token itself and of the first token of its block. Only the first `width` blocks can matter.
+    """
+    sums = block_sums(weights)
+    num_blocks, size = sums.shape[1], weights.shape[1] // sums.shape[1]
+    ids = torch.arange(max(num_blocks, size), device=weights.device)
+    counters = seeds[:, None], positions[:, None]
+    block_times = exponential(*counters, ids[:num_blocks], SELECT[0]) / sums
+    block_times, blocks = block_times.topk(min(width, num_blocks), largest=False)
+    blocks, order = blocks.sort(dim=1)  # so that equal lags are in the order of ids
+    token_ids = (blocks[:, :, None] * size + ids[:size]).flatten(1)
+    times = exponential(*counters, token_ids, SELECT[1]) / weights.gather(1, token_ids)
+    times = times.view(len(times), -1, size)
+    lags = (times / times.amin(dim=2, keepdim=True)).log() + (block_times / block_times[:, :1]).log().gather(1, order)[
+        ..., None
+    ]
+    lags = lags.flatten(1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    lags, first = lags.sort(dim=1, stable=True)
+    token_ids = token_ids.gather(1, first).masked_fill(lags == torch.inf, -1)[:, :width]
+    return nn.functional.pad(token_ids, (0, width - token_ids.shape[1]), value=-1)
+
+
+def likeliest(logits: Tensor, width: int) -> Tensor:
+    """Return the tokens with the largest logits, [rows, width] int64, -1 where fewer are finite; 0 of a row without any."""
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32)).nan_to_num(
+        nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf
+    )
+    values, token_ids = values.sort(dim=1, descending=True, stable=True)
+    is_left_out = values == -torch.inf
+    token_ids[:, :1].masked_fill_(is_left_out[:, :1], 0)
+    is_left_out[:, 0] = False
+    token_ids = token_ids.masked_fill(is_left_out, -1)[:, :width]
+    return nn.functional.pad(token_ids, (0, width - token_ids.shape[1]), value=-1)
