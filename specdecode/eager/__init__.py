@@ -21,6 +21,8 @@ from specdecode.eager.tree import siblings
 from specdecode.eager.truncation import row_sampling
 from specdecode.synthetic import AcceptanceSchedule
 
+__all__ = ["METHODS", "sample", "siblings", "verify"]
+
 METHODS: dict[str, Callable[[Steps], SamplerOutput]] = {
     "strict": strict.verify,
     "probabilistic": probabilistic.verify,

@@ -184,13 +184,19 @@ class Mapping(NamedTuple):
     OVERLAPS: Constant
 
 
+class Policy(NamedTuple):
+    """The functions of a method that a kernel calls."""
+
+    DECIDE: Constant  # decides about a row; None: every row is read, and decided later
+    DRAW: Constant  # draws the token after the accepted drafts; None: DECIDE has drawn it
+
+
 class Reading(NamedTuple):
     """How the launch that reads divides its work."""
 
     tiles: Int32  # a program reads BLOCKS blocks so many times
     chunks: Int32  # programs for each row
     BLOCKS: Constant
-    DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
     KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated
     FLAT: Constant  # all programs lie along the grid's first dimension
@@ -210,7 +216,7 @@ class BlockDecision(NamedTuple):
     """How block verification decides what it takes residual sums to decide."""
 
     BLOCKS: Constant  # so many are summed at once
-    LANES: Constant  # logits of each that are loaded at once
+    BLOCK_N: Constant  # logits of each that are loaded at once
     SUMS: Constant  # block sums are wanted of residuals that a token may be drawn from, too, not only to decide
     OVERLAPS: Constant
 
@@ -220,9 +226,7 @@ class Searching(NamedTuple):
 
     TOP: Constant  # so many blocks are looked at first
     BLOCKS: Constant  # then so many at once
-    LANES: Constant  # logits of each that are loaded at once
-    DECIDE: Constant  # how the method decides about a row
-    DRAW: Constant  # and how it draws its token; None: DECIDE has drawn it
+    BLOCK_N: Constant  # logits of each that are loaded at once
     PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
     POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first

@@ -152,14 +152,14 @@ def undecided(decision, counts):
 
 
 @triton.jit
-def ratio_kernel(inputs, workspace, sizes, tuning):
+def ratio_kernel(inputs, workspace, sizes, config):
     """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
     request, offset = locate_program(sizes.num_draft_tokens, inputs.packing, sizes)
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
     if offset < num_drafts:
         context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
         raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the terms are computed
@@ -172,15 +172,15 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def decide_kernel(inputs, workspace, sizes, tuning):
+def decide_kernel(inputs, workspace, sizes, config):
     """Decide about one number of drafts of a request, if that takes no sum of blocks; else list the residual for it."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
     log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
@@ -190,7 +190,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
         tl.store(terms_ptr + DECISION, at(decisions, offset))
         if inputs.draft.ptr is not None:
             wanted = at(is_open, offset) == 1
-            if tuning.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
+            if config.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
                 wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if wanted:
                 list_residual(request, offset, workspace)
@@ -205,20 +205,20 @@ def load_residual(terms_ptr, log_c):
 
 
 @triton.jit
-def sum_kernel(inputs, workspace, sizes, tuning):
+def sum_kernel(inputs, workspace, sizes, config):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
-    chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
+    chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
         request, offset = listed_residual(share // chunks, workspace, sizes)
         terms_ptr = terms_at(workspace, request, offset, sizes)
         residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
         context = RowContext(request, offset, None, None, load_temperature(inputs.requests, request))
-        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
+        blocks = share % chunks * config.BLOCKS + tl.arange(0, config.BLOCKS)
         rows = both_rows_at(context, inputs, workspace, sizes)
-        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-        sums = residual_sums(logits_of(target, rows[0], blocks, tuning.LANES), draft, residual, context.temperature)
+        target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
+        sums = residual_sums(logits_of(target, rows[0], blocks, config.BLOCK_N), draft, residual, context.temperature)
         tl.store(residual_sums_at(workspace, request, offset, sizes) + blocks, sums, mask=blocks < sizes.num_blocks)
 
 
@@ -240,9 +240,9 @@ def decide_block(request, num_drafts, inputs, workspace, sizes):
 
 
 @triton.jit
-def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
+def stop_of(request, num_drafts, inputs, workspace, sizes, config):
     """Return where a request stops, when its drafts are decided, and whether a row up to there has no finite logit."""
-    if tuning.DECIDES_BLOCK:
+    if config.DECIDES_BLOCK:
         return decide_block(request, num_drafts, inputs, workspace, sizes)
     else:
         stop = load_stop(workspace.state_ptr, request, sizes)

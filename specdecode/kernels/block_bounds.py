@@ -49,15 +49,15 @@ def most_of(keys, sizes):
 
 
 @triton.jit
-def take_top(keys, tuning):
+def take_top(keys, config):
     """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 instead of those."""
-    entries = tl.arange(0, tuning.TOP)
-    top = tl.full([tuning.TOP], -1, tl.int32)
-    for entry in tl.static_range(tuning.TOP):
+    entries = tl.arange(0, config.TOP)
+    top = tl.full([config.TOP], -1, tl.int32)
+    for entry in tl.static_range(config.TOP):
         largest = tl.max(keys, 0)
         top = tl.where(entries == entry, largest, top)
         keys = tl.where(keys == largest, -1, keys)
-    return top, tl.reshape(keys, [keys.shape[0] // tuning.BLOCKS, tuning.BLOCKS])
+    return top, tl.reshape(keys, [keys.shape[0] // config.BLOCKS, config.BLOCKS])
 
 
 @triton.jit

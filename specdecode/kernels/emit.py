@@ -40,10 +40,10 @@ from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
-def emit_sample(context, inputs, outputs, workspace, sizes, tuning):
+def emit_sample(context, inputs, outputs, workspace, sizes, config):
     """Draw the token of a request without drafts."""
     noise = noise_at(context, inputs.requests, sizes)
-    await_launch(tuning.OVERLAPS)
+    await_launch(config.OVERLAPS)
     raw = load_raw_statistics(context, inputs, workspace, sizes)
     token, normalizer = sample(context, noise, inputs, workspace, sizes)
     store_normalizer(outputs, context, normalizer, workspace)
@@ -55,30 +55,30 @@ def emit_sample(context, inputs, outputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def emit_row(context, inputs, outputs, workspace, sizes, tuning):
+def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
     """Decide about one row; draw the token that is emitted if the request stops there."""
-    IS_DRAWN: tl.constexpr = tuning.DRAW is None
+    IS_DRAWN: tl.constexpr = policy.DRAW is None
     ASKED: tl.constexpr = outputs.logprobs_ptr is not None
     request, offset = context.request, context.offset
     context = with_draft(context, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
     noise = noise_at(context, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
-    await_launch(tuning.OVERLAPS)
-    bits_ptr = state_of_bits(workspace.state_ptr, sizes, tuning.POSTED)
+    await_launch(config.OVERLAPS)
+    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.POSTED)
     stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
     matters = offset <= last
-    if tuning.POSTED:
+    if config.POSTED:
         last = tl.minimum(last, load_stop(workspace.state_ptr, request, sizes))
         if not ASKED:  # log-probabilities are of what truncation leaves
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
         raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while it is decided
-        accepted, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
+        accepted, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
         stops, is_empty = accepted == 0, normalizer.row_max == -INFINITY
-        if tuning.POSTED:
+        if config.POSTED:
             stops |= offset == last
         logprob = 0.0
         if ASKED:
@@ -90,7 +90,7 @@ def emit_row(context, inputs, outputs, workspace, sizes, tuning):
                 store_token(outputs, context, source, logprob, sizes)
             else:
                 add_stop_bits(bits_ptr, context, stops, is_empty, IS_DRAWN)  # whose result is not waited for
-                token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
+                token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
                 if ASKED:
                     logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
                 bits = hand_in(outputs, bits_ptr, context, token, logprob, sizes)
@@ -106,20 +106,20 @@ def emit_row(context, inputs, outputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def emit_request(context, inputs, outputs, workspace, sizes, tuning):
+def emit_request(context, inputs, outputs, workspace, sizes, config, policy):
     """Draw the token where a request stops, and write its output."""
     request = context.request
     counted = count_drafts(inputs.drafts, request, sizes)
-    await_launch(tuning.OVERLAPS)
-    stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
+    await_launch(config.OVERLAPS)
+    stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, config)
     context = with_draft(context, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
     noise = noise_at(context, inputs.requests, sizes)
     raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the row is looked at
     # It is known where the request stops: this is for what its token is drawn from.
-    _, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
+    _, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
     token = source
-    if tuning.DRAW is not None:
-        token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
+    if policy.DRAW is not None:
+        token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
         asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
@@ -129,17 +129,17 @@ def emit_request(context, inputs, outputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def emit_kernel(inputs, outputs, workspace, sizes, tuning):
+def emit_kernel(inputs, outputs, workspace, sizes, config, policy):
     """Emit one request, or one row of it."""
     programs = 1
-    if tuning.PER_ROW:
+    if config.PER_ROW:
         programs = sizes.num_draft_tokens + 1
     request, offset = locate_program(programs, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     context = RowContext(request, offset, -1, load_key(inputs.requests, request), temperature)
     if inputs.drafts.ids_ptr is None:
-        emit_sample(context, inputs, outputs, workspace, sizes, tuning)
-    elif tuning.PER_ROW:
-        emit_row(context, inputs, outputs, workspace, sizes, tuning)
+        emit_sample(context, inputs, outputs, workspace, sizes, config)
+    elif config.PER_ROW:
+        emit_row(context, inputs, outputs, workspace, sizes, config, policy)
     else:
-        emit_request(context, inputs, outputs, workspace, sizes, tuning)
+        emit_request(context, inputs, outputs, workspace, sizes, config, policy)

@@ -111,7 +111,7 @@ def accepts(terms, context, uniform, drafts):
 
 
 @triton.jit
-def draw(context, noise, source, inputs, workspace, sizes, tuning):
+def draw(context, noise, source, inputs, workspace, sizes, config):
     """Draw the token at a context, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
     p, residual = source
     row = target_row_at(context, inputs, workspace, sizes)
@@ -121,10 +121,10 @@ def draw(context, noise, source, inputs, workspace, sizes, tuning):
         draft_row = draft_row_at(context, inputs, workspace, sizes)
         rows = row, draft_row
         if subtracted == ROW:
-            if tuning.SUMS:
+            if config.SUMS:
                 block = select_summed_block(context, noise.exponentials, workspace, sizes)
             else:
-                block = select_residual_block(context, noise.exponentials, source, rows, inputs, sizes, tuning)
+                block = select_residual_block(context, noise.exponentials, source, rows, inputs, sizes, config)
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:

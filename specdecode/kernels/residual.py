@@ -68,7 +68,7 @@ def one_minus_exp2(x):
 
 
 @triton.jit
-def load_both(inputs, rows, blocks, LANES: tl.constexpr):
+def load_both(inputs, rows, blocks, BLOCK_N: tl.constexpr):
     """Return some [BLOCKS] blocks of a target row and a draft row, as `load_blocks` does."""
     row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
@@ -79,7 +79,7 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     IS_ADJUSTED: tl.constexpr = exists(row.adjustments)
     AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids) and not IS_ADJUSTED
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
-    return load_blocks(row, blocks, PAIRS, LANES), load_blocks(draft_row, blocks, PAIRS, LANES)
+    return load_blocks(row, blocks, PAIRS, BLOCK_N), load_blocks(draft_row, blocks, PAIRS, BLOCK_N)
 
 
 @triton.jit
@@ -139,16 +139,16 @@ def load_residual_sums(workspace, request, offset, sizes):
 
 
 @triton.jit
-def best_of(target, draft, blocks, context, residual, row, block_domain, LANES: tl.constexpr):
+def best_of(target, draft, blocks, context, residual, row, block_domain, BLOCK_N: tl.constexpr):
     """Return the largest score of some [BLOCKS] blocks that have been loaded, `ranked`; 0 if none has a residual."""
     exponentials = exponential(context.key, context.offset, blocks, block_domain)
-    sums = residual_sums(logits_of(target, row, blocks, LANES), draft, residual, context.temperature)
+    sums = residual_sums(logits_of(target, row, blocks, BLOCK_N), draft, residual, context.temperature)
     scores = block_scores(sums, exponentials)
     return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
 
 
 @triton.jit
-def select_residual_block(context, exponentials, source, rows, inputs, sizes, tuning):
+def select_residual_block(context, exponentials, source, rows, inputs, sizes, config):
     """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
@@ -161,20 +161,20 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, tu
     keys = keys_of(bounds, sizes)
     if exists(row.cutoff):  # of blocks of which nothing is kept, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
-    top, remaining = take_top(keys, tuning)
+    top, remaining = take_top(keys, config)
     first = blocks_of(top, sizes)
-    first_target, first_draft = load_both(inputs, rows, first, tuning.LANES)
+    first_target, first_draft = load_both(inputs, rows, first, config.BLOCK_N)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-    best = best_of(first_target, first_draft, first, context, residual, row, block_domain, tuning.LANES)
+    target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
+    best = best_of(first_target, first_draft, first, context, residual, row, block_domain, config.BLOCK_N)
     while tl.max(most_of(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
-        next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
-        this = best_of(target, draft, blocks, context, residual, row, block_domain, tuning.LANES)
+        next_target, next_draft = load_both(inputs, rows, next_blocks, config.BLOCK_N)
+        this = best_of(target, draft, blocks, context, residual, row, block_domain, config.BLOCK_N)
         best = tl.maximum(best, this)
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1)

@@ -41,8 +41,8 @@ class Tokens(NamedTuple):
 
     ids: Any
     inside: Any  # whether the row has them
-    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
-    quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, LANES // 2]
+    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, BLOCK_N // 8]; else ()
+    quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, BLOCK_N // 2]
     end: Any  # where the row's tokens end, if there are octets
 
 

@@ -366,12 +366,12 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
 
 
 def plan_of(monkeypatch, call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the plan that a call runs, and the numbers of the call."""
+    """Return the plan that a call runs, and the values of the call, see `Plan.values`."""
     from specdecode.kernels.launch import Plan
 
     plans, run = [], Plan.run
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "run", lambda plan, *given: (plans.append((plan, given[1])), run(plan, *given)))
+        patch.setattr(Plan, "run", lambda plan, *given: (plans.append((plan, plan.values(*given))), run(plan, *given)))
         call()
     return plans[0]
 
@@ -425,12 +425,11 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
     import triton
 
     from specdecode.kernels import read
-    from specdecode.kernels.formulas import value_of
     from specdecode.kernels.stops import FIELDS, STOP
     from tests.benchmarks.bandwidth import is_last_unpublished
 
-    (plan, numbers), empty = plan_of(monkeypatch, call), torch.empty
-    length = value_of(plan.length, numbers)
+    (plan, values), empty = plan_of(monkeypatch, call), torch.empty
+    length = values["length"]
     requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
     workspace = torch.full((length,), -(2**30), dtype=torch.int32, device="cuda")
     state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
@@ -438,7 +437,7 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
     launches = plan.launches
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **like: workspace if size == (length,) else empty(*size, **like))
-        patch.setattr(plan, "zeros", 0)
+        patch.setitem(plan.definitions, "zeros", "0")
         patch.setattr(plan, "launches", launches[:1])
         patch.setattr(plan, "ready", [])
         patch.setattr(plan, "fill", None)

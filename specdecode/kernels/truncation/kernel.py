@@ -217,14 +217,14 @@ def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
 
 
 @triton.jit
-def truncate_kernel(inputs, workspace, sizes, tuning):
+def truncate_kernel(inputs, workspace, sizes, config):
     """Truncate one row, if it was read and anything truncates it: of all rows; or of draft rows, if they have a launch."""
-    index = row_of_program(tuning.OF_DRAFTS, sizes)
+    index = row_of_program(config.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
-    await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
-    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, tuning.POSTED)
+    await_launch(config.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.POSTED)
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
@@ -234,7 +234,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
     if is_truncated:
-        if tuning.OF_DRAFTS:
+        if config.OF_DRAFTS:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
         else:
