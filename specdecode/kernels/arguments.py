@@ -153,7 +153,7 @@ class Reporting(NamedTuple):
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
-    state_ptr: Pointer  # int32, see `stops`; None without drafts
+    state_ptr: Pointer  # int32, see `first_rejected`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
     maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None likewise
@@ -208,7 +208,7 @@ class Truncating(NamedTuple):
     """How rows are truncated."""
 
     OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
-    POSTED: Constant  # rows behind a stop that was posted while reading were not read
+    POSTED: Constant  # rows behind a rejection that was posted while reading were not read
     OVERLAPS: Constant
 
 
@@ -227,8 +227,8 @@ class Searching(NamedTuple):
     TOP: Constant  # so many blocks are looked at first
     BLOCKS: Constant  # then so many at once
     BLOCK_N: Constant  # logits of each that are loaded at once
-    PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
-    POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
+    PER_ROW: Constant  # a program for each row of a request decides about it; False: its first rejected row is known
+    POSTED: Constant  # ... but rows behind a rejection that was posted while reading do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
     SUMS: Constant  # block sums of the residual that the token is drawn from are in the workspace
     OVERLAPS: Constant

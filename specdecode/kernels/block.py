@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine, logprob
+from specdecode.kernels.first_rejected import load_empty, load_first_rejected
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
 from specdecode.kernels.philox import ACCEPT, uniform
@@ -44,7 +45,6 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
-from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import INFINITY, Residual, RowContext
 from specdecode.kernels.vocabulary import NO_ID
 
@@ -240,18 +240,18 @@ def decide_block(request, num_drafts, inputs, workspace, sizes):
 
 
 @triton.jit
-def stop_of(request, num_drafts, inputs, workspace, sizes, config):
-    """Return where a request stops, when its drafts are decided, and whether a row up to there has no finite logit."""
+def find_first_rejected(request, num_drafts, inputs, workspace, sizes, config):
+    """Return a request's first rejected row, and whether a row up to it has no finite logit; its drafts are decided."""
     if config.DECIDES_BLOCK:
         return decide_block(request, num_drafts, inputs, workspace, sizes)
     else:
-        stop = load_stop(workspace.state_ptr, request, sizes)
-        return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
+        first_rejected = load_first_rejected(workspace.state_ptr, request, sizes)
+        return first_rejected, load_empty(workspace.state_ptr, request, sizes) <= first_rejected
 
 
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
-    """Return that a row's draft is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
+    """Return (False, the row's normalizer, the source of its token: max(0, p - q / c)); acceptance was decided earlier."""
     row = target_row_at(context, inputs, workspace, sizes)
     statistics = load_target_statistics(context, workspace, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))

@@ -33,13 +33,13 @@ from specdecode.kernels.bundles import (
     sizes_in,
 )
 from specdecode.kernels.emit import emit_kernel
+from specdecode.kernels.first_rejected import FIELDS
 from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
-from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import list_size
 from specdecode.kernels.vocabulary import SPAN, map_kernel
@@ -116,7 +116,7 @@ def workspace_parts(structure: Structure) -> dict[str, Part]:
     rows_read = "(target_rows + draft_rows)" if has_draft_rows else "target_rows"
     if structure.has_drafts:
         length = f"batch * {FIELDS.value} + target_rows"
-        if structure.truncates:  # stop bits, at an even index
+        if structure.truncates:  # row bits, at an even index
             length = f"{length} + ({length}) % 2 + batch * {FIELDS.value}"
         parts["state"] = Part(torch.int32, length)
     parts["statistics"] = Part(torch.float32, f"{rows_read} * 2 * num_blocks")

@@ -39,7 +39,7 @@ from specdecode.kernels.vocabulary import by_target, token_of
 
 
 @triton.jit
-def log_quotient(a, b):
+def log_ratio(a, b):
     """Return log(a / b), which keeps its relative precision where a and b nearly agree."""
     x = (a - b) / b
     near = x * (1 - x * (1 / 2 - x * (1 / 3 - x * (1 / 4))))
@@ -87,7 +87,7 @@ def acceptance_terms(context, inputs, workspace, sizes):
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
                 draft_max, draft_one_hot = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
-                draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
+                draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_ratio(q.sumexp, p.sumexp)
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
     subtracted = tl.where(p.point_mass_token >= 0, NONE, subtracted)

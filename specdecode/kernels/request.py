@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.values import Request, RowContext
+from specdecode.kernels.values import RequestIndex, RowContext
 
 TILE = tl.constexpr(32)
 """Draft ids that are loaded at once."""
@@ -42,7 +42,7 @@ def locate(index, packing, sizes):
         num_drafts = tl.where(is_valid, end - row - 1, 0).to(tl.int32)
         row = tl.where(is_valid, row, 0)
         vocab_size = tl.where(is_valid, sizes.vocab_size, 0)
-    return Request(index, row, slot, num_drafts, vocab_size)
+    return RequestIndex(index, row, slot, num_drafts, vocab_size)
 
 
 @triton.jit

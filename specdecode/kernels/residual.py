@@ -35,7 +35,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.selection import block_scores, select_block
 from specdecode.kernels.statistics import sum_blocks, sum_in_order
-from specdecode.kernels.values import Request, exists
+from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
 """Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
@@ -114,7 +114,7 @@ def listed_residual(index, workspace, sizes):
     """Return the request and the offset of a listed residual."""
     fields_ptr = workspace.listed_ptr + index * LIST_FIELDS
     request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
-    request = Request(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    request = RequestIndex(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 

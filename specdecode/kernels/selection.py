@@ -86,7 +86,7 @@ def guess_block(statistics, exponentials, scale):
 
 
 @triton.jit
-def sample(context, noise, inputs, workspace, sizes):
+def sample_token(context, noise, inputs, workspace, sizes):
     """Draw a row's token; return it, and the row's normalizer."""
     row = target_row_at(context, inputs, workspace, sizes)
     statistics = load_target_statistics(context, workspace, sizes)

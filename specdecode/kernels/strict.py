@@ -12,7 +12,7 @@ import triton.language as tl
 from specdecode.kernels.distribution import target_distribution
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.rows import BLOCK_SIZE
-from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
+from specdecode.kernels.selection import draw_from_block, load_block, sample_token, select_block
 from specdecode.kernels.synthetic import is_scheduled
 
 
@@ -36,7 +36,7 @@ def decide_while_reading(context, noise, inputs, workspace, sizes):
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
     """Return whether a row's draft is accepted, the row's normalizer, and y."""
-    token, normalizer = sample(context, noise, inputs, workspace, sizes)
+    token, normalizer = sample_token(context, noise, inputs, workspace, sizes)
     accepted = context.token == token
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)

@@ -96,8 +96,8 @@ def ordinal_shift(dtype, adjustments):
     return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 
-class Request(NamedTuple):
-    """A request: the indices of what belongs to it, which are all the same unless the call is packed."""
+class RequestIndex(NamedTuple):
+    """The indices of a request's rows and values, which are all the same unless the call is packed."""
 
     index: Any  # int64: of its output, its positions and its workspace
     row: Any  # int64: of its target rows and draft tokens
@@ -109,7 +109,7 @@ class Request(NamedTuple):
 class RowContext(NamedTuple):
     """One offset of one request."""
 
-    request: Request
+    request: RequestIndex
     offset: Any
     token: Any  # the draft there, -1 for none
     key: Any  # (seed, position of offset 0), see `philox`
