@@ -59,7 +59,7 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 
 @triton.jit
 def terms_at(workspace, request, offset, sizes):
-    """Return where the terms of an offset are kept."""
+    """Return a pointer to the terms of an offset."""
     return workspace.terms_ptr + row_index(request, offset, False, sizes) * TERMS
 
 
@@ -114,13 +114,13 @@ def running_ratio(log_ratios, num_drafts, sizes):
 
 @triton.jit
 def least_mass(log_uniform, log_c):
-    """Return what A / c = sum max(0, p - q / c) must be at least for eta <= A / (A + 1 - c): eta/c (1 - c) / (1 - eta)."""
+    """Return the smallest A / c = sum max(0, p - q / c) with eta <= A / (A + 1 - c): eta/c (1 - c) / (1 - eta)."""
     return tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
 
 
 @triton.jit
 def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
-    """Return what is decided about each number of drafts without reading logits, [MAX_DRAFTS].
+    """Return the decision about each number of drafts without reading logits, [MAX_DRAFTS].
 
     And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
     """
@@ -198,7 +198,7 @@ def decide_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def load_residual(terms_ptr, log_c):
-    """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
+    """Return the `Residual` of max(0, p - q / c): that of max(0, p - q), with log c added to its ratio."""
     row_max, draft_max = tl.load(terms_ptr + ROW_MAX), tl.load(terms_ptr + DRAFT_MAX)
     log_sum_ratio = tl.load(terms_ptr + LOG_SUM_RATIO) + log_c
     return Residual(row_max, draft_max, log_sum_ratio, tl.load(terms_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
@@ -224,7 +224,7 @@ def sum_kernel(inputs, workspace, sizes, config):
 
 @triton.jit
 def decide_block(request, num_drafts, inputs, workspace, sizes):
-    """Return how many drafts of a request are accepted, and whether a row up to there has no finite logit."""
+    """Return the number of accepted drafts of a request, and whether a row up to there has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
     decision = tl.load(terms_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)

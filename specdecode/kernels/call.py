@@ -223,7 +223,7 @@ def plan_of(fields: tuple[Any, ...]) -> Plan:
 
 
 def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
-    """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    """Return the error of `backend="triton"` for a batch that only the eager backend can verify, or None."""
     if name not in METHODS:
         return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:

@@ -9,11 +9,11 @@ logit is posted in the same way; the result is `invalid` if it is not behind the
 
 *Row bits*, where one launch decides and emits: a program adds 1, its row's rejected bit and its row's empty bit to one
 64-bit number. A token that the decision has drawn is written before, and the last program to add its bits writes the rest.
-If the token is drawn afterwards, the bits of all rows are usually complete by then, and the program of the first rejected row
-writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
-early, sets the EARLY bit and exits, and the programs that complete the bits write the rest. (Always early: 2 to 8 % slower for 1 to
-32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added, and
-published with them, because those behind the first rejected row are then replaced by NaN.
+If the token is drawn afterwards, the bits of all rows are usually complete by then, and the program of the first rejected
+row writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
+early, sets the EARLY bit and exits, and the programs that complete the bits write the rest. (Always early: 2 to 8 % slower
+for 1 to 32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added,
+and published with them, because those behind the first rejected row are then replaced by NaN.
 """
 
 import triton

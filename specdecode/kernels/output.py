@@ -1,4 +1,4 @@
-"""What a request returns in Triton: its tokens and counts, log-probabilities, and of a sampled row its logsumexp."""
+"""The output of a request in Triton: tokens, counts, log-probabilities, and the logsumexp of a sampled row."""
 
 import triton
 import triton.language as tl

@@ -93,7 +93,9 @@ def plan_step(structure: Structure) -> Plan:
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     parts = workspace_parts(structure)
     plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if posted else "0")
-    workspace = Workspace._make([*[plan.part(name[:-4]) for name in Workspace._fields[:-1]], outputs.logprobs_ptr])
+    workspace = Workspace._make(
+        [*[plan.part(name.removesuffix("_ptr")) for name in Workspace._fields[:-1]], outputs.logprobs_ptr]
+    )
     given = inputs, workspace, sizes
     if workspace.draft_ids_ptr is not None:
         add_mapping(plan, given, overlaps)

@@ -48,7 +48,7 @@ def log_ratio(a, b):
 
 @triton.jit
 def acceptance_terms(context, inputs, workspace, sizes):
-    """Return what decides about a row's draft, and what is drawn from if it is rejected.
+    """Return the `Terms` of a row's draft: they decide about it, and hold the residual.
 
     Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
     """
@@ -112,7 +112,7 @@ def accepts(terms, context, uniform, drafts):
 
 @triton.jit
 def draw(context, noise, source, inputs, workspace, sizes, config):
-    """Draw the token at a context, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
+    """Draw the token at a context, recovered or bonus: from the residual, or from p if nothing is left of it."""
     p, residual = source
     row = target_row_at(context, inputs, workspace, sizes)
     block = tl.full([], -1, tl.int32)
@@ -152,7 +152,7 @@ def draw(context, noise, source, inputs, workspace, sizes, config):
 
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
-    """Return whether a row's draft is accepted, the row's normalizer, and what is drawn from if it is not."""
+    """Return (whether a row's draft is accepted, the row's normalizer, the source of the token if it is not)."""
     terms = acceptance_terms(context, inputs, workspace, sizes)
     accepted = accepts(terms, context, noise.uniform, inputs.drafts)
     return accepted, normalizer_of(terms.p), (terms.p, terms.residual)

@@ -18,7 +18,7 @@ from specdecode.kernels.synthetic import is_scheduled
 
 @triton.jit
 def decide_while_reading(context, noise, inputs, workspace, sizes):
-    """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
+    """Return (whether the draft is y, the row's normalizer, the draft); y is drawn only as far as that takes."""
     row, p = target_distribution(context, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)

@@ -1,4 +1,4 @@
-"""What is decided about truncated drafts while rows are read, before any cutoff is known, in Triton.
+"""Decisions about truncated drafts while rows are read, before any cutoff is known, in Triton.
 
 From the statistics of its blocks the mass that is kept of a row is known within bounds, and p'(x) / q'(x) too. If a draft
 is surely rejected, later rows need not be read; if it is surely accepted, its own rows need not be truncated.

@@ -132,14 +132,14 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
 
 @triton.jit
 def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr, sizes):
-    """Return what `cut` does, whose cutoff is not among few tokens."""
+    """Return the cutoff of a row, for `cut`, by reading all of the row."""
     logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
     return store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes)
 
 
 @triton.jit
 def locate_row(index, inputs, sizes):
-    """Return which row a program has, by request and offset, and whether it is a draft row: those follow the target rows."""
+    """Return the request and offset of a program's row, and whether it is a draft row: these follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
     of_draft = False
@@ -182,7 +182,7 @@ def limits_at(request, offset, of_draft, inputs, sizes):
 
 @triton.jit
 def row_to_cut(index, inputs, sizes):
-    """Return where the row with an index is, as `locate_row`; its temperature; and what `limits_at` says of it."""
+    """Return the request and offset of a row, whether it is a draft row, temperature, limits, and whether it was read."""
     request, offset, of_draft = locate_row(index, inputs, sizes)
     temperature = load_temperature(inputs.requests, request)
     limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
