@@ -18,7 +18,7 @@ SLACK = tl.constexpr(2.0**-12)
 
 @triton.jit
 def residual_bounds(block_sums):
-    """Return what the block sums of max(0, p - q) are at most, however they are rounded, given those of p."""
+    """Return upper bounds of the block sums of max(0, p - q), however they are rounded, given the block sums of p."""
     return block_sums * (1 + SLACK) + 2.0**-110
 
 
@@ -44,7 +44,7 @@ def blocks_of(keys, sizes):
 
 @triton.jit
 def most_of(keys, sizes):
-    """Return what a bound is at most, as the bits of a float32; -1 for the key -1."""
+    """Return an upper bound of each key's bound, as the bits of a float32; -1 for the key -1."""
     return keys | (sizes.MAX_BLOCKS - 1)
 
 

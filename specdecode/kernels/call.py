@@ -25,12 +25,12 @@ from specdecode.kernels.bundles import (
     empty_report,
     layout_of,
 )
+from specdecode.kernels.first_rejected import MOST_ROWS
 from specdecode.kernels.launch import Plan, compile_ahead
 from specdecode.kernels.methods import METHODS, STRICT, Method, method_of
 from specdecode.kernels.plan import MANY_REQUESTS, MOST_PROGRAMS, plan_step
 from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
@@ -96,7 +96,7 @@ def verify(
             rows = min(rows, batch.target_logits.shape[0])
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
-    # Stop bits, by which a small batch shares what is known of a request's rows, hold no more rows than this.
+    # Row bits, by which a small batch shares its decisions, hold no more rows than this.
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.decides_block))
     if many is None:
         many = requests >= MANY_REQUESTS
@@ -224,7 +224,7 @@ def plan_of(fields: tuple[Any, ...]) -> Plan:
 
 
 def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
-    """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    """Return the error of `backend="triton"` for a batch that only the eager backend can verify, or None."""
     if name not in METHODS:
         return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:

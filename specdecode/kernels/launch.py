@@ -66,13 +66,13 @@ def hash_callees_first(function: object) -> None:
     if isinstance(function, triton.JITFunction) and function.hash is None:
         for name in function.fn.__code__.co_names:
             callee = function.fn.__globals__.get(name)
-            if callee is not function:  # as it seems where `argmax` calls `tl.argmax`
+            if callee is not function:  # name lookup finds `argmax` itself where it calls `tl.argmax`
                 hash_callees_first(callee)
         function.cache_key  # noqa: B018 (a property that keeps what it finds)
 
 
 class Source(ASTSource):  # type: ignore[misc]
-    """What Triton compiles, read one after the other.
+    """A source for Triton's compiler; sources are read one after the other.
 
     Python runs one thread at a time. If all sources were read at once, all would be ready when the last is; so the first is
     compiled while the next is read.
@@ -96,7 +96,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def key(self, device: torch.device) -> tuple[object, ...]:
-        """Return all that compiled code depends on."""
+        """Return the cache key of its compiled kernel."""
         signature = Signature(self.kernel.arg_names, self.bundles)
         with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
@@ -105,7 +105,7 @@ class Launch(NamedTuple):
 
     @property
     def num_arguments(self) -> int:
-        """How many pointers and numbers its kernel is given."""
+        """The number of pointers and numbers that its kernel receives."""
         return Signature(self.kernel.arg_names, self.bundles).num_arguments
 
     def compile(self, device: torch.device) -> Any:
@@ -137,7 +137,7 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
 
 
 class Share(NamedTuple):
-    """Which part this process compiles of what several need, whose cache of compiled kernels is one."""
+    """The part that this process compiles, of kernels that several processes with one cache need."""
 
     rank: int = 0
     ranks: int = 1
@@ -146,7 +146,7 @@ class Share(NamedTuple):
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
-    """Make calls one after the other; what all of them launch is compiled before, at once.
+    """Make calls one after the other; the kernels of all of them are compiled before, in parallel.
 
     Kernels with more arguments, which do more with them, mostly take longer: they come first, and are divided among all
     processes.
@@ -177,7 +177,7 @@ def is_collected(plan: Any) -> bool:
 
 
 _collected = threading.local()
-"""While it has `plans`, those of this thread's calls come there, and the calls are not made."""
+"""While it has `plans`, this thread's plans are appended; nothing is launched."""
 
 
 class Part(NamedTuple):

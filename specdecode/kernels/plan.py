@@ -33,13 +33,13 @@ from specdecode.kernels.bundles import (
     sizes_in,
 )
 from specdecode.kernels.emit import emit_kernel
+from specdecode.kernels.first_rejected import FIELDS
 from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
-from specdecode.kernels.stops import FIELDS
 from specdecode.kernels.truncation.kernel import truncate_kernel
 from specdecode.kernels.truncation.narrow import list_size
 from specdecode.kernels.vocabulary import SPAN, map_kernel
@@ -93,7 +93,9 @@ def plan_step(structure: Structure) -> Plan:
     # Programs that count each other need zeros to start from. Else the first launch clears what the next ones use.
     parts = workspace_parts(structure)
     plan = Plan(structure.device, definitions_in(structure), parts, zeros=parts["state"].length if posted else "0")
-    workspace = Workspace._make([*[plan.part(name[:-4]) for name in Workspace._fields[:-1]], outputs.logprobs_ptr])
+    workspace = Workspace._make(
+        [*[plan.part(name.removesuffix("_ptr")) for name in Workspace._fields[:-1]], outputs.logprobs_ptr]
+    )
     given = inputs, workspace, sizes
     if workspace.draft_ids_ptr is not None:
         add_mapping(plan, given, overlaps)
@@ -116,7 +118,7 @@ def workspace_parts(structure: Structure) -> dict[str, Part]:
     rows_read = "(target_rows + draft_rows)" if has_draft_rows else "target_rows"
     if structure.has_drafts:
         length = f"batch * {FIELDS.value} + target_rows"
-        if structure.truncates:  # stop bits, at an even index
+        if structure.truncates:  # row bits, at an even index
             length = f"{length} + ({length}) % 2 + batch * {FIELDS.value}"
         parts["state"] = Part(torch.int32, length)
     parts["statistics"] = Part(torch.float32, f"{rows_read} * 2 * num_blocks")

@@ -4,8 +4,8 @@ A program reads a few blocks of the target row at one offset of one request, and
 bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 
 Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
-the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
-offset exits. No program waits for another: a stop that is known late only costs the reading of a row.
+the last program to finish a row decides about its draft, and a program whose request is known to be rejected before its
+offset exits. No program waits for another: a rejection that is known late only costs the reading of a row.
 A small batch is read up to the row after each request's last draft: all are in flight before the first decision could be
 known. So is any batch of `block`, which needs the rows of all drafts, and a truncated one of `strict`, or of `synthetic`
 without draft logits.
@@ -15,6 +15,14 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.adjustments import may_change
+from specdecode.kernels.first_rejected import (
+    clear_state,
+    is_last,
+    peek_first_rejected,
+    post_empty,
+    post_rejection,
+    row_finished_ptr,
+)
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
@@ -37,7 +45,6 @@ from specdecode.kernels.statistics import (
     store_statistics_and_raw,
     target_statistics,
 )
-from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
 from specdecode.kernels.values import INFINITY, RowContext
 
 
@@ -146,7 +153,7 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
     else:
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
     if DECIDES:
-        matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
+        matters &= offset <= peek_first_rejected(workspace.state_ptr, request, sizes)
     return matters
 
 
@@ -165,7 +172,7 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, policy
                 raw = load_raw_statistics(context, inputs, workspace, sizes)
                 store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
-        post_stop(workspace.state_ptr, request, offset, sizes)
+        post_rejection(workspace.state_ptr, request, offset, sizes)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.selection import block_scores, select_block
 from specdecode.kernels.statistics import sum_blocks, sum_in_order
-from specdecode.kernels.values import Request, exists
+from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
 """Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
@@ -44,7 +44,7 @@ offset: so to sum it the request need not be located."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""What is subtracted from p before a token is drawn: nothing; all of q. Any other number is the only token of q."""
+"""The part of q that is subtracted from p before a token is drawn: nothing; all of it. Other numbers: the only token of q."""
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def listed_residual(index, workspace, sizes):
     """Return the request and the offset of a listed residual."""
     fields_ptr = workspace.listed_ptr + index * LIST_FIELDS
     request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
-    request = Request(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    request = RequestIndex(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 
@@ -126,7 +126,7 @@ def draft_index(request, offset, sizes):
 
 @triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
-    """Return where the block sums of a draft's residual are, if they are kept."""
+    """Return a pointer to the block sums of a draft's residual, if they are kept."""
     return workspace.residual_sums_ptr + draft_index(request, offset, sizes) * sizes.num_blocks
 
 
@@ -199,7 +199,7 @@ def sums_without(token, p, row, temperature, inputs, sizes):
 
 @triton.jit
 def sum_without(row, token, row_max, temperature, sizes):
-    """Return what the other tokens of a token's block weigh, relative to the row's maximum."""
+    """Return the weight of the other tokens of a token's block, relative to the row's maximum."""
     token_ids = tokens_of(token // BLOCK_SIZE)
     weights = tl.exp(scaled(load_logits(row, token_ids, True), row_max, temperature))
     return sum_in_order(tl.where(token_ids == token, 0.0, weights))

@@ -1,4 +1,4 @@
-"""What is added to a target row in Triton: where its request's biases, penalties, counts and masks are."""
+"""The adjustments of a target row in Triton: pointers to its request's biases, penalties, counts and masks."""
 
 import triton
 import triton.language as tl
@@ -76,7 +76,7 @@ def allowed_at(request, offset, given):
 
 @triton.jit
 def adjustments_at(request, offset, inputs, sizes):
-    """Return what is added to the target row at an offset of a request."""
+    """Return the adjustments of the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
         given, drafts, before = inputs.adjustments, inputs.drafts, ()
         if given.repetition is not None and drafts.ids_ptr is not None:

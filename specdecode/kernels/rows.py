@@ -19,7 +19,7 @@ BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WARP_BITS = tl.constexpr(4096)
-"""What a warp loads at once: 16 bytes a thread."""
+"""Bits that a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -114,7 +114,7 @@ def own_draft_row_at(context, inputs, workspace, sizes):
 
 @triton.jit
 def draft_row_at(context, inputs, workspace, sizes):
-    """Return that row as it is read by the target's tokens."""
+    """Return the draft row at a context, up to its cutoff, read by the target's tokens."""
     return by_target(own_draft_row_at(context, inputs, workspace, sizes), workspace, sizes)
 
 
@@ -228,7 +228,7 @@ def tokens_of_blocks(blocks, row, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_blocks(row, blocks, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return what `logits_of` makes logits of: some [BLOCKS] blocks of a row, and what it takes to adjust them."""
+    """Return some [BLOCKS] blocks of a row as they are stored, and the values that adjust them, for `logits_of`."""
     return with_adjustments(load_stored_blocks(row, blocks, True, PAIRS, BLOCK_N), row, blocks, BLOCK_N)
 
 
@@ -252,7 +252,7 @@ def logits_of(loaded, row, blocks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def logits_of_stored(parts, row, blocks, BLOCK_N: tl.constexpr):
-    """Return what `logits_of` does, given what `load_stored_blocks` returns: what it takes to adjust is loaded now."""
+    """Return the logits of stored blocks, see `load_stored_blocks`; the values that adjust them are loaded now."""
     return logits_of(with_adjustments(parts, row, blocks, BLOCK_N), row, blocks, BLOCK_N)
 
 

@@ -114,25 +114,25 @@ def sum_in_order(weights):
 
 @triton.jit
 def statistics_at(statistics_ptr, index, sizes):
-    """Return where the statistics of a row are, given its `row_index`."""
+    """Return a pointer to the statistics of a row, given its `row_index`."""
     return statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
 def target_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a target row are."""
+    """Return a pointer to the statistics of a target row."""
     return statistics_at(workspace.statistics_ptr, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit
 def raw_statistics(workspace, request, offset, sizes):
-    """Return where the statistics at temperature 1 of a target row are, if they are kept."""
+    """Return a pointer to the statistics at temperature 1 of a target row, if they are kept."""
     return statistics_at(workspace.raw_statistics_ptr, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit
 def draft_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a draft row are."""
+    """Return a pointer to the statistics of a draft row."""
     return statistics_at(workspace.statistics_ptr, row_index(request, offset, True, sizes), sizes)
 
 

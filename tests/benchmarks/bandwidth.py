@@ -112,7 +112,7 @@ if triton is not None:
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):
-        """Count a program in as `stops.is_last` does, but do not wait until what it wrote can be seen."""
+        """Count a program in as `first_rejected.is_last` does, but do not wait until what it wrote can be seen."""
         tl.debug_barrier()
         return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
 

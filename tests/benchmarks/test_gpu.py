@@ -418,14 +418,14 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 
 
 def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
-    """Time a large batch's launch that reads, given where requests stop, and counts that nobody completes.
+    """Time a large batch's launch that reads, given each request's first rejected row, and counts that nobody completes.
 
     As it is but for that, and where programs do not wait, before they count themselves in, until their writes can be seen.
     """
     import triton
 
     from specdecode.kernels import read
-    from specdecode.kernels.stops import FIELDS, STOP
+    from specdecode.kernels.first_rejected import FIELDS, FIRST_REJECTED
     from tests.benchmarks.bandwidth import is_last_unpublished
 
     (plan, values), empty = plan_of(monkeypatch, call), torch.empty
@@ -433,7 +433,7 @@ def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: S
     requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
     workspace = torch.full((length,), -(2**30), dtype=torch.int32, device="cuda")
     state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
-    state[:, STOP.value] = most - output.num_accepted
+    state[:, FIRST_REJECTED.value] = most - output.num_accepted
     launches = plan.launches
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **like: workspace if size == (length,) else empty(*size, **like))

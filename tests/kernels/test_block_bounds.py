@@ -14,7 +14,7 @@ from specdecode.kernels import residual
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.block_bounds import block_of, keys_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.distribution import combine
-from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.probabilistic import log_ratio
 from specdecode.kernels.request import LARGEST_TEMPERATURE, load_key, locate
 from specdecode.kernels.residual import ROW, load_both, residual_sums, select_residual_block
 from specdecode.kernels.rows import whole_draft_row_at, whole_target_row_at
@@ -56,7 +56,7 @@ def search_kernel(inputs, workspace, sizes, config, found):
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
     q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)
     q = combine(q_statistics, draft_row, temperature, sizes)
-    residual = Residual(p.row_max, q.row_max, log_quotient(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
+    residual = Residual(p.row_max, q.row_max, log_ratio(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
     sums_ptr = found.sums_ptr + index * sizes.num_blocks
     for first in range(0, sizes.num_blocks, config.BLOCKS):
         blocks = first + tl.arange(0, config.BLOCKS)

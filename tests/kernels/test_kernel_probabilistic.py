@@ -11,7 +11,7 @@ import triton.language as tl
 
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.kernels.arguments import Pointer
-from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.probabilistic import log_ratio
 from specdecode.kernels.request import is_trusted
 from specdecode.kernels.residual import one_minus_exp2
 from tests.conftest import ON_GPU, combine
@@ -44,7 +44,7 @@ def numbers_kernel(numbers):
     x = tl.load(numbers.x_ptr + places)
     tl.store(numbers.trusted_ptr + places, is_trusted(x).to(tl.int32))
     tl.store(numbers.made_ptr + places, one_minus_exp2(-tl.abs(x)))
-    tl.store(numbers.made_ptr + 64 + places, log_quotient(3 + x, x * 0 + 3))
+    tl.store(numbers.made_ptr + 64 + places, log_ratio(3 + x, x * 0 + 3))
 
 
 def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,9 +57,9 @@ def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_small_differences_keep_their_relative_precision():
-    _, (shortfalls, quotients), x = made_of([2.0**-k for k in range(1, 22)] + [-(2.0**-k) for k in range(1, 22)])
+    _, (shortfalls, log_ratios), x = made_of([2.0**-k for k in range(1, 22)] + [-(2.0**-k) for k in range(1, 22)])
     np.testing.assert_allclose(shortfalls, -np.expm1(-abs(x) * np.log(2)), rtol=2**-17)
-    np.testing.assert_allclose(quotients, np.log1p(x / 3), rtol=2**-17)
+    np.testing.assert_allclose(log_ratios, np.log1p(x / 3), rtol=2**-17)
 
 
 def test_a_logsumexp_is_trusted_only_if_float32_holds_it_to_a_hundred_thousandth():

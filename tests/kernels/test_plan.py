@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, kernels
-from specdecode.kernels import block, launch, residual, stops
+from specdecode.kernels import block, first_rejected, launch, residual
 from specdecode.kernels.arguments import BlockDecision, Searching
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
@@ -23,7 +23,7 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
     steps = Steps("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=True)
     blocks = -(-vocab // 1024)
     assert {name: len(part) for name, part in steps.parts.items()} == {
-        "state": requests * (stops.FIELDS.value + drafts + 1),
+        "state": requests * (first_rejected.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
         "terms": requests * (drafts + 1) * block.TERMS.value,
         "listed": requests * drafts * residual.LIST_FIELDS.value,

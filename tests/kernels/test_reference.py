@@ -74,7 +74,7 @@ def test_the_ways_of_few_and_of_many_requests_give_the_same_bits(kind, vocab):
 
 @pytest.mark.parametrize(("kind", "drafts", "stop"), [("deterministic", 35, 33), ("block", 34, 34), ("strict", 28, 28)])
 def test_drafts_beyond_those_that_are_handled_at_once_are_verified_too(kind, drafts, stop):
-    """32 ids are loaded at once, 28 rows have stop bits, and block verification handles 32 rows at once where it can."""
+    """32 ids are loaded at once, 28 rows have row bits, and block verification handles 32 rows at once where it can."""
     batch = case(1, drafts, 40, torch.float32, greedy=1, seed=3)
     batch.draft_token_ids[:] = batch.target_logits[:, :drafts].argmax(2)
     batch.draft_token_ids[:, stop:] += 1

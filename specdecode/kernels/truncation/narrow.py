@@ -27,7 +27,7 @@ from specdecode.kernels.statistics import WARP
 from specdecode.kernels.values import INFINITY
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
-"""That are listed of a row, at most, and groups; and with top-p alone, where to search the whole row takes less time."""
+"""The most candidates and groups listed of a row; and the most with top-p alone, where searching the whole row is faster."""
 
 LIKELY = tl.constexpr(64)
 """Blocks whose groups are looked at, at most: those with the largest maxima."""

@@ -34,7 +34,7 @@ LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
 BLOCKS = tl.constexpr(8)
-"""That are read at once: one by each warp is best."""
+"""Blocks that are read at once: one by each warp is best."""
 
 SAMPLE = tl.constexpr(2048)
 """Tokens that suggest where to begin: some of each block, because likely tokens may be in few of them."""
@@ -66,7 +66,7 @@ def ordinal_of(logit, SHIFT: tl.constexpr):
 
 @triton.jit
 def amounts(logits, row_max, scale):
-    """Return what each token adds to an amount: its weight relative to the row's maximum, or 1 where `scale` is 0."""
+    """Return the weights of tokens relative to the row's maximum, or 1 where `scale` is 0."""
     return tl.exp2((logits - row_max) * scale)
 
 
