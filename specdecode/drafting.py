@@ -89,17 +89,17 @@ def sample(
 
 
 def draw(
-    batch: RowBatch, domains: tuple[int, int], backend: backends.Backend, shard: VocabShard | None
+    batch: RowBatch, domains: tuple[int, int], backend: backends.Backend, shard: VocabShard | None, width: int = 0
 ) -> Sequence[Any]:
-    """Draw one token per row by a backend; with a shard, of this rank's requests, and gather what all ranks draw.
+    """Draw one token per row, or `width` siblings, by a backend; with a shard each rank draws for a share of the requests.
 
     Returns:
-        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept; [batch] int64 cutoffs,
-        None if rows are not truncated.
+        [batch] or [batch, width] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept;
+        [batch] int64 cutoffs, None if rows are not truncated.
     """
 
     def draw_rows(rows: RowBatch) -> Sequence[Any]:
-        results: Sequence[Any] = backends.choose(backend, rows.logits).sample(rows, domains)
+        results: Sequence[Any] = backends.choose(backend, rows.logits).sample(rows, domains, width)
         return results
 
     return draw_rows(batch) if shard is None else sharding.draw(shard, batch, draw_rows)

@@ -21,7 +21,6 @@ from specdecode.arguments import (
 from specdecode.backends import Backend, breaks_graph
 from specdecode.batch import Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
-from specdecode.eager.tree import verify_tree
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
@@ -408,8 +407,8 @@ class RejectionSampler:
         if self.validate is not None:
             validation.check_step(batch.rows, None)
         batch = batch._replace(rows=batch.rows.greedy_if_alike(self.method))
-        backend = backends.choose(self.backend, target_logits)
-        return verify_tree(batch, backend.verify)
+        output: TreeOutput = backends.choose(self.backend, target_logits).verify_tree(batch)
+        return output
 
     def warmup(
         self,
@@ -571,21 +570,16 @@ class RejectionSampler:
             >>> RejectionSampler("strict").draft(logits, seeds=0, positions=positions, top_p=0.95).cutoff
             tensor([1])
         """
+        if width is not None:
+            check_count("width", width, most=MOST_SIBLINGS)
+            if self.method != "strict":
+                raise ValueError("width: only 'strict' draws siblings, since only it verifies trees")
         domains = self._draft_domains(offset)
         limits: Any = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         batch = check_rows(logits, temperature, seeds, positions, **limits, vocab_size=self._vocab_size)
         if self.validate is not None:
             validation.check_rows(batch, self.shard)
-        drawn = DraftOutput(*draw(batch, domains, self.backend, self.shard))
-        if width is None:
-            return drawn
-        check_count("width", width, most=MOST_SIBLINGS)
-        if self.method != "strict" or self.shard is not None:
-            raise ValueError(
-                "width: siblings are drawn by 'strict' alone, whose trees need no distribution of drafts, from whole rows"
-            )
-        siblings: Tensor = backends.choose(self.backend, logits).siblings(batch, width)
-        return drawn._replace(token_ids=siblings)
+        return DraftOutput(*draw(batch, domains, self.backend, self.shard, width or 0))
 
     def _draft_domains(self, offset: int) -> tuple[int, int]:
         """Return the domains of the noise of the draft at an offset in its step, or raise if it is none."""

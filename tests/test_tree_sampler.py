@@ -12,11 +12,13 @@ from reference.sampling import Sampling, processed_logprobs
 from specdecode import Adjustments, RejectionSampler, sample
 from tests.conftest import HAS_TRITON, ON_GPU, combine
 from tests.support.adjusted import adjustments_for, of_request
-from tests.support.differential import Case, band_of
+from tests.support.differential import FLOAT32_BAND, Case, band_of
 from tests.support.packing import in_slots
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+
 DEVICE = "cuda" if ON_GPU else "cpu"
-BACKENDS = ["eager", "triton"] if HAS_TRITON else ["eager"]
+BACKENDS = ["eager", *["triton, by rounds", "triton, all at once"] * HAS_TRITON]
 TRUNCATIONS: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.2}]
 REQUESTS, NODES, DEPTH = 6, 9, 3
 
@@ -85,6 +87,13 @@ def outcomes(given: Trees, adjustments: Adjustments | None, truncation: dict[str
     ]
 
 
+def sampler_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> RejectionSampler:
+    name, _, way = backend.partition(", ")
+    if way:
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", 0 if way == "by rounds" else 10**9)
+    return RejectionSampler("strict", backend=name)
+
+
 def call(given: Trees, adjustments: Adjustments | None, **options: Any) -> dict[str, Any]:
     arguments = given._asdict() | {"max_depth": DEPTH, "adjustments": adjustments} | options
     return {
@@ -141,23 +150,23 @@ CASES = combine(
 
 
 @pytest.mark.parametrize(("backend", "dtype", "vocab", "truncation", "kind", "layout"), CASES, ids=str)
-def test_trees_are_verified_as_by_the_reference(backend, dtype, vocab, truncation, kind, layout):
+def test_trees_are_verified_as_by_the_reference(monkeypatch, backend, dtype, vocab, truncation, kind, layout):
     accepted = 0
     for seed in range(2):
         given = trees(vocab, dtype, seed)
         adjustments = adjustments_of(given, kind)
         expected = outcomes(given, adjustments, truncation)
         arguments = (call if layout == "padded" else packed)(given, adjustments)
-        output = RejectionSampler("strict", backend=backend).tree(**arguments, **truncation)
-        assert_outcomes(output, expected, band_of(dtype, backend))
+        output = sampler_of(backend, monkeypatch).tree(**arguments, **truncation)
+        assert_outcomes(output, expected, band_of(dtype, backend.partition(",")[0]))
         accepted += sum(len(outcome.nodes) for outcome in expected)
     assert accepted > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_text_is_that_of_plain_sampling(backend):
+def test_the_text_is_that_of_plain_sampling(monkeypatch, backend):
     given = trees(50, torch.float32, seed=3, requests=40)
-    output = RejectionSampler("strict", backend=backend).tree(**call(given, None))
+    output = sampler_of(backend, monkeypatch).tree(**call(given, None))
     row, alive = torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.bool)
     for depth in range(DEPTH + 1):
         rows = given.target_logits[torch.arange(40), row].to(DEVICE)
@@ -172,11 +181,11 @@ def test_the_text_is_that_of_plain_sampling(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_logprobs_and_lists_are_those_of_the_rows_on_the_path(backend, layout):
+def test_logprobs_and_lists_are_those_of_the_rows_on_the_path(monkeypatch, backend, layout):
     given, truncation = trees(2500, torch.float32, seed=5), {"top_k": 40, "top_p": 0.9}
     options = {"logprobs": "processed", "top_logprobs": 3, "kept_sets": True}
     arguments = (call if layout == "padded" else packed)(given, None)
-    sampler = RejectionSampler("strict", backend=backend)
+    sampler = sampler_of(backend, monkeypatch)
     output = sampler.tree(**arguments, **truncation, **options)
     plain = sampler.tree(**arguments, **truncation)
     assert torch.equal(output.token_ids, plain.token_ids)
@@ -198,14 +207,12 @@ def test_logprobs_and_lists_are_those_of_the_rows_on_the_path(backend, layout):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_requests_without_rows_and_trees_of_one_node(backend):
+def test_requests_without_rows_and_trees_of_one_node(monkeypatch, backend):
     rows = torch.zeros(3, 8, device=DEVICE)
     rows[:, 3] = 30.0
     arguments = {"row_starts": torch.tensor([0, 1, 1, 3], device=DEVICE), "max_depth": 2, "seeds": 0}
     token_ids = torch.tensor([[0, 3], [0, 3], [0, 3]], device=DEVICE)
-    output = RejectionSampler("strict", backend=backend).tree(
-        rows, token_ids, torch.tensor([-1, 0], device=DEVICE), **arguments
-    )
+    output = sampler_of(backend, monkeypatch).tree(rows, token_ids, torch.tensor([-1, 0], device=DEVICE), **arguments)
     assert output.token_ids.tolist() == [[3, -1, -1], [0, -1, -1], [3, 3, -1]]
     assert output.nodes.tolist() == [[-1, -1], [-1, -1], [1, -1]]
     assert output.num_draft_tokens.tolist() == [0, 0, 1]
@@ -213,9 +220,9 @@ def test_requests_without_rows_and_trees_of_one_node(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_marked(backend):
+def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_marked(monkeypatch, backend):
     given = trees(40, torch.float32, seed=6)
-    sampler = RejectionSampler("strict", backend=backend)
+    sampler = sampler_of(backend, monkeypatch)
     expected = sampler.tree(**call(given, None))
     rows = given.target_logits.clone()
     for i, nodes in enumerate(expected.nodes.tolist()):
@@ -277,3 +284,43 @@ def test_a_captured_call_replays_with_new_trees():
     graph.replay()
     for got, other in zip(output[:5], expected[:5]):
         assert torch.equal(got, other)
+
+
+@pytest.mark.parametrize("backend", ["eager", *["triton"] * HAS_TRITON])
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(7, torch.float32), (9300, torch.bfloat16), (5000, torch.float16)], ids=str
+)
+def test_siblings_are_those_of_the_reference(backend, truncation, vocab, dtype):
+    requests, excused = 24, 0
+    sampler, generator = RejectionSampler("strict", backend=backend), torch.Generator().manual_seed(vocab)
+    rows = (3 * torch.randn(requests, vocab, generator=generator)).to(dtype)
+    rows[1], rows[2, 3], rows[3, 2:], rows[4, ::2] = float("nan"), float("inf"), float("-inf"), float("nan")
+    temperature = 0.3 + torch.rand(requests, generator=generator)
+    temperature[::5] = 0
+    seeds, positions = (torch.randint(0, 2**40, (requests,), generator=generator) for _ in range(2))
+    arguments = [each.to(DEVICE) for each in (rows, temperature, seeds, positions)]
+    plain = sampler.draft(*arguments, **truncation)
+    for width in (1, 3, 8):
+        draft = sampler.draft(*arguments, **truncation, width=width)
+        assert draft.token_ids.shape == (requests, width)
+        assert torch.equal(draft.token_ids[:, 0], plain.token_ids)
+        for got, other in zip(draft[1:], plain[1:]):
+            assert got is other is None or torch.equal(got, other)
+        for i, got in enumerate(draft.token_ids.tolist()):
+            numbers = {"temperature": float(temperature[i]), "seed": int(seeds[i]), "position": int(positions[i])}
+            expected = oracle.draft_siblings(rows[i].float().numpy(), width, **numbers, **truncation)
+            if got != expected.token_ids:
+                assert expected.margin <= FLOAT32_BAND, f"request {i}: {got} != {expected}"
+                excused += 1
+    assert excused <= 2
+
+
+def test_wrong_widths_are_named():
+    for sampler, width in (
+        (RejectionSampler("strict"), 0),
+        (RejectionSampler("strict"), 9),
+        (RejectionSampler("block"), 2),
+    ):
+        with pytest.raises(ValueError, match=r"^width: "):
+            sampler.draft(torch.zeros(1, 20), width=width)

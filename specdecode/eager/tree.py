@@ -32,7 +32,9 @@ class Walk(NamedTuple):
     row: Tensor  # [batch] int64, the row of the current node; -1 if the walk has ended, or there is no row
     token_ids: Tensor  # [batch, max_depth + 1] int64, -1 where nothing is emitted
     nodes: Tensor  # [batch, max_depth] int32, -1 where nothing is accepted
+    num_accepted: Tensor  # [batch] int32
     num_draft_tokens: Tensor  # [batch] int32, the depth of the tree
+    invalid: Tensor  # [batch] bool, whether a row that a token came from had no finite logit
 
 
 def start(batch: TreeBatch) -> Walk:
@@ -48,7 +50,9 @@ def start(batch: TreeBatch) -> Walk:
         torch.where(last_node >= 0, first_row, -1),
         first_row.new_full((len(first_row), batch.max_depth + 1), -1),
         first_row.new_full((len(first_row), batch.max_depth), -1, dtype=torch.int32),
+        torch.zeros_like(first_row, dtype=torch.int32),
         depth_of(parents, batch.max_depth),
+        torch.zeros_like(first_row, dtype=torch.bool),
     )
 
 
@@ -63,45 +67,54 @@ def depth_of(parents: Tensor, max_depth: int) -> Tensor:
     return depth
 
 
-def advance(batch: TreeBatch, walk: Walk, emitted: Tensor, depth: int) -> None:
-    """Record the token that each request emits, [batch], and go to the child with that token.
+def advance(batch: TreeBatch, walk: Walk, output: SamplerOutput, depth: int) -> None:
+    """Record the token that each request emits in a round, and go to the child with that token.
 
     Of equal siblings the lowest node is followed.
     """
-    is_walking = torch.ones_like(walk.row, dtype=torch.bool) if depth == 0 else walk.nodes[:, depth - 1] >= 0
+    emitted, is_walking = output.token_ids[:, 0], walk.num_accepted == depth
     walk.token_ids[:, depth] = emitted.where(is_walking, -1)
+    walk.invalid.logical_or_(output.invalid & is_walking)
     if depth == batch.max_depth:
         return
     node = walk.nodes[:, depth - 1, None] if depth > 0 else torch.zeros_like(walk.row)[:, None]
     is_next = (walk.parents == node) & (batch.token_ids == emitted[:, None]) & is_walking[:, None]
     is_found, child = is_next.max(dim=1)  # the first of equal values
     walk.nodes[:, depth] = child.where(is_found, -1)
+    walk.num_accepted.add_(is_found)
     walk.row.copy_(torch.where(is_found, walk.first_row + child, -1))
 
 
-def verify_tree(batch: TreeBatch, verify: Callable[[str, VerificationBatch], SamplerOutput]) -> TreeOutput:
+def walk_in_rounds(
+    batch: TreeBatch,
+    walk: Walk,
+    verify: Callable[[str, VerificationBatch], SamplerOutput],
+    advance: Callable[[TreeBatch, Walk, SamplerOutput, int], None],
+) -> TreeOutput:
     """Walk from node 0 through the nodes whose tokens are the target's own, with one `strict` step a round."""
-    walk, rounds = start(batch), []
+    rounds = []
     for depth in range(batch.max_depth + 1):
         rounds.append(verify("strict", batch.round(walk.row, walk.token_ids[:, :depth])))
-        advance(batch, walk, rounds[-1].token_ids[:, 0], depth)
-        if depth < batch.max_depth and on_host(walk.row) and bool((walk.nodes[:, depth] < 0).all()):
+        advance(batch, walk, rounds[-1], depth)
+        if on_host(walk.row) and bool((walk.num_accepted <= depth).all()):
             break
-    is_emitted = walk.token_ids[:, : len(rounds)] >= 0
-    invalid = torch.stack([each.invalid for each in rounds], dim=1) & is_emitted
-    num_accepted = (walk.nodes >= 0).sum(dim=1, dtype=torch.int32)
-    lists = {name: columns(name, rounds, is_emitted, batch.max_depth) for name in NOTHING}
-    return TreeOutput(walk.token_ids, walk.nodes, num_accepted, walk.num_draft_tokens, invalid.any(dim=1), **lists)
+    return output_of(walk, {name: columns(name, rounds, walk.token_ids) for name in NOTHING})
 
 
-def columns(name: str, rounds: list[SamplerOutput], is_emitted: Tensor, max_depth: int) -> Tensor | None:
+def output_of(walk: Walk, lists: dict[str, Tensor | None]) -> TreeOutput:
+    """Return the result of a walk that has ended."""
+    counts = walk.num_accepted, walk.num_draft_tokens, walk.invalid
+    return TreeOutput(walk.token_ids, walk.nodes, *counts)._replace(**lists)  # type: ignore[arg-type]
+
+
+def columns(name: str, rounds: list[SamplerOutput], token_ids: Tensor) -> Tensor | None:
     """Return a list of all rounds, [batch, max_depth + 1, ...], or None if it was not asked for."""
     each: list[Tensor] = [getattr(output, name) for output in rounds]
     if each[0] is None:
         return None
-    shape = (len(is_emitted), max_depth + 1, *each[0].shape[2:])
+    shape = (*token_ids.shape, *each[0].shape[2:])
     result = each[0].new_full(shape, NOTHING[name])
-    is_emitted = is_emitted.view(*is_emitted.shape, *[1] * (len(shape) - 2))
+    is_emitted = token_ids[:, : len(rounds)].view(len(token_ids), len(rounds), *[1] * (len(shape) - 2)) >= 0
     result[:, : len(rounds)] = torch.cat(each, dim=1).where(is_emitted, NOTHING[name])
     return result
 

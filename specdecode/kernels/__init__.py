@@ -27,6 +27,7 @@ each request from the statistics and a few blocks, and writes the output.
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
 | `first_rejected`, `output` | the first rejected row of a request; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
+| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: launches of their own |
 | `report` | the likeliest tokens and the kept set of their rows: one launch more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
@@ -55,5 +56,6 @@ float32 whatever the logits are.
 
 from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import Share, compile_ahead
+from specdecode.kernels.tree import verify_tree
 
-__all__ = ["Share", "compile_ahead", "sample", "verify", "warm_up", "why_not_verified"]
+__all__ = ["Share", "compile_ahead", "sample", "verify", "verify_tree", "warm_up", "why_not_verified"]

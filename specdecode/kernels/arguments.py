@@ -47,6 +47,10 @@ class Packing(NamedTuple):
     num_rows: Int64
     slots_ptr: Pointer  # [batch] int32 or int64, or None: the request itself
     num_slots: Int64
+    IS_ROUND: Constant  # a round of a tree: row_starts are [batch], the one row of each request
+    path_ptr: Pointer  # [batch, depth] int64, in a round: the tokens between node 0 and the row; None: no penalties
+    path_stride: Int64
+    depth: Int32
 
 
 class Drafts(NamedTuple):
@@ -147,6 +151,14 @@ class Reporting(NamedTuple):
     num_kept_ptr: Pointer  # [batch, num_draft_tokens + 1] int32
     kept_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, MOST_KEPT] int32
     cutoff_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
+    OVERLAPS: Constant
+
+
+class Siblings(NamedTuple):
+    """The siblings that are drawn from each row."""
+
+    ids_ptr: Pointer  # [batch, WIDTH] int64
+    WIDTH: Constant
     OVERLAPS: Constant
 
 

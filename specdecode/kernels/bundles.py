@@ -40,6 +40,7 @@ STRIDED_TENSORS = (
     "prompt_mask",
     "output_counts",
     "allowed_mask",
+    "path",
 )
 """The tensors whose strides kernels receive."""
 
@@ -71,6 +72,7 @@ class Structure(NamedTuple):
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
     penalizes: bool  # target rows may have penalties
     counts_are_aligned: bool  # those of emitted tokens
+    width: int  # siblings that are drawn from each row; 0: one token
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
 
     @property
@@ -168,6 +170,7 @@ def each_or_all(symbols: Symbols, names: tuple[str, ...]) -> list[Any]:
     return [symbol for name in names for symbol in (symbols.get(f"{name}_each"), Symbol(name))]
 
 
+NO_PACKING = Packing(None, None, None, None, False, None, None, None)
 NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)
 NO_LIMITS = Limits(None, None, None, None, None, None)
 NO_ADJUSTMENTS = Adjustments._make([False, *[None] * 16, False])
@@ -188,10 +191,14 @@ def draft_vocabulary_in(symbols: Symbols, is_aligned: bool) -> DraftVocabulary:
 
 def packing_in(symbols: Symbols) -> Packing:
     """Return the bundle of rows and slots; without pointers the call is not packed."""
-    if "row_starts" not in symbols:
-        return Packing(None, None, None, None)
-    slots = symbols.get("slots")
-    return Packing(symbols["row_starts"], Symbol("len(target)"), slots, None if slots is None else Symbol("num_slots"))
+    starts, slots, is_round = symbols.get("row_starts"), symbols.get("slots"), "round_rows" in symbols
+    if is_round:
+        starts = symbols["round_rows"]
+    if starts is None:
+        return NO_PACKING
+    path = [*strided(symbols, "path", 0, absent=None), Symbol("depth") if "path" in symbols else None]
+    num_slots = None if slots is None else Symbol("num_slots")
+    return Packing._make([starts, Symbol("len(target)"), slots, num_slots, is_round, *path])
 
 
 def adjustments_in(symbols: Symbols, structure: Structure) -> Adjustments:

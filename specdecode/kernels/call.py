@@ -36,22 +36,24 @@ from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
 
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row of a batch.
+def sample(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row of a batch, or `width` siblings.
 
     Returns:
-        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
-        tokens kept, None if rows are not truncated.
+        [batch] or [batch, width] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept;
+        [batch] int64 the last tokens kept, None if rows are not truncated.
     """
     requests, device = batch.logits.shape[0], batch.logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     outputs = {"token_ids": token_ids, "logsumexp": torch.empty(requests, dtype=torch.float32, device=device)}
     if batch.truncation is not None:
         outputs["cutoff"] = torch.empty_like(token_ids)
+    if width > 0:
+        outputs["siblings"] = torch.empty(requests, width, dtype=torch.int64, device=device)
     if requests > 0:
         numbers = {"batch": requests, "num_draft_tokens": 0}
-        run_step(STRICT, outputs | {"target": batch.logits}, numbers, batch, domains)
-    return token_ids, outputs["logsumexp"], outputs.get("cutoff")
+        run_step(STRICT, outputs | {"target": batch.logits}, numbers, batch, domains, width=width)
+    return outputs.get("siblings", token_ids), outputs["logsumexp"], outputs.get("cutoff")
 
 
 def verify(
@@ -110,7 +112,9 @@ def add_rows(method: Method, batch: VerificationBatch, tensors: dict[str, Tensor
     tensors["target"], packing = batch.target_logits, batch.packing
     if packing is not None:
         numbers["num_slots"] = packing.num_slots
-        tensors["row_starts"] = packing.row_starts.contiguous()
+        tensors["round_rows" if packing.is_round else "row_starts"] = packing.row_starts.contiguous()
+        if packing.path is not None and batch.adjustments is not None and batch.adjustments.penalizes:
+            tensors["path"], numbers["depth"] = packing.path, packing.path.shape[1]
         if packing.slots is not None:
             tensors["slots"] = packing.slots.contiguous()
         if packing.row_positions is not None:
@@ -133,6 +137,7 @@ def run_step(
     domains: tuple[int, int],
     large: bool = False,
     many: bool = False,
+    width: int = 0,
 ) -> None:
     """Run a step: add the tensors and numbers that all steps have, find or make its plan, and run it."""
     target, logprobs, seeds_by_request = tensors["target"], None, False
@@ -152,7 +157,7 @@ def run_step(
         layout_of(target),
         layout_of(tensors["draft"]) if "draft" in tensors else None,
         vocab_ids is not None and (len(vocab_ids) | vocab_ids.data_ptr()) % 16 == 0,
-        *class_of(num_draft_tokens, vocab_size),
+        *class_of(max(num_draft_tokens, numbers.get("depth", 0)), vocab_size),
         large,
         many,
         "top_k" in numbers,
@@ -160,6 +165,7 @@ def run_step(
         seeds_by_request,
         "repetition_penalty" in numbers,
         counts is not None and (counts.stride(0) | counts.data_ptr()) % 16 == 0,
+        width,
         max(requests, num_draft_tokens + 1) > MOST_PROGRAMS,
     )
     plan_of(structure).run(tensors, numbers)

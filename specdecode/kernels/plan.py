@@ -16,6 +16,7 @@ from specdecode.kernels.arguments import (
     Policy,
     Reading,
     Searching,
+    Siblings,
     Sizes,
     Truncating,
     Workspace,
@@ -31,6 +32,7 @@ from specdecode.kernels.bundles import (
     outputs_in,
     reporting_in,
     sizes_in,
+    symbols_in,
 )
 from specdecode.kernels.emit import emit_kernel
 from specdecode.kernels.first_rejected import FIELDS
@@ -38,6 +40,7 @@ from specdecode.kernels.launch import Part, Plan, can_overlap
 from specdecode.kernels.read import read_kernel
 from specdecode.kernels.report import report_kernel
 from specdecode.kernels.residual import LIST_FIELDS
+from specdecode.kernels.siblings import siblings_kernel
 from specdecode.kernels.signature import Symbol
 from specdecode.kernels.statistics import WARP
 from specdecode.kernels.truncation.kernel import truncate_kernel
@@ -109,6 +112,9 @@ def plan_step(structure: Structure) -> Plan:
     add_emission(plan, structure, step, sums_all, posted)
     if {"top_token_ids", "num_kept"} & {*structure.names}:
         plan.add(report_kernel, "target_rows", (*step, reporting_in(structure, overlaps)), num_warps=8)
+    if structure.width > 0:
+        siblings = Siblings(symbols_in(structure)["siblings"], structure.width, overlaps)
+        plan.add(siblings_kernel, "batch", (*step, siblings), num_warps=4)
     return plan
 
 

@@ -33,7 +33,9 @@ def locate(index, packing, sizes):
     row, slot, num_drafts, vocab_size = index, index, sizes.num_draft_tokens, sizes.vocab_size
     if packing.row_starts_ptr is not None:
         row = tl.load(packing.row_starts_ptr + index).to(tl.int64)
-        end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
+        end = row + 1
+        if not packing.IS_ROUND:
+            end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
         is_valid = (row >= 0) & (row < end) & (end <= packing.num_rows) & (end - row <= sizes.num_draft_tokens + 1)
         if packing.slots_ptr is not None:
             slot = tl.load(packing.slots_ptr + index).to(tl.int64)

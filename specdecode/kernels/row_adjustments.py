@@ -83,6 +83,9 @@ def adjustments_at(request, offset, inputs, sizes):
             ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
             num_drafts = tl.minimum(offset, request.num_drafts)
             before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
+        packing = inputs.packing
+        if given.repetition is not None and packing.path_ptr is not None:
+            before = packing.path_ptr + request.index * packing.path_stride, 1, packing.depth, request.vocab_size
         biases, penalties = biases_of(request, given), penalties_of(request, given)
         return RowAdjustments(biases, penalties, allowed_at(request, offset, given), before, load_drafts(before, sizes))
     else:
