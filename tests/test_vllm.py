@@ -13,10 +13,10 @@ from scipy.stats import chisquare
 
 from specdecode import RejectionSampler, Sampling, backends, sample
 from specdecode.batch import VerificationBatch
-from specdecode.integrations.vllm import TokenSampling
 from tests.support import distributions
 from tests.support.vllm import (
     METHODS,
+    bare_sampler,
     emitted,
     mirrored,
     packed_arguments,
@@ -67,8 +67,7 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
     assert num_tokens.float().mean() > 1.2
 
     # Steps without drafts are drawn by vLLM's sampler: the same tokens.
-    plain = TokenSampling.__new__(TokenSampling)
-    plain.__dict__ |= vars(rejection_sampler("strict", states, 4).sampler)
+    plain = bare_sampler(states)
     plain.verifier = Mock(wraps=RejectionSampler("strict"), method="strict", backend="auto")
     first = case["cu_num_logits"][:-1].long()
     tokens, _ = plain.sample(

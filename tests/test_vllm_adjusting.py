@@ -14,8 +14,8 @@ from reference.adjustments import Adjustments as OfRequest
 from reference.adjustments import adjust
 from specdecode import Adjustments
 from specdecode.integrations.vllm.adjusting import known_processors
-from specdecode.integrations.vllm.needs import ADJUSTS, MASKS, PROCESSORS
-from specdecode.integrations.vllm.splitting import prepared_in
+from specdecode.integrations.vllm.sampling import ADJUSTS, MASKS, PROCESSORS, few_with_processors
+from specdecode.integrations.vllm.steps import Step
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
@@ -241,11 +241,11 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
 def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    starts = case["cu_num_logits"].numpy()
+    step, starts = Step(draft_logits=None, **case), case["cu_num_logits"].numpy()
     for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
         sampler.add_request(slot, Namespace(custom=True))
-        prepared = prepared_in(sampler, case["idx_mapping_np"], starts, case["logits"])
-        assert (prepared is not None) == (count <= 10)  # of 40
+        few = few_with_processors(step, sampler.needs[case["idx_mapping_np"]], starts)
+        assert (few is not None) == (count <= 10)  # of 40
 
 
 @pytest.mark.parametrize(("most", "adaptive", "known"), [(1000, False, True), (1000, True, False), (7, False, False)])

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdecode import RejectionSampler, backends
+from specdecode import backends
 from specdecode.integrations.vllm import TokenSampling
-from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
+from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES
 from tests.support.vllm import (
     LEFT,
     METHODS,
+    BareSampler,
     arguments,
+    bare_sampler,
     emitted,
     processed,
     ragged_case,
@@ -88,13 +90,6 @@ def test_strict_draws_with_the_same_noise_from_logits_that_vllm_processed(reason
     assert sum(result.fallbacks.values()) == 1
 
 
-def test_a_sampler_that_is_not_ours_counts_temperature_as_processing():
-    case, _, _ = ragged_case()
-    result = rejection_sampler("probabilistic", sampling_states(64, 50), 4)
-    del result.sampler.other_processing
-    assert result._verify(draft_logits=None, **case) is LEFT
-
-
 def test_processing_is_told_apart_from_temperature_and_truncation():
     class Sampler:
         def __init__(self):
@@ -157,17 +152,15 @@ def test_what_a_request_needs_is_noted_when_it_comes_and_a_step_needs_what_any_o
     before = sampler.slot_values()
     sampler.add_request(5, Namespace(**asked))
     assert sampler.needs.tolist() == [0] * 5 + [needs, 0, 0]
-    assert needs_in(sampler, np.array([1, 5, 7])) == needs
-    assert needs_in(sampler, np.array([1, 7])) == 0
-    assert needs_of(sampler, np.arange(8)).tolist() == sampler.needs.tolist()
+    assert sampler.needs_in(np.array([1, 5, 7])) == needs
+    assert sampler.needs_in(np.array([1, 7])) == 0
+    assert sampler.needs_of(np.arange(8)).tolist() == sampler.needs.tolist()
     assert sampler.slot_values() is not before  # copies, made again when a request has come, and then kept
     assert sampler.slot_values() is sampler.slot_values()
     for name, copy in sampler.slot_values()._asdict().items():
         view = getattr(sampler.sampling_states, name).gpu
         assert copy.equal(view)
         assert copy.data_ptr() != view.data_ptr()
-    del sampler.needs
-    assert needs_in(sampler, np.array([1, 5, 7])) == needs
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -226,8 +219,8 @@ def test_steps_without_drafts_are_vllms_too_if_it_has_what_is_not_known(unknown)
             return LEFT
 
     case, _, _ = ragged_case()
-    sampler = (kind := type("Ours", (TokenSampling, Sampler), {"verifier": RejectionSampler("strict")})).__new__(kind)
-    sampler.__dict__ |= vars(rejection_sampler("strict", sampling_states(64, 50), 4).sampler) | {"unknown": unknown}
+    sampler = bare_sampler(sampling_states(64, 50), kind=type("Ours", (BareSampler, Sampler), {}))
+    sampler.unknown = unknown
     first = case["cu_num_logits"][:-1].long()
     mappings = case["idx_mapping"], case["idx_mapping"], case["idx_mapping_np"]
     tokens = case["pos"][first], case["draft_sampled"][first], case["expanded_local_pos"][first]

@@ -76,7 +76,7 @@ class GrammarSteps:
 
     @property
     def reads_grammars(self) -> bool:
-        """Whether all is this package's that keeps the masks of grammars or reads them."""
+        """Whether every class that keeps or reads grammar masks is ours."""
         verification, is_kept = self.rejection_sampler, isinstance(self.structured_outputs_worker, KeptGrammars)
         is_read = getattr(self.sampler, "reads_grammars", False)
         return is_kept and is_read and (verification is None or hasattr(verification, "verifier"))

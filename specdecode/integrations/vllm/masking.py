@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specdecode import adjustments
 from specdecode.integrations.vllm.grammars import StepGrammar
+from specdecode.integrations.vllm.steps import Step
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
@@ -245,18 +246,19 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor, rows: Rows, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
+    words: Tensor, step: Step, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
 ) -> None:
     """Write the words of a step's rows.
 
     Args:
         words: [num_rows, ceil(vocab_size / 32)] int32, contiguous.
-        rows: of the step.
+        step: the step.
         limits: of all slots.
         thinking: None: no request has a budget.
         grammar: None: no request has one.
-        vocab_size: how many tokens there are.
+        vocab_size: number of tokens.
     """
+    rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
     given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, not looked at
     if grammar is not None:
         given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)
