@@ -27,7 +27,7 @@ from tests.support.vllm import (
 )
 
 PROCESSED = {
-    "logits processors": lambda result, slot: result.sampler.other_processing.__setitem__(slot, True),
+    "logits processors": lambda result, slot: result.sampler.noted.__setitem__(slot, PROCESSORS),
     "logprobs_mode 'processed_logprobs'": lambda result, slot: (
         setattr(result.sampler, "logprobs_mode", "processed_logprobs"),
         result.sampler.sampling_states.num_logprobs.__setitem__(slot, 0),
@@ -106,12 +106,10 @@ def test_processing_is_told_apart_from_temperature_and_truncation():
     sampler = type("Ours", (TokenSampling, Sampler), {})()
     for slot, (temperature, penalty) in enumerate([(1, False), (0.7, False), (1, True), (0.7, True)]):
         sampler.add_request(slot, Namespace(temperature=temperature, penalty=penalty))
-    assert sampler.other_processing.tolist() == [False, False, True, True] + [False] * 4
     assert sampler.needs_logits_processing.tolist() == [False, True, True, True] + [False] * 4
     assert sampler.needs.tolist() == [0, 0, PROCESSORS, PROCESSORS] + [0] * 4
     assert sampler.sampling_states.add_request.call_count == 4
     sampler.add_request(3, Namespace(temperature=1, penalty=False))  # another request in the slot
-    assert not sampler.other_processing[3]
     assert not sampler.needs_logits_processing[3]
     assert not sampler.needs[3]
     states = sampler.sampling_states
@@ -154,7 +152,6 @@ def test_what_a_request_needs_is_noted_when_it_comes_and_a_step_needs_what_any_o
     assert sampler.needs.tolist() == [0] * 5 + [needs, 0, 0]
     assert sampler.needs_in(np.array([1, 5, 7])) == needs
     assert sampler.needs_in(np.array([1, 7])) == 0
-    assert sampler.needs_of(np.arange(8)).tolist() == sampler.needs.tolist()
     assert sampler.slot_values() is not before  # copies, made again when a request has come, and then kept
     assert sampler.slot_values() is sampler.slot_values()
     for name, copy in sampler.slot_values()._asdict().items():
@@ -202,7 +199,7 @@ def test_a_batch_is_divided_only_for_the_copy_that_vllm_makes(method, change):
     case, _, _ = ragged_case()
     result = rejection_sampler(method, sampling_states(64, 50), 4)
     if change == "penalty":
-        result.sampler.other_processing[case["idx_mapping_np"][7]] = True
+        result.sampler.noted[case["idx_mapping_np"][7]] = PROCESSORS
     batch = Namespace(idx_mapping_np=case["idx_mapping_np"], cu_num_logits_np=case["cu_num_logits"].numpy())
     where = None, case["draft_sampled"], case["pos"]
     for most in (7, 1000):

@@ -150,7 +150,7 @@ def start(monkeypatch, caplog):
     def made(method="probabilistic", sampler=(), num_drafts=3, **members):
         like = rejection_sampler(method, sampling_states(4, 50), 3)
         # The constructor compares what vLLM's own objects hold.
-        del like.sampler.apply_sampling_params
+        del like.sampler.apply_sampling_params, like.sampler.noted
         vars(like.sampler).update(sampler)
         kind = type("RejectionSampler", (DraftVerification, Engines), {"verifier": like.verifier})
         caplog.clear()
@@ -235,8 +235,8 @@ def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
 
 
 def test_what_this_packages_sampler_keeps_is_known(start):
-    kept = {"other_processing": [True], "needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
-    kept |= {"unknown": "before", "applied": [8], "known": True, "grammar": True, "reads_grammars": True}
+    kept = {"needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
+    kept |= {"unknown": "before", "known": True, "grammar": True, "reads_grammars": True}
     assert start(sampler=kept)[0].other_rule() is None
 
 

@@ -41,8 +41,6 @@ def vllm_call(
     sampler.__dict__ |= {
         "sampling_states": states(batch, vocab, inputs.temperature, inputs.draft_logits.device, truncation),
         "needs_logits_processing": np.full(batch, inputs.temperature != 1 or bool(truncation)),
-        "other_processing": np.zeros(batch, dtype=bool),
-        "applied": np.zeros(batch, dtype=np.uint8),
         "known": None,
         "logits_processors": [],
         "thinking_budget_state": Namespace(apply=lambda logits, context: None),
@@ -51,7 +49,7 @@ def vllm_call(
         "use_fp64_gumbel": False,
     }
     if provider != "vllm":
-        sampler.needs = sampler.needs_of(np.arange(batch))
+        sampler.needs = sampler.sampling_needs(np.arange(batch))
     verification = kind.__new__(kind)
     verification.__dict__ |= {
         "sampler": sampler,

@@ -242,7 +242,7 @@ class BareSampler(TokenSampling):
 
     @property
     def needs(self):
-        return self.needs_of(np.arange(len(self.other_processing)))
+        return (self.noted | self.sampling_needs(slice(None))).astype(np.uint8)
 
     def slot_values(self):
         return SlotValues(*[getattr(self.sampling_states, name).gpu for name in SlotValues._fields])
@@ -253,8 +253,7 @@ def bare_sampler(states, method="strict", kind=BareSampler):
     sampler = kind.__new__(kind)
     sampler.__dict__ |= {
         "sampling_states": states,
-        "other_processing": np.zeros(slots, dtype=bool),
-        "applied": np.zeros(slots, dtype=np.uint8),
+        "noted": np.zeros(slots, dtype=np.uint8),
         "needs_logits_processing": np.ones(slots, dtype=bool),  # of temperature, too: not looked at
         "logprobs_mode": "raw_logprobs",
         "return_sampling_mask": False,

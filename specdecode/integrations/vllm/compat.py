@@ -74,8 +74,8 @@ ATTRIBUTES = {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
         *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
         *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
-        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies", "applied"),
-        *("unknown", "known", "grammar", "reads_grammars"),
+        *("use_xpu_sampler", "needs", "shards_batches", "kinds", "copies", "unknown", "known", "grammar"),
+        "reads_grammars",
     },
     "SamplingStates": {
         *("max_num_reqs", "vocab_size", "temperature", "top_k", "top_p", "min_p", "seeds", "seeds_set", "num_logprobs"),

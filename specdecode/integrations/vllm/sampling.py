@@ -82,8 +82,7 @@ class TokenSampling:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.other_processing = np.zeros_like(self.needs_logits_processing)
-        self.applied, self.needs = np.zeros((2, len(self.needs_logits_processing)), dtype=np.uint8)
+        self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)
         config = kwargs.get("vllm_config", args[0] if args else None)
         self.shards_batches = bool(
             getattr(getattr(config, "parallel_config", None), "enable_batch_sharded_sampling", False)
@@ -128,26 +127,24 @@ class TokenSampling:
         adjusts = masks = restores = False
         if known is not None:
             adjusts, masks, restores = known.add_request(req_idx, sampling_params)
-        others = self.needs_logits_processing[req_idx] | (restores and not self.reads_grammars)
-        self.other_processing[req_idx] = others
-        self.applied[req_idx] = ADJUSTS * adjusts | MASKS * masks
-        self.needs_logits_processing[req_idx] = others | adjusts | masks | states.add_request(req_idx, sampling_params)
-        self.needs[req_idx] = self.needs_of(np.array([req_idx]))[0]
+        others = bool(self.needs_logits_processing[req_idx]) or (restores and not self.reads_grammars)
+        needs = PROCESSORS * others | ADJUSTS * adjusts | MASKS * masks
+        self.needs_logits_processing[req_idx] = states.add_request(req_idx, sampling_params) or needs > 0
+        self.needs[req_idx] = needs | self.sampling_needs(req_idx)
         self.copies = None
 
-    def needs_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the needs of the requests in some slots, [requests] in bits, from vLLM's states."""
+    def sampling_needs(self, slots: Any) -> Any:
+        """Return the needs that follow from sampling parameters, in bits, of the request in a slot or in each of several."""
         states = self.sampling_states
         is_greedy, num_logprobs = states.temperature.np[slots] == 0, states.num_logprobs[slots]
         truncates = (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1)
         truncates = (truncates | (states.min_p.np[slots] != 0)) & ~is_greedy
         logprobs = num_logprobs >= 0
-        bits = PROCESSORS * self.other_processing[slots] | TRUNCATES * truncates | LOGPROBS * logprobs
-        # Of greedy requests vLLM returns the row's softmax.
-        bits = bits | UNLISTED * (logprobs & is_greedy | (num_logprobs > MOST_TOP_LOGPROBS))
-        bits = bits | WIDE * (states.top_k.np[slots] > MOST_KEPT) | self.applied[slots]
-        result: np.ndarray = bits.astype(np.uint8)
-        return result
+        unlisted = logprobs & is_greedy | (
+            num_logprobs > MOST_TOP_LOGPROBS
+        )  # vLLM: a greedy request's row, untruncated
+        wide = states.top_k.np[slots] > MOST_KEPT
+        return TRUNCATES * truncates | LOGPROBS * logprobs | UNLISTED * unlisted | WIDE * wide
 
     def needs_in(self, slots: np.ndarray) -> int:
         """Return the needs of any of the requests in some slots, in bits."""

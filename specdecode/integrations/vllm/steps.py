@@ -39,16 +39,18 @@ class Requests(NamedTuple):
 class Step(NamedTuple):
     """The arguments of vLLM's `_verify`; also the context that its logits processors take."""
 
-    logits: Tensor  # [num_rows, vocab]
-    draft_logits: Tensor | None  # [num_slots, num_draft_tokens, vocab]
+    logits: Tensor  # [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler
+    draft_logits: (
+        Tensor | None
+    )  # [num_slots, num_draft_tokens, vocab] as the draft model wrote them; None: point masses
     draft_sampled: Tensor  # [num_rows] the token fed at each row: a request's last, then its drafts
     pos: Tensor  # [num_rows] the positions of these tokens
-    cu_num_logits: Tensor  # [batch + 1] the first row of each request
+    cu_num_logits: Tensor  # [batch + 1] the first row of each request; only the device may know the values
     idx_mapping: Tensor  # [batch] the slot of each request
     idx_mapping_np: np.ndarray  # the same on the host
     expanded_idx_mapping: Tensor  # [num_rows] the slot of each row's request
     expanded_local_pos: Tensor  # [num_rows] the index of each row in its request
-    seq_lens_upper_bound_np: np.ndarray  # [batch]
+    seq_lens_upper_bound_np: np.ndarray  # [batch] for vLLM's logits processors
     verify_draft_sampled: Tensor  # [num_rows] `draft_sampled`, with -1 for drafts that vLLM leaves out
 
     @property

@@ -133,25 +133,11 @@ class DraftVerification(ListedRows):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with vLLM's arguments and results.
-
-        Args:
-            logits: [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler.
-            draft_logits: [max_requests, num_draft_tokens, vocab] by slot, as the draft model wrote them; None means that
-                drafts are deterministic.
-            draft_sampled: [num_rows] the token that was fed at each row: a request's last token, then its drafts.
-            pos: [num_rows] the positions of these.
-            cu_num_logits: [batch + 1] each request's first row. Only the device may know its values.
-            idx_mapping: [batch] each request's slot.
-            idx_mapping_np: the same on the host.
-            expanded_idx_mapping: [num_rows] the slot of each row's request.
-            expanded_local_pos: [num_rows] each row's index in its request.
-            seq_lens_upper_bound_np: for vLLM's logits processors.
-            verify_draft_sampled: [num_rows] `draft_sampled` with -1 for drafts that a grammar forbids.
+        """Verify one step, with vLLM's arguments, see `Step`, and results.
 
         Returns:
             The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
-            int32, how many of them each request emits.
+            int32 number of tokens.
         """
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
