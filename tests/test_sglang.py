@@ -424,7 +424,7 @@ def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog)
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("off", [None, False])
+@pytest.mark.parametrize("off", [None, False, 0])
 def test_an_unknown_argument_that_is_off_changes_nothing(off):
     logits, drafts = drafted()
     hook = EagleSample("strict", engine())

@@ -18,9 +18,8 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -105,12 +104,12 @@ class RequestState(NamedTuple):
 class Step(NamedTuple):
     """The arguments of SGLang's `eagle_sample`."""
 
-    verify_input: Any
-    batch: Any
-    logits_output: Any
-    grammar_mask: Any
-    uno_target_max_top_k: int | None
-    watermarks: dict[str, Any]  # `watermark_state` and `watermark_full_mask`
+    verify_input: Any  # the drafts
+    batch: Any  # the requests
+    logits_output: Any  # the target's logits
+    grammar_mask: Any  # is applied to them
+    uno_target_max_top_k: int | None  # of SGLang's Uno trees
+    watermark_state: Any
     unknown: dict[str, Any]  # arguments of a later SGLang
 
     @property
@@ -177,37 +176,23 @@ class EagleSample:
         watermark_full_mask: bool = True,
         **unknown: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with the arguments and results of SGLang's `eagle_sample`.
-
-        Args:
-            original: SGLang's function.
-            verify_input: the drafts.
-            batch: the requests.
-            logits_output: the target's logits.
-            grammar_mask: is applied to them.
-            uno_target_max_top_k: of SGLang's Uno trees, which are left to it.
-            watermark_state: of requests with watermarks, which are left to it.
-            watermark_full_mask: see `watermark_state`.
-            **unknown: of a later SGLang. If one is set, the step is left to it.
+        """Verify one step, with the arguments of SGLang's `eagle_sample`, which is `original`, and its results.
 
         Returns:
-            [batch * D] int32, the token that each row emits, 0 after the last one; [batch] int32 how many a request emits;
-            [batch, D] int32 the rows that emit, then -1.
+            [batch * D] int32 the token that each row emits, 0 after the last one; [batch] int32 number of tokens that a
+            request emits; [batch, D] int32 the rows that emit, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
-        watermarks = {"watermark_state": watermark_state, "watermark_full_mask": watermark_full_mask}
-        leave: Callable[[], tuple[Tensor, Tensor, Tensor]] = functools.partial(
-            original, *given, **watermarks, **unknown
-        )
-        if batch.forward_mode.is_idle():
-            return leave()
-        step = Step(*given, watermarks, unknown)
-        reason = self.why_not(step)
+        step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
+        reason = None if is_idle else self.why_not(step)
         if reason is not None:
             self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
-            return leave()
+        if is_idle or reason is not None:
+            watermarks = {"watermark_state": watermark_state, "watermark_full_mask": watermark_full_mask}
+            results: tuple[Tensor, Tensor, Tensor] = original(*given, **watermarks, **unknown)
+            return results
         self.engine.sanitize_nan_logits(step.logits)
-        penalize(step.logits, step.info, verify_input.draft_token_num)
+        penalize(step)
         if grammar_mask is not None:
             grammar_mask.apply(step.logits)
         call = self.as_call(step)
@@ -231,7 +216,7 @@ class EagleSample:
             return reason
         if not step.is_chain:
             return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
-        if step.watermarks["watermark_state"] is not None and step.info.has_watermark_candidates:
+        if step.watermark_state is not None and step.info.has_watermark_candidates:
             return "watermarks"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
             return "speculative_accept_threshold_single or _acc below 1, which is not exact"
@@ -294,17 +279,12 @@ class EagleSample:
         warm_up(self.verifier, [*calls, fullest | first_request(truncation(fullest, info))])
 
 
-def penalize(logits: Tensor, info: Any, num_rows: int) -> None:
+def penalize(step: Step) -> None:
     """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
 
     The drafts of a step do not count as emitted: SGLang keeps no counts, but the terms and factors of each logit.
-
-    Args:
-        logits: [batch * num_rows, vocab].
-        info: SGLang's sampling info, whose penalties and biases are [batch, vocab], or None.
-        num_rows: of each request.
     """
-    rows = logits.view(-1, num_rows, logits.shape[-1])
+    info, rows = step.info, step.logits.view(-1, step.verify_input.draft_token_num, step.logits.shape[-1])
     if info.acc_additive_penalties is not None:
         rows.add_(info.acc_additive_penalties[:, None])
     if info.acc_scaling_penalties is not None:
