@@ -108,17 +108,6 @@ def test_what_requests_ask_for_is_copied_again_when_one_has_come():
     assert (after.bias_ids[5, 0], after.bias[5, 0]) == (3, 2)
 
 
-def test_a_request_that_needs_vllms_copy_takes_its_step_along():
-    case, _, _ = ragged_case(seed=5)
-    sampler = Sampler()
-    for slot, asked in zip(case["idx_mapping_np"], [{"repetition_penalty": 1.3}, {"custom": True}]):
-        sampler.add_request(slot, Namespace(**asked))
-    result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
-    assert result._verify(draft_logits=None, **case) is LEFT
-    ((reason, _),) = result.fallbacks.items()
-    assert reason == "logits processors that specdecode does not know"
-
-
 @pytest.mark.parametrize("change", ["attribute", "width", "name"])
 def test_states_that_are_not_as_known_are_left_to_vllm(change):
     sampler = Sampler()

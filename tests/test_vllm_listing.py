@@ -11,7 +11,7 @@ import torch
 from reference.sampling import Sampling, kept_tokens, top_logprobs
 from specdecode import RejectionSampler
 from specdecode.integrations.vllm import DraftVerification
-from specdecode.integrations.vllm.listing import sampling_mask, without_gaps
+from specdecode.integrations.vllm.listing import sampling_mask
 from specdecode.integrations.vllm.sampling import ADJUSTS, LOGPROBS, MASKS, UNLISTED, WIDE
 from tests.support.vllm import LEFT, METHODS, bare_sampler, ragged_case, rejection_sampler, sampling_states
 
@@ -231,12 +231,6 @@ def test_an_error_in_a_step_leaves_vllms_switch_as_it_was():
     with pytest.raises(RuntimeError, match="no memory"):
         run(result, case)
     assert (result.sampler.return_sampling_mask, result.mask_outputs, result.num_listed) == (True, None, -1)
-
-
-def test_gaps_are_filled_with_tokens_that_are_not_listed():
-    likeliest = torch.tensor([[7, 0, -1, -1], [1, 2, 3, 4], [3, -1, -1, -1]])
-    filled = without_gaps(likeliest, torch.tensor([[1], [1], [0]]))
-    assert filled.tolist() == [[7, 0, 2, 3], [1, 2, 3, 4], [3, 1, 2, 4]]
 
 
 def test_a_mask_has_a_bit_for_each_kept_token():

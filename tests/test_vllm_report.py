@@ -168,17 +168,23 @@ LISTS = "steps with log-probabilities"
 
 
 @pytest.mark.parametrize(
-    ("members", "sampler", "left"),
+    ("method", "members", "sampler", "left"),
     [
-        ({}, {}, "nothing"),
-        ({"watermark_key": 7}, {}, "all steps, with watermarks"),
-        ({}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
-        ({}, {"logprobs_mode": "processed_logits"}, f"{LISTS}, with logprobs_mode 'processed_logits'"),
+        ("probabilistic", {}, {}, "nothing"),
+        ("probabilistic", {"watermark_key": 7}, {}, "all steps, with watermarks"),
+        ("probabilistic", {}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
+        ("probabilistic", {}, {"logprobs_mode": "processed_logits"}, f"{LISTS}, with logprobs_mode 'processed_logits'"),
+        (
+            "strict",
+            {},
+            {"logprobs_mode": "processed_logits"},
+            f"the logits of {LISTS}, with logprobs_mode 'processed_logits'",
+        ),
     ],
 )
-def test_the_start_says_method_versions_and_what_is_left_by_configuration(members, sampler, left, start):
-    result, messages = start(sampler=sampler, **members)
-    assert messages == [ALONE + left]
+def test_the_start_says_method_versions_and_what_is_left_by_configuration(method, members, sampler, left, start):
+    result, messages = start(method, sampler, **members)
+    assert messages == [ALONE.replace("probabilistic", method) + left]
     assert result.report.interval == 60
 
 
@@ -195,12 +201,6 @@ def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, m
     result.fallbacks.add("penalties", "")
     result.report.log(result.report.end(60))
     assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
-
-
-def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):
-    _, (message,) = start("strict", {"logprobs_mode": "processed_logits"})
-    of = f"the logits of {LISTS}"
-    assert message.endswith(f"left to vLLM by configuration: {of}, with logprobs_mode 'processed_logits'")
 
 
 @pytest.mark.parametrize("value", [0.1, 3, True, "mean"])
