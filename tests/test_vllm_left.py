@@ -54,7 +54,9 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     result, draft_logits = rejection_sampler(method, sampling_states(64, 50), 4), torch.randn(64, 4, 50)
     (PROCESSED | OTHER_RULES)[reason](result, case["idx_mapping_np"][7])
     for _ in range(3):
+        result.listed = "of the step before"
         assert result._verify(draft_logits=draft_logits, **case) is LEFT
+        assert result.listed is None
     given = [case["logits"], draft_logits, *arguments(case)]
     assert len(result.left) == len(given)
     assert all(got is value for got, value in zip(result.left, given))

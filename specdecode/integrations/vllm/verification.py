@@ -145,7 +145,7 @@ class DraftVerification(ListedRows):
         is_strict, self.listed = self.verifier.method == "strict", None
         if (rule := self.other_rule()) is not None:
             return self.leave(rule, given)
-        step = raw = given._replace(draft_logits=None) if is_strict else given
+        step = given._replace(draft_logits=None) if is_strict else given
         self.compile_once(step)
         needs = self.sampler.needs_in(idx_mapping_np)
         listing = self.listing_of(needs)
@@ -159,8 +159,8 @@ class DraftVerification(ListedRows):
         if reason is None:
             sampling = self.sampler.sampling_of(needs, step) | listing
         elif is_strict:  # it promises that the noise is the same in every step
-            step, listing = self.processed(reason, step), {}
-            sampling = self.sampler.of_processed()
+            step, sampling = self.processed(reason, step), self.sampler.of_processed()
+            few, listing = None, {}
         else:
             return self.leave(reason, given)
         call = self.as_call(step, sampling)
@@ -168,7 +168,7 @@ class DraftVerification(ListedRows):
             output = self.output_of(call, step.kind)
         else:  # without a slot nothing of a request is read
             call["slots"] = call["slots"].index_fill(0, few.indices, -1)
-            output = joined(self.output_of(call, step.kind), self.verify_processed(raw, few), few)
+            output = joined(self.output_of(call, step.kind), self.verify_processed(step, few), few)
         if listing:
             self.keep(output)
         return self.as_result(step, output)
