@@ -1,4 +1,4 @@
-"""What the plug-ins of serving engines share: calls, warm-up, fallbacks, and the log line for operators.
+"""The common part of the plug-ins of serving engines: calls, warm-up, fallbacks, and the log line for operators.
 
 A plug-in adapts an engine's step to a sampler's call by three functions: `as_call` translates the engine's arguments,
 `why_not` returns the reason to leave a step to the engine, or None, and `as_result` translates the output.

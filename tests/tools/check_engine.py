@@ -67,10 +67,10 @@ class Engine(Protocol):
         """Return the kinds of requests whose tokens are compared."""
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return where greedy texts part."""
+        """Return the index at which each pair of different greedy texts parts."""
 
     def errors(self) -> list[str]:
-        """Return what went wrong in the engine."""
+        """Return the errors of the engine."""
 
     def close(self, status: int) -> None:
         """End the engine; the process is to exit with a status."""

@@ -89,7 +89,7 @@ class Control:
         struct.pack_into("i", self.memory, 4 * FIELDS.index(field), value)
 
     def report(self, number: int) -> Path:
-        """Return where a report is, once it is written."""
+        """Return the path of a report."""
         return self.path.with_suffix(f".{number}")
 
 
@@ -297,7 +297,7 @@ class SwitchedEngine:
         return dict(list(CASES.items())[1:])
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return where greedy texts part."""
+        """Return the index at which each pair of different texts parts."""
         return [parts_at(text, other) for text, other in zip(texts, others) if text != other]
 
     def errors(self) -> list[str]:
@@ -307,7 +307,7 @@ class SwitchedEngine:
         return errors + [f"{mode}: no step verified" for mode in (OURS, SGLANG) if not report["verified"].get(mode)]
 
     def report(self) -> dict[str, Any]:
-        """Return what was measured since the last report; the scheduler looks for the question when it verifies."""
+        """Return the figures since the last report; the scheduler looks for the question when it verifies."""
         self.control["asked"] += 1
         path = self.control.report(self.control["asked"])
         self.serve(OURS, [[5] * 8], {"temperature": 0.0}, 6)

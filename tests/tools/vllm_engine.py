@@ -98,7 +98,7 @@ class SwitchedEngine:
         return adjusting | dict(list(SAMPLING.items())[1:])
 
     def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
-        """Return where greedy texts part, and how much more likely one token is than the other, in logits.
+        """Return for each pair of different texts the index at which they part, and the difference of the two logits.
 
         Not more than rounding, if both verifications are right: a logit of 16 to 32 is rounded to eighths in bfloat16.
         """

@@ -18,7 +18,7 @@ class StepGrammar:
     """The masks of a step's grammars, on the device: until it ends, whether they have been applied or not."""
 
     masks: Tensor  # [num_masks, width] int32
-    mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
+    mapping: Tensor  # [num_masks] int32: the request's index times `stride`, plus the row's index in the request
     requests: Tensor  # [batch] int64: each request's slot
     stride: int  # how many masks there are of each request
     apply: Callable[[], None]  # does what vLLM's method does

@@ -134,7 +134,7 @@ def without_gaps(likeliest: Tensor, token_ids: Tensor) -> Tensor:
         token_ids: [rows, 1] the rows' own tokens.
     """
     count = likeliest.shape[1]
-    others = torch.arange(2 * count + 1, device=likeliest.device)  # of which at most count + 1 are listed
+    others = torch.arange(2 * count + 1, device=likeliest.device)  # at most count + 1 of them are listed
     is_listed = (torch.cat([token_ids, likeliest], dim=1)[:, :, None] == others).any(dim=1)
     free = is_listed.to(torch.uint8).argsort(dim=1, stable=True)
     is_gap = likeliest < 0

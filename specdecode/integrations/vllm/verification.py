@@ -190,9 +190,8 @@ class DraftVerification(ListedRows):
         verify_chunks = functools.partial(super()._verify_in_chunks, logits, input_batch, *tokens)  # type: ignore[misc]
         if self.other_rule() is not None:
             return verify_chunks(*limits)
-        slots, kind = input_batch.idx_mapping_np, kind_of(logits, draft_logits)
-        if self.verifier.method == "strict":
-            kind = kind_of(logits, None)
+        slots, is_strict = input_batch.idx_mapping_np, self.verifier.method == "strict"
+        kind = kind_of(logits, None if is_strict else draft_logits)
         returns_masks, is_ours = self.sampler.return_sampling_mask, False
         is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
         if is_divided or returns_masks:
