@@ -140,9 +140,8 @@ class TokenSampling:
         truncates = (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1)
         truncates = (truncates | (states.min_p.np[slots] != 0)) & ~is_greedy
         logprobs = num_logprobs >= 0
-        unlisted = logprobs & is_greedy | (
-            num_logprobs > MOST_TOP_LOGPROBS
-        )  # vLLM: a greedy request's row, untruncated
+        # Of a greedy request vLLM lists the whole row, not truncated.
+        unlisted = logprobs & is_greedy | (num_logprobs > MOST_TOP_LOGPROBS)
         wide = states.top_k.np[slots] > MOST_KEPT
         return TRUNCATES * truncates | LOGPROBS * logprobs | UNLISTED * unlisted | WIDE * wide
 
