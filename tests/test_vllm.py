@@ -166,8 +166,10 @@ def test_a_drawn_draft_that_vllm_leaves_out_keeps_its_id_if_a_mask_forbids_it():
     case["verify_draft_sampled"] = torch.full_like(fed, -1)
     mask = torch.full((len(fed), 2), -1, dtype=torch.int32)
     mask[row, token // 32] &= ~(1 << token % 32)
-    drafts = Step(draft_logits=torch.randn(64, 4, 50), **case).drafts(Adjustments(allowed_mask=mask))
-    assert drafts.tolist() == [token if i == row else -1 for i in range(len(fed) - 1)]
+    case["logits"][0, int(fed[1])] = -torch.inf  # a grammar's mask that has been applied
+    step, sampling = Step(draft_logits=torch.randn(64, 4, 50), **case), {"adjustments": Adjustments(allowed_mask=mask)}
+    call = rejection_sampler("block", sampling_states(64, 50), 4).as_call(step, sampling)
+    assert call["draft_token_ids"].tolist() == [int(fed[i + 1]) if i in (0, row) else -1 for i in range(len(fed) - 1)]
 
 
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
