@@ -11,6 +11,7 @@ from reference.sampling import Sampling, truncate
 from specdecode import AcceptanceSchedule, RejectionSampler
 from tests.hugging_face.common import (
     DRAFTERS,
+    FIELDS,
     HOT,
     NEW,
     PROMPTS,
@@ -32,6 +33,8 @@ from tests.support.distributions import FALSE_ALARM, p_value, softmax
 transformers = pytest.importorskip("transformers")
 
 from specdecode.integrations.transformers import PromptLookup, TokenKind, generate  # noqa: E402
+
+CONFIG = transformers.GenerationConfig(**FIELDS["several"])
 
 
 class TestStrict:
@@ -159,20 +162,26 @@ class TestTruncation:
             alone = generate(target, draft, torch.tensor([prompt]), method=method, **options)
             assert alone.sequences.tolist() == [together[i]]
 
-    def test_a_drafter_that_is_the_target_is_always_right(self):
-        target = TARGETS["llama"]
-        for method in ("strict", "probabilistic", "block"):
-            assert ragged(target, target, method=method, **TRUNCATION).stats.acceptance_rate == 1
+    @pytest.mark.parametrize("options", [{}, TRUNCATION, {"top_k": 4, "generation_config": CONFIG}], ids=str)
+    @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+    def test_a_drafter_that_is_the_target_is_always_right(self, method, options):
+        # The rows of the draft model are processed and truncated as those of the target, each with its own prefix.
+        for target in TARGETS.values():
+            assert ragged(target, target, method=method, **options).stats.acceptance_rate == 1
 
-    def test_a_synthetic_sampler_brings_its_schedule(self):
-        schedule = AcceptanceSchedule.from_mean_rate(1.0, num_draft_tokens=3)
+    @pytest.mark.parametrize("rate", [0.0, 1.0])
+    @pytest.mark.parametrize("top_k", [None, 3])
+    def test_a_synthetic_sampler_brings_its_schedule(self, rate, top_k):
+        schedule = AcceptanceSchedule.from_mean_rate(rate, num_draft_tokens=3)
         sampler, target = RejectionSampler("synthetic", schedule=schedule), TARGETS["llama"]
-        output = ragged(target, noisy(target, 0.5), method=sampler, num_draft_tokens=3, temperature=1.0, top_k=3)
-        assert output.stats.acceptance_rate == 1
+        options = {"method": sampler, "num_draft_tokens": 3, "temperature": 1.0, "top_k": top_k}
+        output = ragged(target, noisy(target, 0.5), **options)
+        assert output.stats.acceptance_rate == rate
+        assert output.num_generated.tolist() == [NEW] * len(PROMPTS)
         with pytest.raises(
             ValueError, match=r"^num_draft_tokens: expected at most 3, as many as the method's schedule"
         ):
-            ragged(target, target, method=sampler, num_draft_tokens=4)
+            ragged(target, target, **options | {"num_draft_tokens": 4})
 
     @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
     @pytest.mark.parametrize("draft_vocab", [199, 201])
