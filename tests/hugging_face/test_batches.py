@@ -15,11 +15,13 @@ from tests.hugging_face.common import (
     PROMPTS,
     TARGETS,
     TEMPERATURE,
+    TRUNCATION,
     VOCAB,
     build,
     gpt2,
     llama,
     noisy,
+    of_request,
     one_by_one,
     padded,
     phi3,
@@ -34,13 +36,15 @@ from specdecode.integrations.transformers.models import CachedModel  # noqa: E40
 
 
 class TestBatching:
+    @pytest.mark.parametrize("method", ["probabilistic", "block"])
+    @pytest.mark.parametrize("truncates", [False, True])
     @pytest.mark.parametrize("drafter", DRAFTERS)
-    @pytest.mark.parametrize("name", TARGETS)
-    def test_a_request_alone_says_what_it_says_in_a_batch(self, name, drafter):
-        target, draft = TARGETS[name], DRAFTERS[drafter](TARGETS[name])
-        together = texts(ragged(target, draft))
+    def test_a_request_alone_says_what_it_says_in_a_batch(self, drafter, truncates, method):
+        target, draft = TARGETS["llama"], DRAFTERS[drafter](TARGETS["llama"])
+        together = texts(ragged(target, draft, method=method, temperature=HOT, **TRUNCATION if truncates else {}))
         for i, prompt in enumerate(PROMPTS):
-            options = {"temperature": TEMPERATURE[i : i + 1], "seeds": 100 + i, "max_new_tokens": NEW}
+            options = {"temperature": float(HOT[i]), "seeds": 100 + i, "max_new_tokens": NEW, "method": method}
+            options |= of_request(i) if truncates else {}
             assert generate(target, draft, torch.tensor([prompt]), **options).sequences.tolist() == [together[i]]
 
     def test_requests_that_end_leave_the_others_alone(self, plain):

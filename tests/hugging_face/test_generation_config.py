@@ -126,11 +126,6 @@ class TestGenerationConfig:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ({"num_beams": 4}, "num_beams = 4 is not supported: beam search .* Set it to 1 in generation_config"),
-            ({"guidance_scale": 1.5}, "guidance_scale = 1.5 is not supported"),
-            ({"max_time": 2.0}, "max_time = 2.0 is not supported"),
-            ({"typical_p": 0.5}, "typical_p = 0.5 is not supported: use top_k"),
-            ({"encoder_repetition_penalty": 1.5}, "encoder_repetition_penalty = 1.5 is not supported"),
             ({"top_p": 0.9, "min_p": 0.1}, "min_p = 0.1 and top_p = 0.9 together"),
             (
                 {"exponential_decay_length_penalty": (2, 1.5)},
@@ -150,17 +145,21 @@ class TestGenerationConfig:
         ):
             ragged(target, None)
 
-    def test_what_changes_nothing_is_not_refused(self):
-        neutral = {
-            "num_beams": 1,
-            "guidance_scale": 1.0,
-            "typical_p": 1.0,
-            "use_cache": False,
-            "top_p": 1.0,
-            "min_p": 0.1,
-        }
-        ragged(with_config(TARGETS["llama"], **neutral), None, max_new_tokens=1)
-        ragged(with_config(TARGETS["llama"], typical_p=0.5), None, max_new_tokens=1, temperature=0)
+    @pytest.mark.parametrize("field", REFUSED | REFUSED_IN_SAMPLING)
+    def test_fields_that_are_not_supported_are_refused_by_name_unless_neutral(self, field):
+        target = with_config(TARGETS["llama"])
+        setattr(target.generation_config, field, 7)
+        neutral, hint = (REFUSED | REFUSED_IN_SAMPLING)[field]
+        message = f"generation_config: {field} = 7 is not supported: {hint}. Set it to {neutral!r} in "
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            ragged(target, None)
+        if field in REFUSED_IN_SAMPLING:
+            ragged(target, None, max_new_tokens=1, temperature=0)
+        setattr(target.generation_config, field, neutral)
+        ragged(target, None, max_new_tokens=1)
+
+    def test_the_order_of_top_p_and_min_p_does_not_matter_if_one_is_neutral_or_both_are_arguments(self):
+        ragged(with_config(TARGETS["llama"], top_p=1.0, min_p=0.1), None, max_new_tokens=1)
         both = with_config(TARGETS["llama"], top_p=0.9, min_p=0.1)
         ragged(both, None, max_new_tokens=1, top_p=0.9, min_p=0.1)
 
@@ -267,6 +266,10 @@ class TestErrors:
             ("method: expected one of .* got 'greedy'", {"method": "greedy"}),
             ("temperature: expected a finite float >= 0, got -1", {"temperature": -1.0}),
             (r"temperature: expected shape \[1\], got \[2\]", {"temperature": torch.ones(2)}),
+            ("^top_k: expected an int >= 0, got -1", {"top_k": -1}),
+            (r"^top_k: expected shape \[1\], got \[2\]", {"top_k": torch.tensor([1, 2])}),
+            (r"^top_p: expected a float in \(0, 1\], got 0.0", {"top_p": 0.0}),
+            (r"^min_p: expected a float in \[0, 1\], got 1.5", {"min_p": 1.5}),
             (r"seeds: expected shape \[1\], got \[2\]", {"seeds": torch.zeros(2, dtype=torch.int64)}),
             (r"attention_mask: expected shape \[1, 3\]", {"attention_mask": torch.ones(1, 2, dtype=torch.int64)}),
             (r"eos_token_id: expected ids in \[0, 8\), got -1", {"eos_token_id": -1}),
@@ -282,9 +285,11 @@ class TestErrors:
         ],
     )
     def test_values(self, message, options):
+        target = copy.deepcopy(TARGETS["llama"])
+        target.register_forward_pre_hook(lambda *_: pytest.fail("the target was called"))
         options = {"draft": PromptLookup(), "input_ids": torch.tensor([[1, 2, 3]]), "max_new_tokens": 4} | options
         with pytest.raises(ValueError, match=message):
-            generate(TARGETS["llama"], **options)
+            generate(target, **options)
 
     def test_types(self):
         ids = torch.tensor([[1, 2, 3]])
@@ -295,6 +300,8 @@ class TestErrors:
         for eos_token_id in ("2", 3.0, [1, None], torch.tensor(2)):
             with pytest.raises(TypeError, match="eos_token_id: expected an int"):
                 generate(TARGETS["llama"], None, ids, max_new_tokens=4, eos_token_id=eos_token_id)
+        with pytest.raises(TypeError, match=r"^top_p: expected a float .* got str"):
+            generate(TARGETS["llama"], None, ids, max_new_tokens=4, top_p="0.9")
         with pytest.raises(TypeError, match="on_step: expected a function of a Step, got int"):
             generate(TARGETS["llama"], None, ids, max_new_tokens=4, on_step=5)
         with pytest.raises(TypeError, match=r"num_draft_tokens: expected a positive int, got 2\.0"):

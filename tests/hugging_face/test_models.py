@@ -107,7 +107,9 @@ class TestModels:
         assert torch.equal(ids, before)
         assert torch.equal(mask, masked)
         assert torch.equal(temperature, TEMPERATURE)
-        assert not output.sequences.is_inference()
+        with torch.inference_mode():
+            inside = generate(target, draft, ids, mask, max_new_tokens=4, temperature=temperature, seeds=0)
+        assert torch.equal(inside.sequences, output.sequences)
         assert all(weight.grad is None for weight in target.parameters())
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -123,13 +125,6 @@ class TestModels:
         for method in ("probabilistic", "block"):
             output = ragged(target, copy.deepcopy(target).to(draft_device), method=method, **TRUNCATION)
             assert output.stats.acceptance_rate > 0.99
-
-    def test_inference_mode_changes_nothing(self):
-        target, draft = TARGETS["llama"], noisy(TARGETS["llama"], 0.03)
-        with torch.inference_mode():
-            inside = ragged(target, draft)
-        assert torch.equal(inside.sequences, ragged(target, draft).sequences)
-        assert inside.stats.acceptance_rate > 0
 
     @pytest.mark.parametrize("model_class", [transformers.BartForCausalLM, transformers.TrOCRForCausalLM])
     def test_models_without_position_ids_are_refused(self, model_class):

@@ -39,6 +39,8 @@ class CachedModel:
         self.name = name
         self.model = model
         self.parameters = inspect.signature(adapted.forward).parameters
+        self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
+        self.cache_name = cache_name(self.parameters)
         check_model(name, model, self.parameters)
         # The sizes of the two embeddings can differ from each other and from the config.
         self.vocab_size = logits_width(model)
@@ -64,14 +66,13 @@ class CachedModel:
         # Columns past a request's own drafts can lie beyond its last position; their logits are not used.
         position_ids = positions[:, self.num_columns :].clamp(0, self.last_position)
         options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
         output = self.model(
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
             input_ids=tokens[:, self.num_columns :].clamp(max=self.num_embeddings - 1).to(device),
             attention_mask=(positions >= 0).long().to(device),
             use_cache=True,
-            **{cache_name(self.parameters): self.cache},
-            **{name: value for name, value in options.items() if takes_any or name in self.parameters},
+            **{self.cache_name: self.cache},
+            **{name: value for name, value in options.items() if self.takes_any or name in self.parameters},
         )
         self.calls += 1
         self.num_columns = width
@@ -158,7 +159,9 @@ def check_model(name: str, model: Any, parameters: Collection[str]) -> None:
             "config if it was trained as a decoder"
         )
     if "shared_kv_states" in parameters or not getattr(model, "can_generate", lambda: True)():
-        raise TypeError(f"{name}: expected a Hugging Face causal language model, got {got}, which cannot generate by itself")
+        raise TypeError(
+            f"{name}: expected a Hugging Face causal language model, got {got}, which cannot generate by itself"
+        )
     if getattr(model, "training", False):
         raise ValueError(
             f"{name}: expected a model in evaluation mode, got {got} in training mode, where dropout changes its "

@@ -89,26 +89,45 @@ class Processors:
         """Return whether there are any."""
         return any(self.lists.values())
 
+    def process_step(self, logits: Tensor, candidates: Tensor, batch: Batch, draft_ids: Tensor) -> Tensor:
+        """Return the target's processed rows, [requests, drafts + 1, vocab].
+
+        The user's processors, a grammar for one, may not know texts that a request cannot have. So they see a row only if
+        each draft before it is a token that the target may emit there, and does not end the text.
+        """
+        if not self:
+            return logits
+        num_drafts = draft_ids.shape[1]
+        logits, width = writable(logits), candidates.shape[1] - num_drafts
+        used = torch.ones_like(batch.lengths, dtype=torch.bool)
+        goes_on = (draft_ids >= 0) & ~self.stops(batch.tokens, batch.lengths, draft_ids) if self.given else None
+        for i in range(num_drafts + 1):
+            self.apply(logits[:, i], candidates[:, : width + i], batch, i, used)
+            if goes_on is not None and i < num_drafts:
+                used = used & goes_on[:, i] & self.is_possible(logits[:, i], draft_ids[:, i].clamp(min=0), batch)
+        return logits
+
     def process_row(self, row: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the processed rows that follow `tokens`.
+        """Return the draft model's processed rows, [requests, vocab]; the arguments are those of `apply`."""
+        if self:
+            row = writable(row)
+            self.apply(row, tokens, batch, num_drafts, used)
+        return row
+
+    def apply(self, row: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> None:
+        """Process the rows that follow `tokens`, in place.
 
         Args:
-            row: [requests, vocab] any float.
+            row: [requests, vocab] float32 or float64.
             tokens: [requests, width] int64, right-aligned; every token is in the vocabulary.
             batch: the requests.
             num_drafts: how many drafts of the step are among the tokens of each.
             used: [requests] bool: the rows to process.
-
-        Returns:
-            [requests, vocab], in float32 if `row` is of a shorter type; `row` itself without processors.
         """
-        if not self:
-            return row
         groups = defaultdict(list)  # texts of one length are processed in one call
         for i, (request, is_used) in enumerate(zip(batch.requests, used.tolist())):
             if is_used:
                 groups[request.prompt_length, request.length + num_drafts].append(i)
-        row = row.to(torch.promote_types(row.dtype, torch.float32), copy=True)
         for (prompt_length, length), members in groups.items():
             index = slice(None) if len(members) == len(row) else torch.tensor(members, device=row.device)
             processors: Any = self.lists[prompt_length]
@@ -119,25 +138,6 @@ class Processors:
                 expected, got = [len(members), row.shape[1]], list(scores.shape)
                 raise ValueError(f"logits_processor: expected scores of shape {expected}, got {got}")
             row[index] = scores.to(row.dtype)
-        return row
-
-    def process_step(self, logits: Tensor, candidates: Tensor, batch: Batch, draft_ids: Tensor) -> Tensor:
-        """Return the target's processed rows, [requests, drafts + 1, vocab].
-
-        The user's processors, a grammar for one, may not know texts that a request cannot have. So they see a row only if
-        each draft before it is a token that the target may emit there, and does not end the text.
-        """
-        if not self:
-            return logits
-        num_drafts = draft_ids.shape[1]
-        rows, width = [], candidates.shape[1] - num_drafts
-        used = torch.ones_like(batch.lengths, dtype=torch.bool)
-        goes_on = (draft_ids >= 0) & ~self.stops(batch.tokens, batch.lengths, draft_ids) if self.given else None
-        for i in range(num_drafts + 1):
-            rows.append(self.process_row(logits[:, i], candidates[:, : width + i], batch, i, used))
-            if goes_on is not None and i < num_drafts:
-                used = used & goes_on[:, i] & self.is_possible(rows[-1], draft_ids[:, i].clamp(min=0), batch)
-        return torch.stack(rows, dim=1)
 
     def is_possible(self, row: Tensor, token_ids: Tensor, batch: Batch) -> Tensor:
         """Return whether each request may emit a token, given its processed row, [requests] bool."""
@@ -149,6 +149,11 @@ class Processors:
             possible &= is_kept(row, token_ids, drawn.cutoff)
         is_greedy = torch.as_tensor(batch.sampling.temperature, device=row.device) == 0
         return torch.where(is_greedy, token_ids == drawn.token_ids, possible)
+
+
+def writable(logits: Tensor) -> Tensor:
+    """Return a copy of logits, in float32 if they are of a shorter type."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
 
 
 class Builder(GenerationMixin):
