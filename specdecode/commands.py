@@ -136,7 +136,7 @@ class Models:
 
         An id that only one of them knows is padding in the other, or was added to one of them.
         """
-        from specdecode.integrations.transformers.supported import logits_width
+        from specdecode.integrations.transformers.models import logits_width
 
         expected, got = self.tokenizer.get_vocab(), tokenizer.get_vocab()
         num_ids = min(logits_width(self.target), logits_width(self.draft))

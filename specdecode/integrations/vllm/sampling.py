@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from specdecode import Adjustments, RejectionSampler, backends, eager
-from specdecode.batch import MOST_KEPT, MOST_TOP_LOGPROBS, VerificationBatch
+from specdecode.arguments import check_verification
+from specdecode.batch import MOST_KEPT, MOST_TOP_LOGPROBS
 from specdecode.integrations.engine import warm_up
 from specdecode.integrations.vllm.adjusting import Known, known_processors
 from specdecode.integrations.vllm.compat import group_of, logger
@@ -308,8 +309,7 @@ def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str 
     logits = call["target_logits"]
     backend = backends.choose(verifier.backend, logits)
     if backend is not eager:
-        batch = VerificationBatch.check(**{"draft_logits": None, "draft_logsumexp": None, "positions": None, **call})
-        batch = check_verification(**call)
+        why_not: str | None = backend.why_not_verified(verifier.method, check_verification(**call))
         return why_not
     return None if logits.is_cpu else backends.obstacle(logits.device)
 
