@@ -81,7 +81,8 @@ def test_the_times_are_those_of_the_records():
     text = README.read_text()
     for head, rows in ((["requests", *COLUMNS], plain), (["requests", *TRUNCATIONS.values()], truncated)):
         assert table(head, rows) in text, "a table of the README should be\n" + table(head, rows)
-    assert len(commits) == 1 and f"commit `{commits.pop()}`" in text
+    assert len(commits) == 1
+    assert f"commit `{commits.pop()}`" in text
     for name in ("vLLM", "SGLang", "FlashInfer"):
         assert re.search(rf"{name}\s{re.escape(record[name])}\b", text)
     shards = json.loads((RECORDS / "h100x4-exchange.json").read_text())["results"]
