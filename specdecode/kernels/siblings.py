@@ -40,15 +40,15 @@ def candidates_of(context, row, p, noise, token_domain, WIDTH: tl.constexpr):
         logits, exponentials = load_block(row, context, block, token_domain)
         token_scores = tl.fma(logits - p.row_max, scale, -tl.log2(exponentials))
         first = tl.max(token_scores, 0)
-        for nth in tl.static_range(WIDTH - rank):
+        for nth in range(WIDTH - rank):
             token_score = tl.max(token_scores, 0)
             lane = tl.min(tl.where(token_scores == token_score, lanes, BLOCK_SIZE - 1), 0)
             is_possible = (score > 0) & (token_score > -INFINITY)
             lag = tl.where(
                 is_possible, tl.log2(best / tl.where(score > 0, score, 1.0)) + (first - token_score), INFINITY
             )
-            slot: tl.constexpr = rank * WIDTH - rank * (rank - 1) // 2 + nth
-            lags, ids = tl.where(slots == slot, lag, lags), tl.where(slots == slot, block * BLOCK_SIZE + lane, ids)
+            is_slot = slots == rank * WIDTH - rank * (rank - 1) // 2 + nth
+            lags, ids = tl.where(is_slot, lag, lags), tl.where(is_slot, block * BLOCK_SIZE + lane, ids)
             token_scores = tl.where(lanes == lane, -INFINITY, token_scores)
     return lags, ids
 
@@ -58,7 +58,7 @@ def store_race(context, row, p, noise, drawn, siblings_ptr, token_domain, WIDTH:
     """Store the siblings of a row that is no point mass, the drawn token first."""
     lags, ids = candidates_of(context, row, p, noise, token_domain, WIDTH)
     lags = tl.where((ids == drawn) & (lags < INFINITY), -1.0, lags)  # sums in another order may make it tie
-    for nth in tl.static_range(WIDTH):
+    for nth in range(WIDTH):
         least = tl.min(lags, 0)
         token = tl.min(tl.where(lags == least, ids, 2**31 - 1), 0)
         tl.store(siblings_ptr + nth, tl.where(least < INFINITY, token, -1).to(tl.int64))
