@@ -57,7 +57,7 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
 
 
 @torch.no_grad()
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample_rows(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row.
 
     Returns:

@@ -53,7 +53,7 @@ rates. Calls on several streams, from several threads and in graphs share no mem
 float32 whatever the logits are.
 """
 
-from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
+from specdecode.kernels.call import sample_rows, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import Share, compile_ahead
 
-__all__ = ["Share", "compile_ahead", "sample", "verify", "warm_up", "why_not_verified"]
+__all__ = ["Share", "compile_ahead", "sample_rows", "verify", "warm_up", "why_not_verified"]

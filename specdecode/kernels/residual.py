@@ -44,7 +44,7 @@ offset: so to sum it the request need not be located."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""The part of q that is subtracted from p before a token is drawn: nothing; all of it. Other numbers: the only token of q."""
+"""The part of q that is subtracted from p before a token is drawn: nothing; all of it. Other numbers: its only token."""
 
 
 @triton.jit
