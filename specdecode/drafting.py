@@ -99,7 +99,7 @@ def draw(
     """
 
     def draw_rows(rows: RowBatch) -> Sequence[Any]:
-        results: Sequence[Any] = backends.choose(backend, rows.logits).sample(rows, domains, width)
+        results: Sequence[Any] = backends.choose(backend, rows.logits).sample_rows(rows, domains, width)
         return results
 
     return draw_rows(batch) if shard is None else sharding.draw(shard, batch, draw_rows)

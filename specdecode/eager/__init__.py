@@ -63,7 +63,7 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
 
 
 @torch.no_grad()
-def sample(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample_rows(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row, or `width` siblings.
 
     Returns:

@@ -54,8 +54,8 @@ rates. Calls on several streams, from several threads and in graphs share no mem
 float32 whatever the logits are.
 """
 
-from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
+from specdecode.kernels.call import sample_rows, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import Share, compile_ahead
 from specdecode.kernels.tree import verify_tree
 
-__all__ = ["Share", "compile_ahead", "sample", "verify", "verify_tree", "warm_up", "why_not_verified"]
+__all__ = ["Share", "compile_ahead", "sample_rows", "verify", "verify_tree", "warm_up", "why_not_verified"]

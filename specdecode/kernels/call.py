@@ -1,8 +1,8 @@
 """From a checked batch to a step: collect the values of a call, find or make its plan, run it.
 
-`verify` and `sample` collect the tensors and numbers of a call by name. `run_step` adds those that both have, and runs the
-plan of the step's structure, which is made once for calls of all sizes. What happens inside the launches, and in which file,
-is in the two tables of `specdecode.kernels`.
+`verify` and `sample_rows` collect the tensors and numbers of a call by name. `run_step` adds those that both have, and runs
+the plan of the step's structure, which is made once for calls of all sizes. What happens inside the launches, and in which
+file, is in the two tables of `specdecode.kernels`.
 """
 
 import functools
@@ -36,7 +36,7 @@ from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
 
-def sample(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample_rows(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw one token per row of a batch, or `width` siblings.
 
     Returns:

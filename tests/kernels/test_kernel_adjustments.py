@@ -170,7 +170,7 @@ def test_sampled_rows_and_packed_calls_are_those_of_the_eager_backend(limits):
     one_row = adjustments._replace(allowed_mask=adjustments.allowed_mask[:, :1])
     numbers = batch.temperature.to(DEVICE), batch.seeds.to(DEVICE)
     rows = row_batch(batch.target_logits[:, 0].to(DEVICE), *numbers, None, adjustments=one_row)
-    for got, want in zip(kernels.sample(rows, SELECT)[:2], eager.sample(rows, SELECT)):
+    for got, want in zip(kernels.sample_rows(rows, SELECT)[:2], eager.sample_rows(rows, SELECT)):
         torch.testing.assert_close(got, want)
     packed = packed_rows(batch.to(DEVICE), counts)
     packed["draft_token_ids"] = apart(packed["draft_token_ids"][: packed["row_starts"][-1] - 1])

@@ -129,7 +129,7 @@ def test_draft_rows_need_not_be_read_again(method, options):
 
 
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
-    return kernels.sample(row_batch(logits, temperature, 5, None, **options), SELECT)
+    return kernels.sample_rows(row_batch(logits, temperature, 5, None, **options), SELECT)
 
 
 @pytest.mark.parametrize("dtype", small(torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -342,7 +342,7 @@ def test_groups_with_nan_are_cut_as_those_with_infinity(every, options):
     row[::every] = torch.nan
     rows = torch.stack([row, row.nan_to_num(-torch.inf)]).to(DEVICE)
     checked = row_batch(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
-    for got in kernels.sample(checked, SELECT):
+    for got in kernels.sample_rows(checked, SELECT):
         assert got[0] == got[1]
 
 
@@ -448,7 +448,7 @@ def test_a_drafting_step_returns_what_is_kept():
     checked = row_batch(
         rows.to(DEVICE), batch.temperature.to(DEVICE), batch.seeds.to(DEVICE), None, **on(DEVICE, options)
     )
-    _, logsumexp, cutoffs = kernels.sample(checked, SELECT)
+    _, logsumexp, cutoffs = kernels.sample_rows(checked, SELECT)
     assert (batch.temperature == 0).any()
     for index in range(6):
         sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
@@ -508,7 +508,7 @@ def test_values_that_make_no_sense_are_harmless():
     }
     tensors = [[torch.tensor(values, device=DEVICE) for values in options.values()] for options in (sense, nonsense)]
     checked = row_batch(rows, 0.8, 5, None, top_k=2)  # whose values would be errors on a host
-    want, got = (kernels.sample(checked._replace(truncation=Truncation(*limits)), SELECT) for limits in tensors)
+    want, got = (kernels.sample_rows(checked._replace(truncation=Truncation(*limits)), SELECT) for limits in tensors)
     for one, other in zip(want, got):
         assert torch.equal(one, other)
 

@@ -218,7 +218,7 @@ def test_temperatures_that_float32_cannot_hold_become_the_nearest_that_it_can(ex
     def run(temperature):
         if form == "tensor":
             temperature = torch.full((8,), temperature, dtype=torch.float64, device=DEVICE)
-        return kernels.sample(row_batch(logits, temperature, 0, None), SELECT)[:2]
+        return kernels.sample_rows(row_batch(logits, temperature, 0, None), SELECT)[:2]
 
     token_ids, logsumexp = run(extreme)
     wanted = (logits.double() / limit).logsumexp(1).float()  # infinite for the smallest
@@ -254,5 +254,5 @@ def test_one_seed_means_the_seeds_from_there_on(first):
 def test_empty_batches_launch_nothing():
     output = verify("probabilistic", case(0, 3, 10, torch.float32).to(DEVICE))
     assert [tuple(field.shape) for field in output[:4]] == [(0, 4), (0,), (0,), (0,)]
-    tokens, *_ = kernels.sample(row_batch(torch.zeros(0, 10, device=DEVICE), 1.0, 0, None), (1, 2))
+    tokens, *_ = kernels.sample_rows(row_batch(torch.zeros(0, 10, device=DEVICE), 1.0, 0, None), (1, 2))
     assert tokens.shape == (0,)
