@@ -8,7 +8,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from specdecode.adjustments import Adjustments
-    from specdecode.batch import SamplerOutput, Sampling
+    from specdecode.batch import SamplerOutput, Sampling, TreeOutput
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
     from specdecode.sampler import RejectionSampler
@@ -23,6 +23,7 @@ __all__ = [
     "RejectionSampler",
     "SamplerOutput",
     "Sampling",
+    "TreeOutput",
     "VocabShard",
     "sample",
 ]
@@ -36,6 +37,7 @@ _MODULES = {
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
     "Sampling": "batch",
+    "TreeOutput": "batch",
     "VocabShard": "sharding",
     "sample": "drafting",
 }
