@@ -20,7 +20,6 @@ from specdecode.integrations import sglang
 from specdecode.integrations.sglang import EagleSample
 from tests.conftest import ON_GPU
 from tests.support import distributions
-from tests.support.batches import verification_batch
 
 METHODS = ["probabilistic", "block", "strict"]
 ALL_TOKENS = 1 << 30
@@ -370,8 +369,8 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
     hook = EagleSample(method, engine(rejection_sampling))
     hook(never, chain(drafts, draft_probs), request, logits_output(logits))  # compiles, is checked
     monkeypatch.setattr(backends, "to_verify", note)
-    checks = Mock(side_effect=verification_batch)
-    monkeypatch.setattr(VerificationBatch, "check", checks)
+    checks = Mock(side_effect=check_verification)
+    monkeypatch.setattr(sampler, "check_verification", checks)
     hook.checked.clear()
     for _ in range(2):
         hook(never, chain(drafts, draft_probs), request, logits_output(logits))
