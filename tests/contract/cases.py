@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -118,7 +117,7 @@ def make(case: Parameters) -> dict[str, Any]:
     """The arguments of the padded call, by name, on the CPU."""
     seed = zlib.crc32(str(case._replace(backend="", layout="")).encode())
     generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    requests, drafts = (4, 2) if case.backend.startswith("triton") and not ON_GPU else (6, 3)
+    requests, drafts = (30, 3) if ON_GPU else (4, 2) if case.backend.startswith("triton") else (6, 3)
     target = 3 * torch.randn(requests, drafts + 1, case.vocab, generator=generator)
     draft = target[:, :drafts] + 0.6 * torch.randn(requests, drafts, case.vocab, generator=generator)
     own = torch.randperm(case.vocab, generator=generator)[: case.vocab * 2 // 3] if "own" in case.drafts else None
@@ -129,7 +128,9 @@ def make(case: Parameters) -> dict[str, Any]:
     arguments: dict[str, Any] = {"target_logits": target.to(target_dtype)}
     arguments |= numbers_of(case, requests, generator)
     limits = TRUNCATIONS[case.truncation]
-    limits = {name: value[:requests] if isinstance(value, Tensor) else value for name, value in limits.items()}
+    limits = {
+        name: value.repeat(5)[:requests] if isinstance(value, Tensor) else value for name, value in limits.items()
+    }
     arguments |= limits | REPORTS[case.report]
     if case.adjustments != "none":
         given = adjusted.adjustments_for(adjusted.Rows(arguments["target_logits"]), case.adjustments, seed)
