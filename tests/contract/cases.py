@@ -113,11 +113,12 @@ def cases_of(backends: Sequence[str], **axes: Sequence[Any]) -> list[Parameters]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def make(case: Parameters) -> dict[str, Any]:
-    """The arguments of the padded call, by name, on the CPU."""
+def make(case: Parameters, sizes: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The arguments of the padded call, by name, on the CPU; with other numbers of requests and drafts if they are given."""
     seed = zlib.crc32(str(case._replace(backend="", layout="")).encode())
     generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    requests, drafts = (30, 3) if ON_GPU else (4, 2) if case.backend.startswith("triton") else (6, 3)
+    usual = (30, 3) if ON_GPU else (4, 2) if case.backend.startswith("triton") else (6, 3)
+    requests, drafts = usual if sizes is None else sizes
     target = 3 * torch.randn(requests, drafts + 1, case.vocab, generator=generator)
     draft = target[:, :drafts] + 0.6 * torch.randn(requests, drafts, case.vocab, generator=generator)
     own = torch.randperm(case.vocab, generator=generator)[: case.vocab * 2 // 3] if "own" in case.drafts else None
@@ -153,7 +154,7 @@ def poison(target: Tensor, draft: Tensor) -> None:
     """Put NaN, infinities and rows without a finite logit into some requests' rows."""
     target[0, :, 2], draft[0, :, 5] = NAN, NAN
     target[2, 0, [1, 4]], draft[2, 1, 3] = INF, INF
-    target[3, 1] = -INF
+    target[3, 0], target[1, -1] = -INF, NAN
 
 
 def numbers_of(case: Parameters, requests: int, generator: torch.Generator) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def numbers_of(case: Parameters, requests: int, generator: torch.Generator) -> d
     if case.numbers == "one for all":
         return {"temperature": 0.7, "seeds": int(torch.randint(2**40, (), generator=generator)), "positions": None}
     temperature = 0.3 + 1.2 * torch.rand(requests, generator=generator)
-    temperature[0], temperature[1] = 1, 0
+    temperature[:1], temperature[1:2] = 1, 0
     limits = torch.iinfo(torch.int64)
     seeds = torch.randint(limits.min, limits.max, (requests,), generator=generator)
     positions = 1 + torch.randint(2**40, (requests,), generator=generator)  # a token was fed before
@@ -172,7 +173,9 @@ def how_drawn(case: Parameters, temperature: Tensor | float, limits: dict) -> Sa
     """How drafts are drawn. The kernels take another temperature than the target's only where nothing is truncated."""
     if case.drafts != "drawn otherwise":
         return Sampling(temperature, **limits)
-    return Sampling(temperature if case.backend.startswith("triton") else 1.2, top_k=9)
+    if not case.backend.startswith("triton"):
+        temperature = temperature.flip(0) if isinstance(temperature, Tensor) else 1.2
+    return Sampling(temperature, top_k=9)
 
 
 def draw_drafts(
@@ -192,7 +195,7 @@ def draw_drafts(
             token = random.choice(len(row), p=np.exp(reference.log_softmax(row, how.temperature)))
             ids[index, offset] = token if own is None else own[token]
     if case.rows == "hostile":
-        ids[2, 0] = 1  # accepted: the target's row is a point mass
+        ids[2:4, 0] = 1, 0  # accepted: the target's rows are point masses
     unlikely = random.random(ids.shape) < 0.05
     ids[unlikely] = random.integers(case.vocab, size=ids.shape)[unlikely]
     ids[random.random(ids.shape) < 0.03] = -1
@@ -216,6 +219,8 @@ def handed_on(arguments: dict, limits: dict) -> dict[str, Tensor]:
     sampler, rows = RejectionSampler("probabilistic", backend="eager"), arguments["draft_logits"]
     numbers = {name: arguments[name] for name in ("temperature", "seeds")}
     steps = [sampler.draft(rows[:, i], **numbers, **limits) for i in range(rows.shape[1])]
+    if len(steps) == 0:
+        return {"draft_logsumexp": torch.empty(rows.shape[:2])}
     given = {"draft_logsumexp": torch.stack([step.logsumexp for step in steps], 1)}
     if steps[0].cutoff is not None:
         given["draft_cutoff"] = torch.stack([step.cutoff for step in steps], 1)

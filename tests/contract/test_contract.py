@@ -35,7 +35,7 @@ from tests.support.oracle import assert_equals_oracle
 # NumPy, with which Triton's interpreter computes, warns of infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-KERNEL_DTYPES = ["bfloat16", "float32", "float16", *["float64", "bfloat16 and float32"] * ON_GPU]
+KERNEL_DTYPES = ["bfloat16", "float32", "float16", "bfloat16 and float32", *["float64"] * ON_GPU]
 KERNEL_VOCABS = [1040, 1025, *[5003, 50_257] * ON_GPU]
 EAGER = cases_of(EAGER_WAYS)
 KERNELS = cases_of(KERNEL_WAYS, dtype=KERNEL_DTYPES, vocab=KERNEL_VOCABS)
@@ -142,6 +142,35 @@ def bits(tensor: Tensor) -> list:
     """The tensor's bits as integers, so that NaN compares by its payload."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.resolve_neg().contiguous().view(integers[tensor.element_size()]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "vocab", "drafts", "given", "layout", "report"),
+    cover(
+        [
+            METHODS,
+            [*EAGER_WAYS, *KERNEL_WAYS[::2]],
+            [1, 7, 1024, 2049],
+            [0, 1, 5],
+            ["read", "handed on", "no logits"],
+            ["padded", "packed by slot"],
+            ["processed", "raw lists"],
+        ],
+        2,
+    ),
+)
+def test_every_size_is_answered(method, backend, vocab, drafts, given, layout, report):
+    """No drafts, no requests, requests without rows, one token."""
+    case = ORDINARY._replace(method=method, backend=backend, vocab=vocab, drafts=given, layout=layout, report=report)
+    for requests in (0, 3):
+        arguments = on(device_of(case), make(case, (requests, drafts)))
+        assert_equals_oracle(method, arguments, run(case, laid_out(case, arguments)), backend.split()[0])
+    if layout != "padded":
+        nothing = laid_out(case, arguments)
+        nothing["row_starts"] = torch.zeros_like(nothing["row_starts"])
+        by_row = ("target_logits", "draft_token_ids", "row_positions")
+        output = run(case, nothing | {name: nothing[name][:0] for name in by_row})
+        assert_same_bits(output, output_without_rows(output))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
