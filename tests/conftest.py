@@ -102,3 +102,9 @@ def pytest_report_header():
 def place(request):
     """(backend, device) to run on."""
     return request.param
+
+
+@pytest.fixture(params=[*BACKENDS, *[("triton", "cpu")] * (HAS_TRITON and not ON_GPU)], ids="-".join)
+def any_place(request):
+    """(backend, device) to run on, the kernels in the interpreter too."""
+    return request.param

@@ -48,7 +48,7 @@ SOME_KERNELS = (
         KERNEL_WAYS,
         dtype=["bfloat16", "float32"],
         vocab=[1040, 1025],
-        truncation=["none", "by request"],
+        truncation=["none", "all three"],
         adjustments=["none", "all"],
         drafts=["read", "handed on", "own vocabulary", "no logits"],
         rows=["ordinary"],

@@ -17,16 +17,12 @@ from specdecode.eager.vocabulary import target_to_draft
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
-from tests.conftest import combine as pairs
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
-from tests.support.kernels import DEVICE, FEW, LARGE, MANY, assert_same, memory_of, parts_of, run
-from tests.support.packing import in_slots, packed_rows, with_counts
+from tests.support.kernels import DEVICE, FEW, LARGE, parts_of, run
 from tests.support.truncated import SCHEDULE, of_request, on
 
 METHODS = ["probabilistic", "block", "synthetic"]
-SIZES = [(4200, 37), (2064, 1040)] + [(2100, 2100), (151_936, 32_000), (50_257, 5001)] * ON_GPU
-"""Tokens of the target and of the draft: so few that most programs read none of these; and of aligned rows."""
 
 
 def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
@@ -39,16 +35,6 @@ def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
     lacking = torch.rand(likely.shape, generator=generator) < 0.2
     token_ids = likely.where((batch.draft_token_ids >= 0) & ~lacking, batch.draft_token_ids)
     return replace(batch, draft_logits=rows, draft_token_ids=token_ids), ids
-
-
-def drafted(batch: Case, ids: Tensor, options: dict) -> dict[str, Any]:
-    """What drafting steps return that verification takes: logsumexp and cutoff."""
-    sampler, offsets = RejectionSampler("probabilistic"), range(batch.draft_logits.shape[1])
-    steps = [sampler.draft(batch.draft_logits[:, i], batch.temperature, batch.seeds, **options) for i in offsets]
-    given = {"draft_logsumexp": torch.stack([step.logsumexp for step in steps], 1)}
-    if steps[0].cutoff is not None:
-        given["draft_cutoff"] = torch.stack([step.cutoff for step in steps], 1)
-    return given
 
 
 def check(batch: Case, ids: Tensor, options: dict, **given: Any) -> VerificationBatch:
@@ -80,49 +66,6 @@ def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
         outcome = oracle.verify(method, target, token_ids, rows, **keywords, **limits)
         outcomes.append(outcome._replace(margin=min(outcome.margin, *(margin for _, margin in kept))))
     return outcomes
-
-
-OWN = {
-    "top_k": torch.tensor([0, 3, 1500]),
-    "top_p": torch.tensor([0.9, 1, 0.99]),
-    "min_p": torch.tensor([0, 0.2, 0.001]),
-}
-LIMITS: dict = {"none": {}, "each request's own": OWN, "top-k, more than some drafts have": {"top_k": 50}}
-WAYS = [FEW, LARGE, MANY][: 2 + ON_GPU]
-CASES = pairs(METHODS, SIZES, list(LIMITS), [torch.bfloat16, torch.float32], [False, True], WAYS)
-
-
-@pytest.mark.parametrize(("method", "sizes", "limits", "dtype", "with_given", "way"), CASES, ids=str)
-def test_tokens_are_the_references(method, sizes, limits, dtype, with_given, way):
-    drafts = 3 if ON_GPU else 1 + (method == "block")
-    batch, ids = narrow(case(3, drafts, sizes[0], dtype, seed=sum(sizes)), sizes[1])
-    options = LIMITS[limits]
-    given = drafted(batch, ids, options) if with_given else {}
-    with memory_of(100):  # which looks like sums
-        got = verify(method, batch, ids.to(torch.int32), options, given=given, **way)
-    assert_same_tokens(got.token_ids, expected(method, batch, ids, options), FLOAT32_BAND)
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "way"),
-    pairs(METHODS, [{}, {"top_p": 0.9}], WAYS)
-    if ON_GPU
-    else [("probabilistic", {"top_p": 0.9}, LARGE), ("block", {}, FEW)],
-    ids=str,
-)
-def test_packed_is_padded_bit_for_bit(method, options, way):
-    batch, ids = narrow(case(3, 2, 1100, torch.bfloat16, greedy=0.4, seed=15), 1000)
-    batch, counts, slots = with_counts(batch, [2, 0, 1]), [2, 0, 1], torch.tensor([5, 2, 0])
-    options = {"top_p": torch.full((3,), 0.9)} if options else {}
-    usual = verify(method, batch, ids, {**options, "logprobs": "processed"}, **way)
-    rows = packed_rows(batch, counts)
-    by_slot = {name: getattr(batch, name) for name in ("draft_logits", "temperature", "seeds")} | options
-    by_slot = {name: in_slots(value, slots, 7) for name, value in by_slot.items()}
-    names = "draft_logsumexp", "top_k", "top_p", "min_p", "draft_sampling", "draft_cutoff"
-    call = {**dict.fromkeys(names), **rows, **by_slot, "positions": batch.positions, "logprobs": "processed"}
-    packed = VerificationBatch.check(**on(DEVICE, {**call, "slots": slots, "draft_vocab_ids": ids}))
-    assert_same(kernels.verify(method, packed, SCHEDULE if method == "synthetic" else None, **way), usual)
-    assert usual.num_accepted.sum() > 0
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
