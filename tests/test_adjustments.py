@@ -10,9 +10,10 @@ from tests.support.adjusted import (
     adjustments_for,
     all_of,
     of_request,
+    to,
     words_of,
 )
-from tests.support.differential import case, like_a_device
+from tests.support.differential import case
 from tests.support.packing import METHODS, assert_same
 from tests.support.truncated import SCHEDULE
 
@@ -72,18 +73,21 @@ def test_neutral_values_change_no_bit():
             assert_same(call(method, batch, neutral, **options), call(method, batch, None, **options))
 
 
-def test_drafts_before_a_row_count_as_emitted():
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])
+def test_drafts_before_a_row_count_as_emitted(any_place, method):
     """The target repeats token 0 until the penalty of what it has emitted makes token 1 better, in the middle of a step."""
-    logits = torch.tensor([2.0, 1.5, 0.0]).expand(1, 6, 3)
-    drafts = torch.tensor([[0, 0, 1, 0, 1]])
-    greedy = RejectionSampler("strict")
-    tokens = greedy(logits, drafts, temperature=0.0, adjustments=Adjustments(frequency_penalty=0.4)).token_ids
-    assert tokens.tolist() == [[0, 0, 1, 0, 1, 0]]
-    before = torch.tensor([[1, 0, 0]], dtype=torch.int32)
-    counted = Adjustments(frequency_penalty=0.4, output_counts=before)
-    assert greedy(logits, drafts, temperature=0.0, adjustments=counted).token_ids.tolist() == [[0, 1, -1, -1, -1, -1]]
-    once = Adjustments(presence_penalty=0.6)
-    assert greedy(logits, drafts, temperature=0.0, adjustments=once).token_ids.tolist() == [[0, 1, -1, -1, -1, -1]]
+    backend, device = any_place
+    logits = torch.tensor([2.0, 1.5, 0.0], device=device).expand(1, 6, 3)
+    drafts, before = torch.tensor([[0, 0, 1, 0, 1]]), torch.tensor([[1, 0, 0]], dtype=torch.int32)
+    sampler = RejectionSampler(method, backend=backend)
+    for penalties, tokens in (
+        (Adjustments(frequency_penalty=0.4), [0, 0, 1, 0, 1, 0]),
+        (Adjustments(frequency_penalty=0.4, output_counts=before), [0, 1, -1, -1, -1, -1]),
+        (Adjustments(presence_penalty=0.6), [0, 1, -1, -1, -1, -1]),
+    ):
+        output = sampler(logits, drafts.to(device), temperature=0.0, adjustments=to(device, penalties))
+        assert output.token_ids.tolist() == [tokens]
 
 
 def test_everything_forbidden_but_one():
@@ -100,16 +104,8 @@ def test_everything_forbidden_but_one():
             assert output.invalid.tolist() == [False, True]
 
 
-def test_values_on_a_device_that_make_no_sense_are_harmless():
+def test_the_largest_count_does_not_overflow():
     batch = case(6, 2, 100, torch.float32, seed=7)
-    bad = torch.tensor([NAN, INF, -1.0, 0.0, -INF, -0.0])
-    wild = torch.tensor([NAN, INF, -INF, NAN, INF, NAN])
-    ids = torch.tensor([[100, -7, 2**31 - 1]]).expand(6, 3).to(torch.int32)
-    counts = torch.full((6, 100), -(2**31), dtype=torch.int32)
-    hostile = Adjustments(bad, wild, wild, output_counts=counts, bias_ids=ids, bias=torch.full((6, 3), 5.0))
-    with like_a_device():
-        for method in METHODS:
-            assert_same(call(method, batch, hostile), call(method, batch, None))
     most = Adjustments(frequency_penalty=1e-9, output_counts=torch.full((6, 100), 2**31 - 1, dtype=torch.int32))
     assert not call("strict", batch, most).invalid.any()
 

@@ -16,6 +16,7 @@ from tests.contract.cases import (
     KERNEL_WAYS,
     METHODS,
     NAN,
+    ORDINARY,
     Parameters,
     cases_of,
     chosen,
@@ -57,9 +58,6 @@ SOME_KERNELS = (
     )
 )
 """Cases of tests that make several calls of each."""
-
-
-ORDINARY = Parameters("", "", "float32", 1040, "by request", "none", "none", "read", "ordinary", "padded", "processed")
 
 
 def arguments_of(case: Parameters) -> dict[str, Any]:

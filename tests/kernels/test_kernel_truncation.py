@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
-from specdecode import RejectionSampler, backends, eager, kernels
+from specdecode import RejectionSampler, SamplerOutput, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
 from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels.arguments import Pointer
@@ -25,9 +25,11 @@ from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
 from tests.benchmarks.realistic import realistic_rows
 from tests.conftest import ON_GPU
+from tests.contract.cases import ORDINARY, run
+from tests.contract.cases import on as values_on
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
-from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case
+from tests.support.differential import FLOAT32_BAND, Case, case
 from tests.support.kernels import (
     DEVICE,
     assert_same,
@@ -38,7 +40,8 @@ from tests.support.kernels import (
     sizes_of,
     small,
 )
-from tests.support.truncated import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, expected, of_request, on
+from tests.support.oracle import assert_equals_oracle
+from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, of_request, on
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +51,12 @@ def addresses() -> Iterator[None]:
         yield
 
 
-def verify(method: str, batch: Case, options: Any, with_logits: bool = True, **how: Any) -> Any:
-    batch = batch.to(DEVICE)
-    draft = batch.draft_logits if with_logits else None
-    arguments = VerificationBatch.check(
-        batch.target_logits,
-        batch.draft_token_ids,
-        draft,
-        None,
-        batch.temperature,
-        batch.seeds,
-        batch.positions,
-        **on(DEVICE, options),
-    )
-    return kernels.verify(method, arguments, SCHEDULE if method == "synthetic" else None, **how)
+def verify(method: str, batch: Case, way: str, **options: Any) -> SamplerOutput:
+    """The kernels' output, which is the oracle's."""
+    call = values_on(DEVICE, {**vars(batch), **options})
+    output = run(ORDINARY._replace(method=method, backend=f"triton {way}"), call)
+    assert_equals_oracle(method, call, output, "triton")
+    return output
 
 
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
@@ -349,8 +344,8 @@ def test_rejections_while_rows_are_read_change_no_token(method, options, with_lo
     batch = case(6, 3 if ON_GPU else 2, 1040, torch.bfloat16, seed=11)
     target = batch.target_logits
     target[0, 1], target[1, 2, 7], target[2, 0, ::3] = -torch.inf, torch.inf, torch.nan
-    outputs = [verify(method, batch, TRUNCATIONS[options], with_logits, large=large) for large in (False, True)]
-    assert_same(*outputs)
+    batch = batch if with_logits else replace(batch, draft_logits=None)
+    assert_same(*(verify(method, batch, way, **TRUNCATIONS[options]) for way in ("few", "large")))
 
 
 def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_by_its_last_bit():
@@ -392,20 +387,17 @@ def test_a_drafting_step_returns_what_is_kept():
 @needs_interpreter
 @pytest.mark.parametrize("method", ["probabilistic", "block"])
 def test_programs_may_finish_in_any_order(method):
-    batch, options = case(2, 2, 1040, torch.float32, seed=1), {"top_k": 40}
-    usual = verify(method, batch, options)
+    batch = case(2, 2, 1040, torch.float32, seed=1)
+    usual = verify(method, batch, "few", top_k=40)
     with in_reverse():
-        assert_same(verify(method, batch, options), usual)
+        assert_same(verify(method, batch, "few", top_k=40), usual)
 
 
-@pytest.mark.parametrize("large", small(True, False))
-def test_block_verification_compares_masses_of_what_is_kept(large):
+@pytest.mark.parametrize("way", small("large", "few"))
+def test_block_verification_compares_masses_of_what_is_kept(way):
     requests, vocab = (60, 9000) if ON_GPU else (2, 2064)
     batch = case(requests, 3, vocab, torch.float32, greedy=0, seed=6)
-    batch = replace(batch, temperature=torch.full((requests,), 1.4))
-    options = {"top_p": 0.97}
-    got = verify("block", batch, options, large=large)
-    assert_same_tokens(got.token_ids, expected("block", batch, options, None, True), FLOAT32_BAND)
+    verify("block", replace(batch, temperature=torch.full((requests,), 1.4)), way, top_p=0.97)
 
 
 def test_top_p_is_a_share_of_what_top_k_and_min_p_have_kept():

@@ -1,4 +1,4 @@
-"""Kernels verify drafts from a vocabulary of their own, and give what rows spread over the target's vocabulary would."""
+"""Draft vocabularies in the kernels: ids that are no tokens, the map from tokens to ids, plans by the width of rows."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,20 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import oracle
-from reference.sampling import Sampling, spread, truncate
 from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import target_to_draft
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
+from tests.contract.cases import computing, on
 from tests.support.addresses import reads_and_writes_inside
-from tests.support.differential import FLOAT32_BAND, Case, assert_same_tokens, case, like_a_device
-from tests.support.kernels import DEVICE, FEW, LARGE, parts_of, run
-from tests.support.truncated import SCHEDULE, of_request, on
-
-METHODS = ["probabilistic", "block", "synthetic"]
+from tests.support.differential import Case, case, like_a_device
+from tests.support.kernels import DEVICE, parts_of, run
+from tests.support.oracle import assert_equals_oracle
 
 
 def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
@@ -37,35 +34,8 @@ def narrow(batch: Case, size: int, seed: int = 0) -> tuple[Case, Tensor]:
     return replace(batch, draft_logits=rows, draft_token_ids=token_ids), ids
 
 
-def check(batch: Case, ids: Tensor, options: dict, **given: Any) -> VerificationBatch:
-    tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, given.pop("draft_logsumexp", None)
-    numbers = batch.temperature, batch.seeds, batch.positions
-    return VerificationBatch.check(*tensors, *numbers, **options, **given, draft_vocab_ids=ids)
-
-
-def verify(method: str, *arguments: Any, given: dict | None = None, **way: bool) -> Any:
-    """Run the kernels on a batch, ids and options, as `check` takes them."""
-    batch, ids, options = arguments
-    given = on(DEVICE, given or {})
-    checked = check(batch.to(DEVICE), ids.to(DEVICE), on(DEVICE, options), **given)
-    return kernels.verify(method, checked, SCHEDULE if method == "synthetic" else None, **way)
-
-
-def expected(method: str, batch: Case, ids: Tensor, options: dict) -> list:
-    """What the reference says of rows that are truncated first and then spread."""
-    outcomes, vocab = [], batch.target_logits.shape[2]
-    for index in range(len(batch.seeds)):
-        target, token_ids, draft = batch.rows(index)
-        keywords, limits = batch.request(index), of_request(options, index)
-        how = Sampling(keywords["temperature"], **limits)
-        kept = [truncate(row, how) for row in draft]
-        rows = [spread(row, ids.numpy(), vocab) for row, _ in kept]
-        if method == "synthetic":
-            keywords["conditional_rates"] = SCHEDULE.conditional_rates
-        keywords["draft_sampling"] = Sampling(keywords["temperature"])
-        outcome = oracle.verify(method, target, token_ids, rows, **keywords, **limits)
-        outcomes.append(outcome._replace(margin=min(outcome.margin, *(margin for _, margin in kept))))
-    return outcomes
+def call_of(batch: Case, ids: Tensor, **options: Any) -> dict[str, Any]:
+    return {**vars(batch), "draft_vocab_ids": ids, **options}
 
 
 def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
@@ -89,25 +59,27 @@ def hostile(size: int, vocab: int, drafts: int) -> tuple[Case, Tensor]:
     return batch, ids
 
 
-HOSTILE = [
-    ("probabilistic", {}, LARGE),
-    ("probabilistic", {"top_k": 30}, FEW),
-    ("block", {}, FEW),
-    ("block", {}, LARGE),
-]
-
-
-@pytest.mark.parametrize(("method", "options", "way"), HOSTILE, ids=str)
+@pytest.mark.parametrize(
+    ("method", "options", "way"),
+    [
+        ("probabilistic", {}, "triton large"),
+        ("probabilistic", {"top_k": 30}, "triton few"),
+        ("block", {}, "triton few"),
+        ("block", {}, "triton large"),
+    ],
+    ids=str,
+)
 def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(method, options, way):
     batch, ids = hostile(1030, 1100, drafts=1 if options else 2)
     if options and not ON_GPU:  # half of them, each of whose rows takes long
         batch = replace(batch, **{name: value[::2] for name, value in vars(batch).items()})
     with ExitStack() as stack:
         stack.enter_context(like_a_device())  # values are not checked, which on the CPU would refuse the ids
-        want = RejectionSampler(method, backend="eager")._verify(check(batch, ids, options))
+        want = RejectionSampler(method, backend="eager")(**call_of(batch, ids, **options))
         if not ON_GPU:
             stack.enter_context(reads_and_writes_inside())  # of a GPU, a sanitizer does
-        got = verify(method, batch, ids, options, **way)
+        with computing(way):
+            got = RejectionSampler(method, backend="triton")(**on(DEVICE, call_of(batch, ids, **options)))
     for name, one, other in zip(got._fields, got[:4], want):
         assert one.tolist() == other.tolist(), name
     assert got.num_accepted.sum() > 0
@@ -137,5 +109,6 @@ def test_the_width_of_draft_rows_is_part_of_what_a_plan_is_found_by():
     batch, ids = narrow(case(3, 1, 1100, torch.float32, greedy=0, seed=3), 1040)
     for width in (37, 1040):
         few = replace(batch, draft_logits=batch.draft_logits[..., :width])
-        outcomes = expected("probabilistic", few, ids[:width], {})
-        assert_same_tokens(verify("probabilistic", few, ids[:width], {}).token_ids, outcomes, FLOAT32_BAND)
+        call = on(DEVICE, call_of(few, ids[:width]))
+        output = RejectionSampler("probabilistic", backend="triton")(**call)
+        assert_equals_oracle("probabilistic", call, output, "triton")

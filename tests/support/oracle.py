@@ -129,7 +129,8 @@ def assert_equals_oracle(
             if is_clear:
                 assert_row(arguments, output, expected, index, offset, band)
     assert excused <= 1 + len(output.token_ids) // 100
-    assert compared >= 0.5 * int((output.token_ids >= 0).sum())
+    if output.logprobs is not None or output.num_kept is not None:
+        assert compared >= 0.5 * int((output.token_ids >= 0).sum())
 
 
 def assert_form(arguments: Mapping, output: SamplerOutput) -> None:
