@@ -14,8 +14,8 @@ from tests.support.adjusted import (
     words_of,
 )
 from tests.support.differential import case
+from tests.support.oracle import SCHEDULE
 from tests.support.packing import METHODS, assert_same
-from tests.support.truncated import SCHEDULE
 
 NAN, INF = float("nan"), float("inf")
 

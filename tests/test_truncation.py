@@ -31,7 +31,8 @@ from tests.support.enumeration import (
 )
 from tests.support.exactness import METHODS, assert_same_distribution
 from tests.support.mutants import Mutant, assert_caught
-from tests.support.truncated import ROWS_THAT_HURT, SCHEDULE, TRUNCATIONS, kept_tokens, of_request
+from tests.support.oracle import SCHEDULE
+from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, kept_tokens, of_request
 
 NAN, INF = float("nan"), float("inf")
 DEVICES = ["cpu", "cuda"] if ON_GPU else ["cpu"]

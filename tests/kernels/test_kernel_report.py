@@ -11,6 +11,7 @@ from specdecode import RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
+from tests.contract.cases import on
 from tests.support.differential import Case, case
 from tests.support.kernels import (
     DEVICE,
@@ -18,7 +19,6 @@ from tests.support.kernels import (
     LARGE,
     checked,
 )
-from tests.support.truncated import on
 
 
 def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: int, **more: Any) -> tuple:

@@ -25,8 +25,7 @@ from specdecode.kernels.truncation.wide import amounts_from
 from specdecode.noise import SELECT
 from tests.benchmarks.realistic import realistic_rows
 from tests.conftest import ON_GPU
-from tests.contract.cases import ORDINARY, run
-from tests.contract.cases import on as values_on
+from tests.contract.cases import ORDINARY, on, run
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.differential import FLOAT32_BAND, Case, case
@@ -41,7 +40,7 @@ from tests.support.kernels import (
     small,
 )
 from tests.support.oracle import assert_equals_oracle
-from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, of_request, on
+from tests.support.truncated import ROWS_THAT_HURT, TRUNCATIONS, of_request
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +52,7 @@ def addresses() -> Iterator[None]:
 
 def verify(method: str, batch: Case, way: str, **options: Any) -> SamplerOutput:
     """The kernels' output, which is the oracle's."""
-    call = values_on(DEVICE, {**vars(batch), **options})
+    call = on(DEVICE, {**vars(batch), **options})
     output = run(ORDINARY._replace(method=method, backend=f"triton {way}"), call)
     assert_equals_oracle(method, call, output, "triton")
     return output
