@@ -333,7 +333,7 @@ def packed(arguments: dict[str, Any], by_slot: bool) -> dict[str, Any]:
     target, ids = arguments["target_logits"], arguments["draft_token_ids"]
     requests, drafts, device = *ids.shape, ids.device
     lengths = (ids >= 0).cumprod(1).sum(1)
-    counts = (lengths + 2 * (torch.arange(requests, device=device) % 2)).clamp(max=drafts).tolist()  # some after a -1
+    counts = (lengths + 2 * (lengths % 2)).clamp(max=drafts).tolist()  # some have rows after a -1
     offsets = torch.arange(drafts + 1, device=device)
     starts = torch.tensor([NOBODYS, *[count + 1 for count in counts]]).cumsum(0)
     slots = torch.randperm(requests + 3, generator=torch.Generator().manual_seed(requests))[:requests]
