@@ -201,26 +201,6 @@ def test_tensors_made_in_inference_mode_are_as_good(place, method):
 
 
 @each_method
-def test_an_int_seed_means_consecutive_seeds(place, method):
-    call = make_call(place)
-    for first in (0, -5, 2**40):
-        seeds = torch.arange(first, first + 12, device=place[1])
-        assert_same(make(method, place)(**call | {"seeds": first}), make(method, place)(**call | {"seeds": seeds}))
-        rows = call["target_logits"][:, 0]
-        assert sample(rows, seeds=first).tolist() == sample(rows, seeds=seeds).tolist()
-
-
-@each_method
-def test_no_positions_means_zeros(place, method):
-    call = make_call(place)
-    zeros = torch.zeros(12, dtype=torch.int64, device=place[1])
-    without, given = (make(method, place)(**call | {"positions": positions}) for positions in (None, zeros))
-    assert_same(without, given)
-    rows = call["target_logits"][:, 0]
-    assert sample(rows, 1.0, 0).tolist() == sample(rows, 1.0, 0, zeros).tolist()
-
-
-@each_method
 def test_no_seeds_means_fresh_ones_of_the_default_generator(place, method):
     target = torch.zeros(8, 1, 2 * BLOCK_SIZE, device=place[1])  # even: two draws agree with probability 2,048^-8
     uses = {

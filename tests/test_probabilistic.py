@@ -83,15 +83,3 @@ def test_a_residual_that_is_empty_is_the_target_itself(deterministic, masked):
         weights, sums = found.target
         assert torch.allclose(weights[:, :2000] / sums.sum(dim=1)[:, None], target.softmax(dim=1), atol=1e-7)
         assert torch.equal(drawn, select(weights, sums, seeds, seeds, SELECT))
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["as it is", "like a device"])
-@pytest.mark.parametrize("method", ["probabilistic", "block"])
-@pytest.mark.parametrize("impossible", [-torch.inf, torch.nan])
-def test_a_draft_that_its_own_model_cannot_draw_is_rejected(method, impossible, masked):
-    # p(x) / q(x) is infinite, and still no reason to accept: x was not drawn from q.
-    target, draft = torch.tensor([9.0, 0.0, 0.0]), torch.tensor([impossible, 0.0, 0.0])
-    rows = target.expand(50, 3, 3), torch.zeros(50, 2, dtype=torch.int64), draft.expand(50, 2, 3)
-    with like_a_device() if masked else nullcontext():
-        output = RejectionSampler(method, backend="eager")(*rows, seeds=0)
-    assert output.num_accepted.tolist() == [0] * 50
