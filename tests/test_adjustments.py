@@ -1,4 +1,4 @@
-"""Biases, penalties and masks: what they make of a row, and that every method verifies the adjusted target."""
+"""Biases, penalties and masks: `sample`, neutral values, drafts before a row, errors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.support.differential import case
 from tests.support.oracle import SCHEDULE
 from tests.support.packing import METHODS, assert_same
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 def sampler_of(method: str, **options) -> RejectionSampler:

@@ -1,4 +1,4 @@
-"""Block verification: tokens against the reference, distributions over several steps, and precision."""
+"""Block verification: distributions over several steps, and precision."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Drafters with only some of the target's tokens: the target's distribution, and what rows spread by hand give."""
+"""Drafters with only some of the target's tokens: the target's distribution, equal logits, hostile ids, errors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Greedy requests: maxima only, in every method."""
+"""Greedy requests: a schedule rules over them, and tiny temperatures are not greedy."""
 
 from contextlib import nullcontext
 

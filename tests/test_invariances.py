@@ -1,7 +1,4 @@
-"""A request's tokens depend on its own logits, drafts, temperature, seed and position alone.
-
-Not on the batch, the layout in memory, or the state of PyTorch; and inputs are never written to.
-"""
+"""Nothing depends on the state of PyTorch, and sums are the same to the last bit in any batch and layout."""
 
 import pytest
 import torch

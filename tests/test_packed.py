@@ -1,4 +1,4 @@
-"""A packed call gives each request, bit for bit, what the call with its rows padded gives it; bad places are refused."""
+"""Packed calls: errors that name the argument, fresh seeds, statistics, warm-up."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Probabilistic verification: tokens against the reference, and precision."""
+"""Probabilistic verification: precision, residuals that are nearly or entirely empty."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Strict verification: tokens against the reference and plain sampling."""
+"""Strict verification: every emitted token is what plain sampling draws."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Kernels truncate rows: what is kept, and that all that follows computes with that alone."""
+"""Rows that are hard to truncate for the kernels: wide, crowded, with ties, at the limits of their lists."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tokens equal the reference's, and all variants of a call give the same bits."""
+"""All variants of a call give the same bits: plans, grids, numbers of tiles; and limits of what is handled at once."""
 
 from dataclasses import replace
 
