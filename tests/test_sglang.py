@@ -14,7 +14,8 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
-from specdecode import RejectionSampler, Sampling, backends, integrations, sample
+from specdecode import RejectionSampler, Sampling, backends, integrations, sample, sampler
+from specdecode.arguments import check_verification
 from specdecode.batch import VerificationBatch
 from specdecode.integrations import sglang
 from specdecode.integrations.sglang import EagleSample
