@@ -153,7 +153,7 @@ class TreeOutput(NamedTuple):
     """[batch] bool: as in a [`SamplerOutput`][specdecode.SamplerOutput]."""
 
     logprobs: Tensor | None = None
-    """[batch, max_depth + 1] float32: as in a `SamplerOutput`, and so are the fields below."""
+    """[batch, max_depth + 1] float32: as in a `SamplerOutput`, like the fields below."""
 
     top_token_ids: Tensor | None = None
     """[batch, max_depth + 1, top_logprobs] int64."""
@@ -266,6 +266,11 @@ class TreeBatch(NamedTuple):
     token_ids: Tensor  # [batch, nodes] int32 or int64
     parents: Tensor  # [batch, nodes] int32 or int64
     max_depth: int
+
+    @property
+    def num_rounds(self) -> int:
+        """The number of tokens that may be emitted, one more than the most drafts on a path."""
+        return min(self.max_depth, self.parents.shape[1] - 1) + 1
 
     @property
     def packing(self) -> Packing:

@@ -59,6 +59,8 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
     rows.
     """
     unpacked, has_rows = (batch, None) if batch.packing is None else unpack(batch, batch.packing)
+    if batch.adjustments is None:
+        return unpacked, unpacked.target_logits, has_rows
     return adjusted(batch, unpacked), unpacked.target_logits, has_rows
 
 
