@@ -10,6 +10,7 @@ from torch import Tensor
 from reference import oracle
 from reference.sampling import Sampling, processed_logprobs
 from specdecode import Adjustments, RejectionSampler, sample
+from specdecode.arguments import check_tree
 from tests.conftest import HAS_TRITON, ON_GPU, combine
 from tests.support.adjusted import adjustments_for, of_request
 from tests.support.differential import FLOAT32_BAND, Case, band_of
@@ -235,6 +236,28 @@ def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_mark
     output = sampler.tree(**call(given._replace(target_logits=rows), None))
     assert output.invalid.all()
     assert (output.token_ids[:, 0] == 0).all()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
+def test_a_warm_up_with_one_request_makes_the_plans_of_all_sizes(monkeypatch, truncation):
+    from specdecode.kernels import warm_up_tree
+    from specdecode.kernels.call import plan_of
+
+    few, many = (trees(40, torch.float32, seed=7, requests=requests) for requests in (1, 13))
+
+    def arguments(given):
+        limits = {name: torch.full((len(given.seeds),), value, device=DEVICE) for name, value in truncation.items()}
+        return call(given, None) | limits
+
+    plan_of.cache_clear()
+    warm_up_tree(check_tree(**arguments(few)))
+    made = plan_of.cache_info().misses
+    assert made > 0
+    for way in ("triton, by rounds", "triton, all at once"):
+        for given in (few, many):
+            sampler_of(way, monkeypatch).tree(**arguments(given))
+    assert plan_of.cache_info().misses == made
 
 
 BAD = {
