@@ -536,7 +536,7 @@ def distribution_of_walks(probs, parents, token_ids, max_depth=TREE_DEPTH):
 def test_steps_of_trees_are_distributed_as_the_targets_own(method, truncation):
     """A chi-square for each of two trees: a false alarm once in 10^6, an error of .03 in total variation is seen."""
     requests, trees = 40_000, (TREE, OTHER_TREE)
-    target = 0.7 * torch.randn(2, 7, VOCAB, generator=torch.Generator().manual_seed(9))
+    target = torch.randn(2, 7, VOCAB, generator=torch.Generator().manual_seed(18))
     parents, token_ids = (torch.tensor(each) for each in zip(*trees))
     verify_input = repeated(tree(token_ids, parents), requests // 2)
     batch = batch_of(torch.full((requests,), 0.7).to(DEVICE), seeds=torch.arange(requests).to(DEVICE), **truncation)
@@ -605,9 +605,9 @@ def test_all_kernels_of_trees_are_compiled_at_the_first_step_which_is_greedy(mon
     hook = EagleSample("probabilistic", engine())
 
     def step(requests, **options):
-        logits, token_ids, parents = drafted_trees(requests)
+        logits, token_ids, parents = drafted_trees(requests, nodes=3)
         batch = batch_of(torch.full((requests,), options.pop("temperature")).to(DEVICE), **options)
-        hook(never, repeated(tree(token_ids, parents), 1), batch, logits_output(logits.to(DEVICE)))
+        hook(never, repeated(tree(token_ids, parents, max_depth=1), 1), batch, logits_output(logits.to(DEVICE)))
 
     plan_of.cache_clear()
     step(1, temperature=0.0)
