@@ -17,6 +17,12 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 Trees of drafts (EAGLE with a top-k above 1, n-gram look-up) are verified by `RejectionSampler("strict").tree`, whatever the
 method for chains is: their drafts come without q, and the walk is exact for every tree.
+
+| SGLang | `tree` |
+|---|---|
+| `draft_token` [batch * D], column 0 is the last token | `token_ids` [batch, D] |
+| `retrieve_next_token`, `retrieve_next_sibling` [batch, D] | `parents`, by `from_links` |
+| `max_tree_depth`, which counts node 0 | `max_depth`: one less |
 """
 
 from __future__ import annotations
@@ -130,7 +136,7 @@ class Step(NamedTuple):
 
     @property
     def is_tree(self) -> bool:
-        """Whether drafts are linked as a tree; without, each draft follows the one before it."""
+        """Whether drafts are linked as a tree. Otherwise they are a chain: each follows the one before it."""
         drafts = self.verify_input
         return bool(drafts.tree_topk != 1 or drafts.draft_token_num != drafts.max_tree_depth)
 
