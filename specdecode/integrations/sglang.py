@@ -191,8 +191,8 @@ class EagleSample:
         """Verify one step, with the arguments of SGLang's `eagle_sample`, which is `original`, and its results.
 
         Returns:
-            [batch * D] int32 the token that each row emits, 0 after the last one; [batch] int32 number of tokens that a
-            request emits; [batch, D] int32 the rows that emit, then -1.
+            [batch * D] int32 the token that each row emits, 0 for rows that emit none; [batch] int32 number of tokens that
+            a request emits; [batch, max_tree_depth] int32 the rows that emit, in the order of the tokens, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
         step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
@@ -235,10 +235,8 @@ class EagleSample:
         if step.watermark_state is not None and step.info.has_watermark_candidates:
             return "watermarks"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
-            return (
-                "speculative_accept_threshold_single or _acc below 1: "
-                "its thresholds accept drafts that the target would not emit"
-            )
+            thresholds = "speculative_accept_threshold_single or _acc below 1"
+            return f"{thresholds}, which accept drafts that the target would not emit"
         if self.engine.simulates_acceptance():
             return "SGLANG_SIMULATE_ACC_LEN"
         if step.is_tree:
