@@ -238,6 +238,28 @@ def test_rows_off_the_path_change_nothing_and_a_row_without_a_finite_logit_is_ma
     assert (output.token_ids[:, 0] == 0).all()
 
 
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}], ids=["whole rows", "truncated"])
+def test_a_warm_up_with_one_request_makes_the_plans_of_all_sizes(monkeypatch, truncation):
+    from specdecode.kernels import warm_up_tree
+    from specdecode.kernels.call import plan_of
+
+    few, many = (trees(40, torch.float32, seed=7, requests=requests) for requests in (1, 13))
+
+    def arguments(given):
+        limits = {name: torch.full((len(given.seeds),), value, device=DEVICE) for name, value in truncation.items()}
+        return call(given, None) | limits
+
+    plan_of.cache_clear()
+    warm_up_tree(check_tree(**arguments(few)))
+    made = plan_of.cache_info().misses
+    assert made > 0
+    for way in ("triton, by rounds", "triton, all at once"):
+        for given in (few, many):
+            sampler_of(way, monkeypatch).tree(**arguments(given))
+    assert plan_of.cache_info().misses == made
+
+
 BAD = {
     "token_ids: expected shape": {"token_ids": torch.zeros(2, 0, dtype=torch.int64)},
     "token_ids: expected dtype": {"token_ids": torch.zeros(2, 3)},

@@ -4,6 +4,8 @@ In rounds, each request reads the row of its current node alone: a `strict` step
 goes to the child. For few nodes all rows are read at once, in one step, and one launch walks: fewer launches, more bytes.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from specdecode.arguments import seed_each
 from specdecode.batch import SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
 from specdecode.eager.tree import Walk, output_of, walk_in_rounds
 from specdecode.kernels.call import verify
+from specdecode.kernels.launch import compile_ahead
 
 LOGITS_A_ROUND = 10_000_000
 """All rows are read at once if they have at most so many logits for each round that this saves."""
@@ -169,15 +172,32 @@ def all_nodes(batch: TreeBatch, walk: Walk, depths: Tensor) -> VerificationBatch
     return rows._replace(seeds=seeds, positions=positions.flatten(), packing=packing)
 
 
-def verify_tree(batch: TreeBatch) -> TreeOutput:
-    """Verify one tree of drafts for each request."""
+def with_contiguous_nodes(batch: TreeBatch) -> TreeBatch:
+    """Return the batch with token ids, parents, row starts and slots that lie densely in memory."""
     ids, parents = (each if each.stride(-1) == 1 else each.contiguous() for each in (batch.token_ids, batch.parents))
     row_starts, slots = batch.packing.row_starts, batch.packing.slots
     slots = None if slots is None else slots.contiguous()
     packing = batch.packing._replace(row_starts=row_starts.contiguous(), slots=slots)
-    batch = batch._replace(rows=batch.rows._replace(packing=packing), token_ids=ids, parents=parents)
-    depths = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    with torch.cuda.device_of(ids):
+    return batch._replace(rows=batch.rows._replace(packing=packing), token_ids=ids, parents=parents)
+
+
+def warm_up_tree(batch: TreeBatch) -> None:
+    """Compile the kernels that draw tokens for trees with arguments like these, whatever their sizes."""
+    batch = with_contiguous_nodes(batch)
+    depths = torch.empty(batch.token_ids.shape, dtype=torch.int64, device=batch.token_ids.device)
+    with torch.cuda.device_of(depths):
+        walk = start(batch, depths)
+        steps = batch.round(walk.row, walk.token_ids[:, :0]), all_nodes(batch, walk, depths)
+        compile_ahead(
+            [functools.partial(verify, "strict", step, many=many) for step in steps for many in (False, True)]
+        )
+
+
+def verify_tree(batch: TreeBatch) -> TreeOutput:
+    """Verify one tree of drafts for each request."""
+    batch = with_contiguous_nodes(batch)
+    depths = torch.empty(batch.token_ids.shape, dtype=torch.int64, device=batch.token_ids.device)
+    with torch.cuda.device_of(depths):
         walk = start(batch, depths)
         if not reads_all_at_once(batch):
             return walk_in_rounds(batch, walk, verify, advance)
