@@ -18,10 +18,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference import block, greedy, probabilistic
+from reference import block, greedy, probabilistic, tree
 from reference.adjustments import Adjustments, adjust
-from reference.philox import Domain, uniform
-from reference.sampling import Choice, Sampling, is_invalid, log, log_softmax, point_mass, select, truncate, without_nan
+from reference.philox import SELECT, Domain, gumbel, uniform
+from reference.sampling import (
+    Choice,
+    Sampling,
+    TokenGumbels,
+    is_invalid,
+    log,
+    log_softmax,
+    point_mass,
+    select,
+    truncate,
+    without_nan,
+)
+from reference.selection import log_block_sums
+from reference.truncation import token_order
 
 
 class Outcome(NamedTuple):
@@ -285,3 +298,155 @@ def verify(
         token_ids = verifiers[method](step)
     invalid = any(is_invalid(row) for row in target_logits[: len(token_ids)])
     return Outcome(token_ids, step.margin, invalid)
+
+
+class TreeOutcome(NamedTuple):
+    """The result of verifying one request's tree."""
+
+    token_ids: list[int]
+    """Accepted drafts, then one more token."""
+
+    nodes: list[int]
+    """The accepted nodes."""
+
+    num_draft_tokens: int
+    """The depth of the tree, padding left out, at most `max_depth`."""
+
+    margin: float
+    """How far the closest decision of the step was from the opposite decision, in nats."""
+
+    invalid: bool = False
+    """Whether a target row that decided a token had no finite logit and no `+inf`."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of accepted draft tokens."""
+        return len(self.nodes)
+
+
+def without_invalid(token_ids, parents, vocab_size: int) -> list[int]:
+    """Return the parents, -1 for nodes whose id is no token: they are padding, and so are the nodes after them.
+
+    >>> without_invalid([7, 4, -1, 9], [-1, 0, 0, 2], vocab_size=5)
+    [-1, 0, -1, -1]
+    """
+    return [int(parent) if 0 <= token < vocab_size else -1 for token, parent in zip(token_ids, parents)]
+
+
+def adjusted_path(target_logits, token_ids, nodes, adjustments: Adjustments) -> list:
+    """Return the rows of node 0 and of the nodes of a path, each adjusted for the text with the drafts before it.
+
+    The mask's rows are those of the nodes. Node 0 is part of the text, so its token is counted there already.
+
+    >>> rows, masks = np.zeros((3, 2), np.float32), np.array([[True, True], [True, True], [False, True]])
+    >>> adjusted_path(rows, [1, 0, 1], [2], Adjustments(presence_penalty=1.0, allowed=masks))[1].tolist()
+    [-inf, -1.0]
+    """
+    drafts = [int(token_ids[node]) for node in nodes]
+    rows = [np.asarray(target_logits[node]) for node in (0, *nodes)]
+    rows = [row.astype(np.promote_types(row.dtype, np.float32)) for row in rows]
+    with np.errstate(invalid="ignore", over="ignore"):
+        return [adjust(row, drafts[:i], adjustments, node) for i, (row, node) in enumerate(zip(rows, (0, *nodes)))]
+
+
+def verify_tree(
+    target_logits,
+    token_ids,
+    parents,
+    *,
+    max_depth: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    position: int = 0,
+    adjustments: Adjustments | None = None,
+) -> TreeOutcome:
+    """Verify one request's tree of drafts by the walk, see [`tree`][reference.tree].
+
+    Log-probabilities are those of [`sampling`][reference.sampling], for the rows of node 0 and of the accepted nodes.
+
+    Args:
+        target_logits: [nodes, vocab] raw logits; row n is the row after node n.
+        token_ids: [nodes] ids; that of node 0 is not looked at.
+        parents: [nodes], in any order. A node is padding if its parent is no node, its id is no token, or if its parents
+            do not lead to node 0.
+        max_depth: the most drafts that may be accepted.
+        temperature: 0 is greedy.
+        top_k: see [`truncation`][reference.truncation].
+        top_p: see `top_k`.
+        min_p: see `top_k`.
+        seed: the request's seed.
+        position: absolute position of the first token after node 0. A node at depth d has its token at position + d - 1.
+        adjustments: what the request adds to the target's rows; its mask has a row for each node. None: nothing.
+
+    >>> target = np.log([[0.6, 0.4], [0.5, 0.5], [0.5, 0.5]])
+    >>> plain = [select(target[node], seed=1, position=10 + depth).index for depth, node in enumerate([0, 2])]
+    >>> outcome = verify_tree(target, [0, 1 - plain[0], plain[0]], [-1, 0, 0], max_depth=2, seed=1, position=10)
+    >>> outcome.token_ids == plain, outcome.nodes, outcome.num_draft_tokens
+    (True, [2], 1)
+    """
+    parents = without_invalid([0, *token_ids[1:]], parents, len(target_logits[0]))
+    sampling = Sampling(temperature, top_k, top_p, min_p)
+    rows = list(target_logits)
+    paths = tree.paths(parents)
+    if adjustments is not None:
+        for path in paths:
+            rows[path[-1]] = adjusted_path(target_logits, token_ids, path[1:], adjustments)[-1]
+    step = Step(rows, [], None, sampling, sampling, seed, position)
+
+    def sample(node: int, depth: int) -> int:
+        if temperature == 0:
+            return greedy.argmax(without_nan(rows[node]))
+        return step.draw(depth, step.target(node))
+
+    nodes, emitted = tree.walk(sample, token_ids, parents, max_depth)
+    depth = min(max_depth, len(paths[-1]) - 1)
+    invalid = any(is_invalid(rows[node]) for node in (0, *nodes))
+    return TreeOutcome(emitted, nodes, depth, step.margin, invalid)
+
+
+class Siblings(NamedTuple):
+    """The result of drafting one node's children."""
+
+    token_ids: list[int]
+    """[width] ids, the likeliest to be the target's own token first, then -1 if fewer tokens are possible."""
+
+    margin: float
+    """How far the closest decision was from the opposite decision, in nats."""
+
+
+def draft_siblings(
+    logits,
+    width: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    position: int = 0,
+) -> Siblings:
+    """Draw a node's children with the noise of the target's own token, see [`siblings`][reference.tree.siblings].
+
+    At temperature 0 they are the tokens with the largest logits. This is the limit of small temperatures: temperature times
+    lag tends to the largest logit less the token's. The first is the draft that the drafter draws alone.
+
+    >>> row = np.log([0.1, 0.2, 0.3, 0.4])
+    >>> draft_siblings(row, 3, seed=5).token_ids[0] == select(row, seed=5, position=0).index
+    True
+    >>> draft_siblings(row, 3, temperature=0).token_ids, sorted(draft_siblings(row, 3, top_k=2).token_ids)
+    ([3, 2, 1], [-1, 2, 3])
+    """
+    if temperature == 0:
+        row, margin = without_nan(logits), np.inf
+        token_ids = [int(token) for token in token_order(row) if row[token] > -np.inf] or [0]
+    else:
+        row, margin = truncate(logits, Sampling(temperature, top_k, top_p, min_p))
+        log_weights = log_softmax(row, temperature)
+        block_gumbels = gumbel(seed, position, np.arange(len(log_block_sums(log_weights))), SELECT[0])
+        race = log_weights, block_gumbels, TokenGumbels(seed, position, SELECT[1]), width + 1
+        token_ids = tree.siblings(*race)
+        margin = min(margin, float(np.diff(tree.lags(*race)[token_ids]).min(initial=np.inf)))
+    return Siblings([*token_ids, *[-1] * width][:width], margin)

@@ -8,11 +8,10 @@ import typing
 
 if typing.TYPE_CHECKING:
     from specdecode.adjustments import Adjustments
-    from specdecode.batch import SamplerOutput
+    from specdecode.batch import SamplerOutput, Sampling
     from specdecode.drafting import DraftOutput, sample
     from specdecode.metrics import AcceptanceStats
     from specdecode.sampler import RejectionSampler
-    from specdecode.sampling import Sampling
     from specdecode.sharding import VocabShard
     from specdecode.synthetic import AcceptanceSchedule
 
@@ -36,7 +35,7 @@ _MODULES = {
     "DraftOutput": "drafting",
     "RejectionSampler": "sampler",
     "SamplerOutput": "batch",
-    "Sampling": "sampling",
+    "Sampling": "batch",
     "VocabShard": "sharding",
     "sample": "drafting",
 }

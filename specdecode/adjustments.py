@@ -1,19 +1,14 @@
-"""What requests add to the target's logits before a token is drawn: biases, penalties and masks, and their checks."""
+"""Adjustments of the target's logits by requests, before a token is drawn: biases, penalties and masks."""
 
-import math
-from numbers import Real
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from specdecode.checks import FLOATS, INTEGERS, Extent, check_tensor, check_type, check_values, on_host, plain, shown
-
-FLOAT32 = torch.finfo(torch.float32)
 MOST_COUNTED = 2**30
-"""Counts above it are taken for it: float32 has no more digits, and drafts may be added without an overflow."""
+"""The largest count; larger ones are clamped to it. float32 has no more digits, and adding drafts cannot overflow."""
+
 WORD = 32
-"""Tokens of a word of a mask."""
+"""The tokens in one word of a mask."""
 
 
 class Adjustments(NamedTuple):
@@ -73,100 +68,3 @@ class Adjustments(NamedTuple):
     def penalizes(self) -> bool:
         """Whether there may be a penalty."""
         return any(penalty is not None for penalty in self[:3])
-
-
-def by_slot_of(adjustments: Adjustments | None) -> tuple[Tensor | float | None, ...]:
-    """Return what is by slot in a packed call, or raise unless these are adjustments."""
-    if adjustments is None:
-        return ()
-    if not isinstance(adjustments, Adjustments):
-        raise TypeError(f"adjustments: expected Adjustments, got {type(adjustments).__name__}")
-    return adjustments[:-1]
-
-
-def check_adjustments(adjustments: Adjustments, extent: Extent, rows: tuple[int, ...]) -> Adjustments | None:
-    """Return checked adjustments, None if they add nothing.
-
-    Args:
-        adjustments: as for a call.
-        extent: how much there is of everything.
-        rows: the shape of the target rows, such as (batch, num_draft_tokens + 1).
-
-    Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, device or value.
-    """
-    by_slot_of(adjustments)
-    words, by_slot = -(-extent.vocab // WORD), (extent.num_slots,)
-    repetition, frequency, presence = (
-        check_penalty(name, getattr(adjustments, name), extent) for name in Adjustments._fields[:3]
-    )
-    prompt_mask = check_rows("prompt_mask", adjustments.prompt_mask, (*by_slot, words), extent)
-    output_counts = check_rows("output_counts", adjustments.output_counts, (*by_slot, extent.vocab), extent)
-    if output_counts is not None and on_host(output_counts):
-        used = None if extent.used_slots is None else extent.used_slots[:, None]
-        check_values("adjustments.output_counts", output_counts, output_counts >= 0, "numbers >= 0", used)
-    bias_ids, bias = check_bias(adjustments.bias_ids, adjustments.bias, extent)
-    allowed_mask = adjustments.allowed_mask
-    if isinstance(allowed_mask, Tensor) and allowed_mask.ndim == 2 and rows == (extent.batch, 1):
-        allowed_mask = allowed_mask[:, None]  # of `sample`
-    allowed_mask = check_rows("allowed_mask", allowed_mask, (*rows, words), extent)
-    penalties = repetition, frequency, presence, prompt_mask, output_counts
-    checked = Adjustments(*penalties, bias_ids, bias, allowed_mask)
-    if not checked.penalizes:
-        checked = checked._replace(prompt_mask=None, output_counts=None)  # which only penalties look at
-    return None if all(field is None for field in checked) else checked
-
-
-def check_penalty(name: str, penalty: Tensor | float | None, extent: Extent) -> Tensor | float | None:
-    """Return a penalty as a float or a tensor, None if it is neutral. The values of a tensor are checked only on the CPU."""
-    full_name, is_factor = f"adjustments.{name}", name == "repetition_penalty"
-    expected = "finite numbers > 0" if is_factor else "finite numbers"
-    if penalty is None:
-        return None
-    if isinstance(penalty, Tensor):
-        check_tensor(full_name, penalty, FLOATS, (extent.num_slots,), extent.device)
-        if on_host(penalty):
-            rounded = penalty.to(torch.float32)
-            valid = rounded.isfinite() & (rounded > 0) if is_factor else rounded.isfinite()
-            check_values(full_name, penalty, valid, expected, extent.used_slots)
-        return plain(penalty)
-    if isinstance(penalty, bool) or not isinstance(penalty, (float, Real)):
-        raise TypeError(f"{full_name}: expected a float or a [batch] tensor, got {type(penalty).__name__}")
-    number = float(penalty) if abs(penalty) <= FLOAT32.max else math.inf
-    if not math.isfinite(number) or (is_factor and number < FLOAT32.tiny):
-        raise ValueError(f"{full_name}: expected a {expected.replace('numbers', 'number')}, got {shown(penalty)}")
-    return None if number == is_factor else number
-
-
-def check_rows(name: str, rows: Tensor | None, shape: tuple[int, ...], extent: Extent) -> Tensor | None:
-    """Return int32 rows of a mask or of counts, whose tokens lie side by side in memory."""
-    if rows is None:
-        return None
-    full_name = f"adjustments.{name}"
-    check_tensor(full_name, rows, (torch.int32,), shape, extent.device)
-    if rows.stride(-1) != 1 and rows.shape[-1] > 1:
-        raise ValueError(f"{full_name}: expected a stride of 1 in the last dimension, got {rows.stride(-1)}")
-    return plain(rows)
-
-
-def check_bias(ids: Tensor | None, bias: Tensor | None, extent: Extent) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids and the biases of each request's tokens; (None, None) if there are none."""
-    names = "adjustments.bias_ids", "adjustments.bias"
-    if ids is None and bias is None:
-        return None, None
-    if ids is None or bias is None:
-        given, missing = names if bias is None else reversed(names)
-        raise ValueError(f"{given}: given without {missing}")
-    check_type(names[0], ids, INTEGERS)
-    if ids.ndim != 2:
-        raise ValueError(f"{names[0]}: expected shape [{extent.num_slots}, number of biases], got {list(ids.shape)}")
-    shape = extent.num_slots, ids.shape[1]
-    check_tensor(names[0], ids, INTEGERS, shape, extent.device)
-    check_tensor(names[1], bias, FLOATS, shape, extent.device)
-    if on_host(ids):
-        used = None if extent.used_slots is None else extent.used_slots[:, None]
-        inside = (ids >= -1) & (ids < extent.vocab)
-        check_values(names[0], ids, inside, f"ids in [0, {extent.vocab}), or -1 for none", used)
-        check_values(names[1], bias, ~bias.isnan() | (ids < 0), "numbers", used)
-    return (plain(ids), plain(bias)) if shape[1] > 0 else (None, None)

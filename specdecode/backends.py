@@ -1,12 +1,13 @@
-"""Which backend runs: Triton kernels on a GPU, batched PyTorch elsewhere."""
+"""The choice of the backend: Triton kernels on a GPU, batched PyTorch elsewhere."""
 
 import functools
 import importlib
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from specdecode import eager
 from specdecode.batch import VerificationBatch
 
 Backend = Literal["auto", "triton", "eager"]
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def breaks_graph(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make torch.compile break its graph at a function that reads values on the host and must not be recompiled."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        from specdecode.uncompiled import run  # it imports the compiler, which is running here
+
+        result: Result = run(function, args, kwargs)
+        return result
+
+    return call
 
 
 def to_verify(backend: Backend, method: str, batch: VerificationBatch) -> ModuleType:

@@ -23,9 +23,9 @@ try:
 except ImportError:
     raise SystemExit("specdecode: the command line needs rich: pip install rich") from None
 
-from specdecode.checks import check_count, shown
+from specdecode.arguments import Sizes, check_number, shown
+from specdecode.batch import Sampling
 from specdecode.demo import DRAFT, TARGET
-from specdecode.sampling import Sampling, check_share, check_temperature
 from specdecode.synthetic import AcceptanceSchedule
 
 if TYPE_CHECKING:
@@ -73,18 +73,15 @@ def make_console() -> Console:
 
 
 def sampling_of(options: Namespace) -> Sampling:
-    """Return how tokens are to be drawn, checked before the models are loaded.
+    """Return the sampling parameters, checked before the models are loaded.
 
     Raises:
         ValueError: a value is out of range.
     """
-    batch, device = 1, torch.device("cpu")  # of tensors, which the options are not
-    check_temperature(options.temperature, batch, device)
-    if options.top_k is not None:
-        check_count("top_k", options.top_k, least=0)
-    check_share("top_p", options.top_p, batch, device, neutral=1)
-    check_share("min_p", options.min_p, batch, device, neutral=0)
-    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+    for name, number in sampling._asdict().items():
+        check_number(name, number, Sizes({}, torch.device("cpu")))
+    return sampling
 
 
 @dataclass
@@ -139,7 +136,7 @@ class Models:
 
         An id that only one of them knows is padding in the other, or was added to one of them.
         """
-        from specdecode.integrations.transformers.supported import logits_width
+        from specdecode.integrations.transformers.models import logits_width
 
         expected, got = self.tokenizer.get_vocab(), tokenizer.get_vocab()
         num_ids = min(logits_width(self.target), logits_width(self.draft))

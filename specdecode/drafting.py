@@ -7,8 +7,9 @@ from torch import Tensor
 
 from specdecode import backends, sharding
 from specdecode.adjustments import Adjustments
+from specdecode.arguments import check_rows
+from specdecode.backends import breaks_graph
 from specdecode.batch import RowBatch
-from specdecode.compiled import breaks_graph
 from specdecode.noise import SELECT
 from specdecode.sharding import VocabShard, check_shard
 
@@ -17,7 +18,7 @@ class DraftOutput(NamedTuple):
     """One drafting step: a token per request, and the logsumexp that verification would otherwise compute again."""
 
     token_ids: Tensor
-    """[batch] int64."""
+    """[batch] int64; with `width` [batch, width]."""
 
     logsumexp: Tensor
     """[batch] float32: logsumexp(logits / temperature) of the tokens that are kept, 0 for greedy requests."""
@@ -81,23 +82,24 @@ def sample(
     vocab_size = None
     if shard is not None:
         vocab_size = check_shard(shard).vocab_size
-    batch = RowBatch.check(logits, temperature, seeds, positions, top_k, top_p, min_p, vocab_size, adjustments)
+    limits: Any = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    batch = check_rows(logits, temperature, seeds, positions, **limits, adjustments=adjustments, vocab_size=vocab_size)
     token_ids, *_ = draw(batch.greedy_if_alike(), SELECT, "auto", shard)
     return token_ids
 
 
 def draw(
-    batch: RowBatch, domains: tuple[int, int], backend: backends.Backend, shard: VocabShard | None
+    batch: RowBatch, domains: tuple[int, int], backend: backends.Backend, shard: VocabShard | None, width: int = 0
 ) -> Sequence[Any]:
-    """Draw one token per row by a backend; with a shard, of this rank's requests, and gather what all ranks draw.
+    """Draw one token per row, or `width` siblings, by a backend; with a shard each rank draws for a share of the requests.
 
     Returns:
-        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept; [batch] int64 cutoffs,
-        None if rows are not truncated.
+        [batch] or [batch, width] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept;
+        [batch] int64 cutoffs, None if rows are not truncated.
     """
 
     def draw_rows(rows: RowBatch) -> Sequence[Any]:
-        results: Sequence[Any] = backends.choose(backend, rows.logits).sample(rows, domains)
+        results: Sequence[Any] = backends.choose(backend, rows.logits).sample_rows(rows, domains, width)
         return results
 
     return draw_rows(batch) if shard is None else sharding.draw(shard, batch, draw_rows)

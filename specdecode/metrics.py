@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from specdecode.arguments import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, shown
 from specdecode.batch import SamplerOutput
-from specdecode.checks import INTEGERS, MOST_DRAFT_TOKENS, check_count, check_tensor, shown
 
 _LOCK = threading.Lock()
 """Held while counters are made or changed. One for all statistics, because an object that has a lock cannot be copied."""

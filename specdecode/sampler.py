@@ -1,19 +1,27 @@
 """RejectionSampler: check the arguments, pass the bundle of tensors to a backend, return what it decided."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from specdecode import backends, eager, sharding, validation
 from specdecode.adjustments import Adjustments
-from specdecode.backends import Backend
-from specdecode.batch import Logprobs, RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count
-from specdecode.compiled import breaks_graph
+from specdecode.arguments import (
+    MOST_DRAFT_TOKENS,
+    MOST_SIBLINGS,
+    Options,
+    check_choice,
+    check_count,
+    check_rows,
+    check_tree,
+    check_verification,
+    select,
+)
+from specdecode.backends import Backend, breaks_graph
+from specdecode.batch import Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
 from specdecode.noise import SELECT, draft_domains
-from specdecode.sampling import Sampling
 from specdecode.sharding import VocabShard, check_shard
 from specdecode.synthetic import AcceptanceSchedule
 from specdecode.validation import Validate
@@ -241,11 +249,28 @@ class RejectionSampler:
             tensor([[0.5000, 0.5000],
                     [0.3000,    nan]])
         """
-        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
-        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
-        return self._verify(VerificationBatch.check(*arguments, *limits, *others, **report))
+        return self._verify(
+            check_verification(
+                target_logits,
+                draft_token_ids,
+                draft_logits,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                draft_sampling=draft_sampling,
+                seeds=seeds,
+                positions=positions,
+                draft_logsumexp=draft_logsumexp,
+                draft_cutoff=draft_cutoff,
+                draft_vocab_ids=draft_vocab_ids,
+                logprobs=logprobs,
+                adjustments=adjustments,
+                top_logprobs=top_logprobs,
+                kept_sets=kept_sets,
+                vocab_size=self._vocab_size,
+            )
+        )
 
     @breaks_graph
     def packed(
@@ -257,28 +282,15 @@ class RejectionSampler:
         *,
         num_draft_tokens: int,
         slots: Tensor | None = None,
-        temperature: float | Tensor = 1.0,
-        top_k: int | Tensor | None = None,
-        top_p: float | Tensor | None = None,
-        min_p: float | Tensor | None = None,
-        draft_sampling: Sampling | None = None,
-        seeds: int | Tensor | None = None,
-        positions: Tensor | None = None,
         row_positions: Tensor | None = None,
-        draft_logsumexp: Tensor | None = None,
-        draft_cutoff: Tensor | None = None,
-        draft_vocab_ids: Tensor | None = None,
-        logprobs: Logprobs | None = None,
-        adjustments: Adjustments | None = None,
-        top_logprobs: int | None = None,
-        kept_sets: bool = False,
+        **options: Unpack[Options],
     ) -> SamplerOutput:
         """Verify one step of drafts whose rows are packed and whose state is in slots, as serving engines hold them.
 
         Each request gets exactly what a call of the sampler gives it. Nothing is padded, gathered or copied by the kernels,
         and the lengths and slots are not read by the host: a replayed CUDA graph may change them.
 
-        What is said to be by slot is [num_slots, ...]: that of request r is at `slots[r]`. Slots may be shared and unused.
+        The state of request r in a tensor by slot, [num_slots, ...], is at `slots[r]`. Slots may be shared and unused.
 
         Args:
             target_logits: [num_rows, vocab] raw logits. Request r has the rows from `row_starts[r]` to
@@ -290,25 +302,13 @@ class RejectionSampler:
                 and is marked invalid. Rows after the last request's are not looked at.
             draft_logits: [num_slots, num_draft_tokens, vocab] raw logits, by slot; or None.
             num_draft_tokens: the most drafts that any request may have.
-            slots: [batch] int32 or int64; None means that the slot of request r is r. Not looked at if nothing is by slot.
-            temperature: one number, or a float tensor by slot.
-            top_k: one number, or an int32 or int64 tensor by slot.
-            top_p: one number, or a float tensor by slot.
-            min_p: one number, or a float tensor by slot.
-            draft_sampling: how the drafts were drawn; its tensors are by slot.
-            seeds: int64 by slot; an int s means s + r for request r; None draws them, one for each request.
-            positions: [batch] int64, by request: the absolute position of its first draft token; None means 0.
+            slots: [batch] int32 or int64; None means that the slot of request r is r. Ignored if no argument is by slot.
             row_positions: [num_rows] int64, in place of positions, as engines hold them: the absolute position of the token
-                that was fed at each row. A request's first draft comes one after that of its first row, the only one that is
+                that was fed at each row. A request's first draft is one position after its first row; other rows are not
                 looked at.
-            draft_logsumexp: [num_slots, num_draft_tokens] float32, by slot.
-            draft_cutoff: [num_slots, num_draft_tokens] int64, by slot.
-            draft_vocab_ids: [draft_vocab] int32 or int64, as for a call; draft_logits are
-                [num_slots, num_draft_tokens, draft_vocab] then.
-            logprobs: as for a call.
-            adjustments: as for a call, by slot, and its mask by row.
-            top_logprobs: as for a call.
-            kept_sets: as for a call.
+            **options: the keyword arguments of a call. `positions` is by request, [batch]; `adjustments.allowed_mask` is by
+                row, [num_rows, ...]; all other tensors are by slot, [num_slots, ...] in place of [batch, ...]. A number s as
+                `seeds` means s + r for request r, and None draws one for each request.
 
         Returns:
             As for a call: [batch, num_draft_tokens + 1] token ids, and counts.
@@ -334,14 +334,81 @@ class RejectionSampler:
                     [ 3, -1, -1],
                     [ 3, -1, -1]])
         """
-        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
-        where: Any = row_starts, num_draft_tokens, slots, row_positions
-        if row_starts is None:  # which to `check` means that a call is not packed
+        if row_starts is None:  # `check_verification` would take the call for a padded one
             raise TypeError("row_starts: expected a torch.Tensor, got NoneType")
-        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
-        return self._verify(VerificationBatch.check(*arguments, *limits, *others, *where, **report))
+        rows: Any = {"row_starts": row_starts, "num_draft_tokens": num_draft_tokens, "slots": slots}
+        rows |= {"row_positions": row_positions, "vocab_size": self._vocab_size}
+        return self._verify(check_verification(target_logits, draft_token_ids, draft_logits, **rows, **options))
+
+    @breaks_graph
+    def tree(
+        self,
+        target_logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor,
+        *,
+        max_depth: int,
+        row_starts: Tensor | None = None,
+        slots: Tensor | None = None,
+        **options: Unpack[Options],
+    ) -> TreeOutput:
+        """Verify one tree of drafts for each request, by the walk: follow the child that is the target's own token.
+
+        The target's own token at a node is drawn with the noise of its position, as in [`sample`][specdecode.sample]. So the
+        text is that of plain seeded sampling, token for token, whatever the tree is and however it was drawn, cut or
+        reordered; no distribution of the drafts is needed. Only rows of accepted nodes and of node 0 are read. Of `method`
+        `"strict"` alone; requests of temperature 0 are greedy.
+
+        Args:
+            target_logits: [batch, nodes, vocab] raw logits: row n is the target's distribution of the token after node n.
+                In a packed call [num_rows, vocab], node n of request r at row `row_starts[r] + n`.
+            token_ids: [batch, nodes] int32 or int64. Node 0 is the last token of the text, its id is not looked at. A node
+                whose id is outside the vocabulary, such as -1, is padding, and so are the nodes after it.
+            parents: [batch, nodes] int32 or int64, or [nodes] for all requests: the node before each node, in any order. A
+                node whose parent is -1 or no node is padding; the entry of node 0 is not looked at. Of equal siblings the
+                lowest node counts.
+            max_depth: the most drafts that can be accepted; the number of rounds is one more.
+            row_starts: [batch + 1] int32 or int64, of a packed call.
+            slots: [batch] int32 or int64, of a packed call, as in [`packed`][specdecode.RejectionSampler.packed].
+            **options: keyword arguments of a call, except those about drafts. `positions` are those of the first token after
+                node 0. `adjustments` count the drafts on the path to a row, and have a mask for each node.
+
+        Returns:
+            Accepted drafts and nodes, and the one token after them.
+
+        Raises:
+            TypeError: an argument of the wrong type or dtype.
+            ValueError: another method, a shard, or an argument of the wrong shape, device or value.
+
+        Example:
+            >>> import torch
+            >>> from specdecode import RejectionSampler
+            >>> target_logits = torch.zeros(1, 4, 10)
+            >>> target_logits[0, 0, 5] = target_logits[0, 2, 8] = 30.0  # 5 after the text, 8 after node 2
+            >>> token_ids, parents = torch.tensor([[0, 7, 5, 9]]), torch.tensor([-1, 0, 0, 2])
+            >>> output = RejectionSampler("strict").tree(target_logits, token_ids, parents, max_depth=2, seeds=0)
+            >>> output.token_ids, output.nodes  # node 2 is accepted, its child 9 is not
+            (tensor([[ 5,  8, -1]]), tensor([[ 2, -1]], dtype=torch.int32))
+
+        References:
+            Daliri et al. 2024, arXiv 2408.07978, whose coupled sampling the walk applies at each node.
+        """
+        if self.method != "strict":
+            raise ValueError(
+                f"method: {self.method!r} verifies chains, since its rule needs siblings drawn from a known distribution; "
+                "use RejectionSampler('strict').tree, which is exact for every tree"
+            )
+        if self.shard is not None:
+            raise ValueError(
+                "shard: trees are verified on whole rows; gather the logits, and use a sampler without a shard"
+            )
+        rows: Any = {"max_depth": max_depth, "row_starts": row_starts, "slots": slots}
+        batch = check_tree(target_logits, token_ids, parents, **rows, **options)
+        if self.validate is not None:
+            validation.check_step(batch.rows, None)
+        batch = batch._replace(rows=batch.rows.greedy_if_alike(self.method))
+        output: TreeOutput = backends.choose(self.backend, target_logits).verify_tree(batch)
+        return output
 
     def warmup(
         self,
@@ -349,60 +416,29 @@ class RejectionSampler:
         draft_token_ids: Tensor,
         draft_logits: Tensor | None = None,
         *,
-        temperature: float | Tensor = 1.0,
-        top_k: int | Tensor | None = None,
-        top_p: float | Tensor | None = None,
-        min_p: float | Tensor | None = None,
-        draft_sampling: Sampling | None = None,
-        seeds: int | Tensor | None = None,
-        positions: Tensor | None = None,
-        draft_logsumexp: Tensor | None = None,
-        draft_cutoff: Tensor | None = None,
-        draft_vocab_ids: Tensor | None = None,
-        logprobs: Logprobs | None = None,
-        adjustments: Adjustments | None = None,
         row_starts: Tensor | None = None,
         num_draft_tokens: int | None = None,
         slots: Tensor | None = None,
         row_positions: Tensor | None = None,
-        top_logprobs: int | None = None,
-        kept_sets: bool = False,
+        **options: Unpack[Options],
     ) -> None:
         """Compile the kernels that calls with arguments like these need, whatever their sizes.
 
-        Arguments are alike if they have the same dtypes, and each is a tensor, a number or None in both. A number that
-        changes nothing, such as a `top_p` of 1, counts as None; a `top_k` of 1 has
-        kernels of its own. Sizes do not matter, with two exceptions. Rows whose vocabulary or strides are not multiples of
-        16 logits, or that do not start at a multiple of 16 bytes, and such counts of `adjustments`, need other kernels,
-        which read in smaller loads. More than 31 drafts or 262,144 tokens need larger kernels; where the eager backend takes
-        a call, as it does truncated ones of more than 27 drafts but of `block`, nothing is compiled, also not what fewer
-        drafts need. Compiled kernels are also kept on disk, in Triton's cache. The eager backend compiles nothing. With a
-        shard every rank must call this, as it must make every call.
+        Arguments are alike if they have the same dtypes, and each is a tensor, a number or None in both. A neutral number,
+        such as a `top_p` of 1, counts as None; a `top_k` of 1 has kernels of its own. Two exceptions depend on sizes. Rows
+        or counts that are not aligned to 16 elements and 16 bytes need kernels with narrower loads. More than 31 drafts or
+        262,144 tokens need larger kernels. Where the eager backend takes a call nothing is compiled. Triton also keeps
+        compiled kernels on disk. With a shard every rank must call this.
 
         Args:
             target_logits: as for a call; one request is enough.
             draft_token_ids: as for a call. With no drafts, only the kernels for steps without drafts are compiled.
-            draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are compiled
-                too.
-            temperature: as for a call.
-            top_k: as for a call.
-            top_p: as for a call.
-            min_p: as for a call.
-            draft_sampling: as for a call.
-            seeds: as for a call.
-            positions: as for a call.
-            draft_logsumexp: as for a call.
-            draft_cutoff: as for a call.
-            draft_vocab_ids: as for a call.
-            logprobs: as for a call.
-            adjustments: as for a call.
-            row_starts: if given, the kernels of [`packed`][specdecode.RejectionSampler.packed] calls are compiled, and all
-                arguments are as for those.
+            draft_logits: as for a call. If given, the kernels of [`draft`][specdecode.RejectionSampler.draft] are compiled.
+            row_starts: if given, all arguments are those of a [`packed`][specdecode.RejectionSampler.packed] call.
             num_draft_tokens: as for a packed call.
             slots: as for a packed call.
             row_positions: as for a packed call.
-            top_logprobs: as for a call.
-            kept_sets: as for a call.
+            **options: the keyword arguments of a call.
 
         Raises:
             TypeError: as for a call.
@@ -414,15 +450,12 @@ class RejectionSampler:
             >>> sampler = RejectionSampler("strict")
             >>> sampler.warmup(torch.zeros(1, 4, 1000), torch.zeros(1, 3, dtype=torch.int64), seeds=0)
         """
-        arguments = target_logits, draft_token_ids, draft_logits, draft_logsumexp, temperature, seeds, positions
-        limits: Any = top_k, top_p, min_p, draft_sampling, draft_cutoff
-        others: Any = logprobs, draft_vocab_ids, adjustments, self._vocab_size
         if row_starts is None and any(given is not None for given in (slots, num_draft_tokens, row_positions)):
             names = "slots, num_draft_tokens and row_positions"
             raise ValueError(f"row_starts: needed beside {names}, which are those of packed calls")
-        where: Any = row_starts, num_draft_tokens, slots, row_positions
-        report: Any = {"top_logprobs": top_logprobs, "kept_sets": kept_sets}
-        batch = VerificationBatch.check(*arguments, *limits, *others, *where, **report)
+        rows: Any = {"row_starts": row_starts, "num_draft_tokens": num_draft_tokens, "slots": slots}
+        rows |= {"row_positions": row_positions, "vocab_size": self._vocab_size}
+        batch = check_verification(target_logits, draft_token_ids, draft_logits, **rows, **options)
         self._check_step(batch)
         batch = batch.greedy_if_alike(self.method)
         backend = backends.to_verify(self.backend, self.method, batch)
@@ -433,18 +466,23 @@ class RejectionSampler:
         if backend is not eager:
             backend.warm_up(self.method, batch, self.schedule)
         if draft_logits is not None and draft_logits.shape[1] > 0:
-            how = Sampling(temperature, top_k, top_p, min_p) if draft_sampling is None else draft_sampling
-            numbers: Any = (how.temperature, seeds, *how[1:])
-            # Of one row: these are by slot, and positions by request, of which there may be none, or by row.
-            temperature, seeds, top_k, top_p, min_p = [one[:1] if isinstance(one, Tensor) else one for one in numbers]
-            rows, drafter = draft_logits[:1, 0], self
-            if self.shard is not None:
-                if draft_vocab_ids is None:
-                    rows = rows.new_zeros(1, self.shard.vocab_size)
-                drafter = RejectionSampler(self.method, backend=self.backend, schedule=self.schedule)
-            if positions is not None or row_positions is not None:
-                positions = rows.new_zeros(rows.shape[:1], dtype=torch.int64)
-            drafter.draft(rows, temperature, seeds, positions, top_k=top_k, top_p=top_p, min_p=min_p)
+            self._warm_up_draft(draft_logits[:1, 0], row_positions is not None, options)
+
+    def _warm_up_draft(self, rows: Tensor, has_positions: bool, options: Options) -> None:
+        """Compile the kernels that draw drafts from rows like this one, [1, draft_vocab]."""
+        given: Any = {name: options[name] for name in Sampling._fields if name in options}  # type: ignore[literal-required]
+        sampling = options.get("draft_sampling") or Sampling(**given)
+        arguments: Any = select(sampling, slot=slice(1))._asdict()
+        seeds = options.get("seeds")
+        arguments["seeds"] = seeds[:1] if isinstance(seeds, Tensor) else seeds
+        if has_positions or options.get("positions") is not None:
+            arguments["positions"] = rows.new_zeros(1, dtype=torch.int64)
+        drafter = self
+        if self.shard is not None:
+            if options.get("draft_vocab_ids") is None:
+                rows = rows.new_zeros(1, self.shard.vocab_size)
+            drafter = RejectionSampler(self.method, backend=self.backend, schedule=self.schedule)
+        drafter.draft(rows, **arguments)
 
     def _verify(self, batch: VerificationBatch) -> SamplerOutput:
         """Verify a checked batch by a backend; with a shard, this rank's requests."""
@@ -487,11 +525,12 @@ class RejectionSampler:
         positions: Tensor | None = None,
         *,
         offset: int = 0,
+        width: int | None = None,
         top_k: int | Tensor | None = None,
         top_p: float | Tensor | None = None,
         min_p: float | Tensor | None = None,
     ) -> DraftOutput:
-        """Draw one draft token per request, with the noise that this sampler's method needs.
+        """Draw one draft token per request, or the children of one node, with the noise that this sampler's method needs.
 
         With `"strict"`, drafts share the target's noise: that is why they agree. With every other method they must not
         share it, or the output does not have the target's distribution. This method always uses the right noise.
@@ -507,12 +546,15 @@ class RejectionSampler:
             seeds: as for verification; pass the same.
             positions: [batch] int64, the absolute position of the token drawn; None means 0.
             offset: index of this draft in its step, from 0.
+            width: draw so many siblings for [`tree`][specdecode.RejectionSampler.tree], 8 at most; `"strict"` alone. The
+                first is the token that is drawn without `width`. None: no siblings.
             top_k: as for verification; pass the same, or say there by `draft_sampling` how drafts were drawn.
             top_p: likewise.
             min_p: likewise.
 
         Returns:
-            Token ids, and what verification takes as `draft_logsumexp` and `draft_cutoff`.
+            Token ids, [batch], or with `width` [batch, width] with the likeliest to be the target's own token first, -1
+            where fewer tokens are possible. And `draft_logsumexp` and `draft_cutoff` of a verification.
 
         Raises:
             TypeError: an argument of the wrong type or dtype.
@@ -528,12 +570,16 @@ class RejectionSampler:
             >>> RejectionSampler("strict").draft(logits, seeds=0, positions=positions, top_p=0.95).cutoff
             tensor([1])
         """
-        arguments = logits, temperature, seeds, positions, top_k, top_p, min_p
+        if width is not None:
+            check_count("width", width, most=MOST_SIBLINGS)
+            if self.method != "strict":
+                raise ValueError("width: only 'strict' draws siblings, since only it verifies trees")
         domains = self._draft_domains(offset)
-        batch = RowBatch.check(*arguments, self._vocab_size)
+        limits: Any = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        batch = check_rows(logits, temperature, seeds, positions, **limits, vocab_size=self._vocab_size)
         if self.validate is not None:
             validation.check_rows(batch, self.shard)
-        return DraftOutput(*draw(batch, domains, self.backend, self.shard))
+        return DraftOutput(*draw(batch, domains, self.backend, self.shard, width or 0))
 
     def _draft_domains(self, offset: int) -> tuple[int, int]:
         """Return the domains of the noise of the draft at an offset in its step, or raise if it is none."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from specdecode.arguments import check_count, seed_each, select
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.checks import check_count, seed_each
 from specdecode.eager.adjustments import by_request
 from specdecode.eager.packed import mark_invalid, unpack
 from specdecode.eager.selection import gathered
@@ -195,17 +195,10 @@ def check_tiling(table: list[list[int]]) -> None:
         raise ValueError(f"shard: rank {before} holds {beyond}; ranks hold {ranges}")
 
 
-def of_requests(value: Any, requests: slice) -> Any:
-    """Return the requests' part of an argument: of a tensor, of each tensor in a bundle, or what all requests share."""
-    if isinstance(value, tuple):
-        return type(value)(*[of_requests(each, requests) for each in value])
-    return value[requests] if isinstance(value, Tensor) else value
-
-
 def own_part(
     batch: VerificationBatch, own: slice, exchange: Callable[[Tensor], Tensor], are_whole: Callable[[Tensor], bool]
 ) -> tuple[VerificationBatch, Tensor | None]:
-    """Return the part of a batch that some requests are, not packed, and which of them have rows, if it was packed.
+    """Return some requests of a batch as a padded batch, and whether each has rows, if the batch was packed.
 
     Args:
         batch: of this rank's columns.
@@ -213,23 +206,21 @@ def own_part(
         exchange: returns their whole rows, given this rank's columns of all requests' rows.
         are_whole: whether draft logits are whole rows.
     """
-    adjustments, has_rows = of_requests(batch.adjustments, own), None
-    if batch.packing is not None:
+    has_rows = None
+    if batch.packing is None:
+        adjustments = None if batch.adjustments is None else select(batch.adjustments, request=own, slot=own)
+    else:
         adjustments = by_request(batch, batch.packing, own)
         batch, has_rows = unpack(batch, batch.packing)
         has_rows = has_rows[own]
-    draft_logits = batch.draft_logits
     seeds = seed_each(batch.seeds, len(batch.draft_token_ids), batch.draft_token_ids.device)
-    rows: dict[str, Any] = {
-        "target_logits": exchange(gathered(batch.target_logits)),
-        "draft_vocab_ids": batch.draft_vocab_ids,
-    }
+    target_logits, draft_logits = exchange(gathered(batch.target_logits)), batch.draft_logits
     if draft_logits is not None:
         is_whole = batch.draft_vocab_ids is not None or are_whole(draft_logits)
-        rows["draft_logits"] = gathered(draft_logits[own]) if is_whole else exchange(gathered(draft_logits))
-    no_rows: dict[str, Any] = dict.fromkeys(rows)
-    others = of_requests(batch._replace(seeds=seeds, adjustments=None, **no_rows), own)
-    return others._replace(adjustments=adjustments, **rows), has_rows
+        draft_logits = gathered(draft_logits[own]) if is_whole else exchange(gathered(draft_logits))
+    no_rows: Any = {"target_logits": None, "draft_logits": None, "adjustments": None}
+    part = select(batch._replace(seeds=seeds, **no_rows), request=own, slot=own)
+    return part._replace(target_logits=target_logits, draft_logits=draft_logits, adjustments=adjustments), has_rows
 
 
 def verify(
@@ -259,5 +250,6 @@ def draw(shard: VocabShard, batch: RowBatch, draw_own: Callable[[RowBatch], Sequ
     requests, own = len(batch.logits), shard.share(len(batch.logits))
     rows = shard.own_rows(batch.logits)
     seeds = seed_each(batch.seeds, requests, rows.device)
-    results = draw_own(of_requests(batch._replace(logits=None, seeds=seeds), own)._replace(logits=rows))  # type: ignore[arg-type]
+    own_batch = select(batch._replace(logits=None, seeds=seeds), request=own, slot=own)  # type: ignore[arg-type]
+    results = draw_own(own_batch._replace(logits=rows))
     return results if requests == 0 else shard.gather(results, requests)

@@ -17,7 +17,7 @@ from numbers import Real
 from operator import mul
 from typing import Literal, cast, get_args
 
-from specdecode.checks import MOST_DRAFT_TOKENS, check_choice, check_count, shown
+from specdecode.arguments import MOST_DRAFT_TOKENS, check_choice, check_count, shown
 
 Shape = Literal["decay", "constant", "minimum_variance"]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, Sampling
-from specdecode.batch import VerificationBatch
 from specdecode.eager.vocabulary import target_to_draft
+from tests.support.batches import verification_batch
 from tests.support.differential import like_a_device
 from tests.support.enumeration import (
     Case,
@@ -67,7 +67,7 @@ def test_hostile_ids_of_a_device_stay_inside():
     for method in ("probabilistic", "block"):
         with like_a_device():
             for options in ({}, {"top_k": 2}):
-                batch = VerificationBatch.check(
+                batch = verification_batch(
                     target, drafts, draft, None, 1.0, 0, None, **options, draft_vocab_ids=hostile
                 )
                 output = RejectionSampler(method, backend="eager")._verify(batch)

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from specdecode import sample
-from specdecode.batch import RowBatch, VerificationBatch
-from specdecode.checks import check_seeds
+from specdecode.arguments import check_seeds
 from specdecode.noise import BLOCK_SIZE
+from tests.support.batches import row_batch, verification_batch
 from tests.support.calls import (
     NAN,
     SAMPLING_NAMES,
@@ -76,7 +76,7 @@ def test_backends_get_tensors_whose_values_are_in_memory(place, unusual):
         if value.dtype == torch.float32
     )
     rows = {"logits": call["target_logits"][:, 0], **{name: call[name] for name in SAMPLING_NAMES}}
-    for given, batch in ((call, VerificationBatch.check(**call)), (rows, RowBatch.check(**rows))):
+    for given, batch in ((call, verification_batch(**call)), (rows, row_batch(**rows))):
         for name, value in given.items():
             got = getattr(batch, name)
             assert not got._is_zerotensor(), name

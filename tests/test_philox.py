@@ -18,7 +18,7 @@ from scipy.stats import chi2
 from reference import philox as reference
 from reference import selection
 from specdecode import noise
-from specdecode.checks import MOST_DRAFT_TOKENS
+from specdecode.arguments import MOST_DRAFT_TOKENS
 from specdecode.eager import philox as eager
 from tests.support.distributions import FALSE_ALARM
 from tests.support.mutants import Mutant, assert_caught

@@ -14,12 +14,13 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
-from specdecode import RejectionSampler, Sampling, backends, sample
+from specdecode import RejectionSampler, Sampling, backends, integrations, sample
 from specdecode.batch import VerificationBatch
-from specdecode.integrations import engines, sglang
+from specdecode.integrations import sglang
 from specdecode.integrations.sglang import EagleSample
 from tests.conftest import ON_GPU
 from tests.support import distributions
+from tests.support.batches import verification_batch
 
 METHODS = ["probabilistic", "block", "strict"]
 ALL_TOKENS = 1 << 30
@@ -239,13 +240,13 @@ def test_requests_have_other_noise_at_each_position_and_other_seeds_when_they_ch
 
     first, requests = tokens(), hook.requests
     batch.seq_lens = batch.seq_lens + 1
-    assert hook.of_requests(batch, 50) is requests
     assert tokens() != first
+    assert hook.requests is requests
     batch.seq_lens = batch.seq_lens - 1
     assert tokens() == first
     batch.sampling_info.top_ks = batch.sampling_info.top_ks.clone()
-    assert hook.of_requests(batch, 50) is not requests
     assert tokens() != first
+    assert hook.requests is not requests
     batch.sampling_info.top_ks = torch.ones_like(batch.sampling_info.top_ks)
     assert tokens() == [0] * 200  # greedy
 
@@ -369,7 +370,7 @@ def test_steps_that_are_not_checked_again_pass_on_what_checked_ones_do(
     hook = EagleSample(method, engine(rejection_sampling))
     hook(never, chain(drafts, draft_probs), request, logits_output(logits))  # compiles, is checked
     monkeypatch.setattr(backends, "to_verify", note)
-    checks = Mock(side_effect=VerificationBatch.check)
+    checks = Mock(side_effect=verification_batch)
     monkeypatch.setattr(VerificationBatch, "check", checks)
     hook.checked.clear()
     for _ in range(2):
@@ -424,7 +425,7 @@ def test_steps_that_need_more_go_sglangs_own_way_and_are_counted(reason, caplog)
     assert reason in caplog.text
 
 
-@pytest.mark.parametrize("off", [None, False])
+@pytest.mark.parametrize("off", [None, False, 0])
 def test_an_unknown_argument_that_is_off_changes_nothing(off):
     logits, drafts = drafted()
     hook = EagleSample("strict", engine())
@@ -454,25 +455,25 @@ def registry(monkeypatch):
 
 
 def test_nothing_is_registered_without_the_environment_variable(registry, monkeypatch):
-    monkeypatch.delenv(engines.SGLANG_SWITCH, raising=False)
-    engines.register_sglang()
+    monkeypatch.delenv(integrations.SGLANG_SWITCH, raising=False)
+    integrations.register_sglang()
     assert not registry.method_calls
 
 
 def test_the_environment_variable_registers_a_hook_around_sglangs_function(registry, monkeypatch):
-    monkeypatch.setenv(engines.SGLANG_SWITCH, "block")
-    engines.register_sglang()
+    monkeypatch.setenv(integrations.SGLANG_SWITCH, "block")
+    integrations.register_sglang()
     ((target, hook, kind),) = [call.args for call in registry.register.call_args_list]
     assert (target, kind) == (sglang.TARGET, "around")
     assert hook.verifier.method == "block"
 
 
 def test_another_value_ends_the_process(registry, monkeypatch):
-    monkeypatch.setenv(engines.SGLANG_SWITCH, "greedy")
+    monkeypatch.setenv(integrations.SGLANG_SWITCH, "greedy")
     with pytest.raises(
         SystemExit, match=r"SPECDECODE_SGLANG: expected one of 'probabilistic', 'block', 'strict'.*'greedy'"
     ):
-        engines.register_sglang()
+        integrations.register_sglang()
     assert not registry.method_calls
 
 

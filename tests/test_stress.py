@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, RejectionSampler, SamplerOutput, backends
-from specdecode.batch import VerificationBatch
 from tests.conftest import ON_GPU
+from tests.support.batches import verification_batch
 
 STREAMS = 4
 MOST_BYTES = 300_000_000
@@ -248,7 +248,7 @@ def check_case(seed: int, device: str = "cuda", most_bytes: int = MOST_BYTES) ->
     case = make_case(seed, device, most_bytes)
     sampler = RejectionSampler(case.method, backend="triton", schedule=case.schedule)
     kernels = backends.choose("triton", case.arguments["target_logits"])
-    batch = VerificationBatch.check(**case.arguments)
+    batch = verification_batch(**case.arguments)
     outputs = {"called": sampler(**case.arguments)}  # all are under way before any is looked at
     for large in (False, True):
         for again in ("", ", again"):

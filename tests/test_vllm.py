@@ -11,12 +11,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specdecode import RejectionSampler, Sampling, backends, sample
+from specdecode import Adjustments, RejectionSampler, Sampling, backends, sample
 from specdecode.batch import VerificationBatch
-from specdecode.integrations.vllm import TokenSampling
+from specdecode.integrations.vllm.steps import Step
 from tests.support import distributions
 from tests.support.vllm import (
     METHODS,
+    bare_sampler,
     emitted,
     mirrored,
     packed_arguments,
@@ -67,8 +68,7 @@ def test_strict_emits_what_plain_sampling_says_whatever_is_drafted():
     assert num_tokens.float().mean() > 1.2
 
     # Steps without drafts are drawn by vLLM's sampler: the same tokens.
-    plain = TokenSampling.__new__(TokenSampling)
-    plain.__dict__ |= vars(rejection_sampler("strict", states, 4).sampler)
+    plain = bare_sampler(states)
     plain.verifier = Mock(wraps=RejectionSampler("strict"), method="strict", backend="auto")
     first = case["cu_num_logits"][:-1].long()
     tokens, _ = plain.sample(
@@ -157,6 +157,19 @@ def test_drafts_that_vllm_leaves_out_are_none_but_for_drawn_ones_that_their_row_
     got = packed_arguments(method, sampling_states(64, 50), case, draft_logits)["draft_token_ids"]
     assert int(got[row]) == (-1 if method == "strict" else int(fed[row + 1]))
     assert (got == -1).sum() == len(got) - (method != "strict")
+
+
+def test_a_drawn_draft_that_vllm_leaves_out_keeps_its_id_if_a_mask_forbids_it():
+    case, _, _ = ragged_case()
+    row = int(case["cu_num_logits"][1])
+    fed, token = case["draft_sampled"], int(case["draft_sampled"][row + 1])
+    case["verify_draft_sampled"] = torch.full_like(fed, -1)
+    mask = torch.full((len(fed), 2), -1, dtype=torch.int32)
+    mask[row, token // 32] &= ~(1 << token % 32)
+    case["logits"][0, int(fed[1])] = -torch.inf  # a grammar's mask that has been applied
+    step, sampling = Step(draft_logits=torch.randn(64, 4, 50), **case), {"adjustments": Adjustments(allowed_mask=mask)}
+    call = rejection_sampler("block", sampling_states(64, 50), 4).as_call(step, sampling)
+    assert call["draft_token_ids"].tolist() == [int(fed[i + 1]) if i in (0, row) else -1 for i in range(len(fed) - 1)]
 
 
 @pytest.mark.parametrize("method", ["strict", "probabilistic", "block"])

@@ -14,8 +14,8 @@ from reference.adjustments import Adjustments as OfRequest
 from reference.adjustments import adjust
 from specdecode import Adjustments
 from specdecode.integrations.vllm.adjusting import known_processors
-from specdecode.integrations.vllm.needs import ADJUSTS, MASKS, PROCESSORS
-from specdecode.integrations.vllm.splitting import prepared_in
+from specdecode.integrations.vllm.sampling import ADJUSTS, MASKS, PROCESSORS, few_with_processors
+from specdecode.integrations.vllm.steps import Step
 from tests.support.differential import like_a_device
 from tests.support.vllm import (
     LEFT,
@@ -106,17 +106,6 @@ def test_what_requests_ask_for_is_copied_again_when_one_has_come():
     after = sampler.known.adjustments(None)
     assert after.repetition_penalty[5] == torch.tensor(1.3) != before.repetition_penalty[5]
     assert (after.bias_ids[5, 0], after.bias[5, 0]) == (3, 2)
-
-
-def test_a_request_that_needs_vllms_copy_takes_its_step_along():
-    case, _, _ = ragged_case(seed=5)
-    sampler = Sampler()
-    for slot, asked in zip(case["idx_mapping_np"], [{"repetition_penalty": 1.3}, {"custom": True}]):
-        sampler.add_request(slot, Namespace(**asked))
-    result = rejection_sampler("probabilistic", sampler.sampling_states, 4, sampler=sampler)
-    assert result._verify(draft_logits=None, **case) is LEFT
-    ((reason, _),) = result.fallbacks.items()
-    assert reason == "logits processors that specdecode does not know"
 
 
 @pytest.mark.parametrize("change", ["attribute", "width", "name"])
@@ -241,11 +230,11 @@ def test_a_step_is_not_split_where_the_host_does_not_know_its_rows():
 def test_a_step_is_not_split_if_more_than_a_quarter_of_its_requests_need_a_copy():
     case, _, _ = ragged_case(seed=6)
     sampler = Sampler()
-    starts = case["cu_num_logits"].numpy()
+    step, starts = Step(draft_logits=None, **case), case["cu_num_logits"].numpy()
     for count, slot in enumerate(case["idx_mapping_np"][:12], start=1):
         sampler.add_request(slot, Namespace(custom=True))
-        prepared = prepared_in(sampler, case["idx_mapping_np"], starts, case["logits"])
-        assert (prepared is not None) == (count <= 10)  # of 40
+        few = few_with_processors(step, sampler.needs[case["idx_mapping_np"]], starts)
+        assert (few is not None) == (count <= 10)  # of 40
 
 
 @pytest.mark.parametrize(("most", "adaptive", "known"), [(1000, False, True), (1000, True, False), (7, False, False)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdecode.integrations.vllm.grammars import GrammarSteps
-from specdecode.integrations.vllm.needs import MASKS, PROCESSORS
+from specdecode.integrations.vllm.sampling import MASKS, PROCESSORS
 from tests.conftest import combine
 from tests.support.differential import like_a_device
 from tests.support.vllm import (

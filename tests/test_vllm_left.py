@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from specdecode import RejectionSampler, backends
+from specdecode import backends
 from specdecode.integrations.vllm import TokenSampling
-from specdecode.integrations.vllm.needs import LOGPROBS, PROCESSORS, TRUNCATES, needs_in, needs_of
+from specdecode.integrations.vllm.sampling import LOGPROBS, PROCESSORS, TRUNCATES
 from tests.support.vllm import (
     LEFT,
     METHODS,
+    BareSampler,
     arguments,
+    bare_sampler,
     emitted,
     processed,
     ragged_case,
@@ -25,7 +27,7 @@ from tests.support.vllm import (
 )
 
 PROCESSED = {
-    "logits processors": lambda result, slot: result.sampler.other_processing.__setitem__(slot, True),
+    "logits processors": lambda result, slot: result.sampler.noted.__setitem__(slot, PROCESSORS),
     "logprobs_mode 'processed_logprobs'": lambda result, slot: (
         setattr(result.sampler, "logprobs_mode", "processed_logprobs"),
         result.sampler.sampling_states.num_logprobs.__setitem__(slot, 0),
@@ -38,6 +40,7 @@ OTHER_RULES = {
         result, "synthetic_conditional_rates", torch.ones(4)
     ),
     "rejection_sample_method 'fly'": lambda result, slot: setattr(result, "fly_window_size", 2),
+    "what is not known": lambda result, slot: setattr(result, "unknown", "what is not known (typical_eps)"),
 }
 
 
@@ -50,14 +53,17 @@ def test_steps_that_need_more_go_vllms_own_way_and_are_counted(method, reason, c
     case, _, _ = ragged_case()
     result, draft_logits = rejection_sampler(method, sampling_states(64, 50), 4), torch.randn(64, 4, 50)
     (PROCESSED | OTHER_RULES)[reason](result, case["idx_mapping_np"][7])
+    result.report = Mock()
     for _ in range(3):
+        result.listed = "of the step before"
         assert result._verify(draft_logits=draft_logits, **case) is LEFT
+        assert result.listed is None
     given = [case["logits"], draft_logits, *arguments(case)]
     assert len(result.left) == len(given)
     assert all(got is value for got, value in zip(result.left, given))
     ((counted, steps),) = result.fallbacks.items()
     assert counted.startswith(reason)
-    assert steps == 3
+    assert steps == result.report.tick.call_count == 3
     assert len(caplog.records) == 1
     assert reason in caplog.text
     for _ in range(98):
@@ -88,13 +94,6 @@ def test_strict_draws_with_the_same_noise_from_logits_that_vllm_processed(reason
     assert sum(result.fallbacks.values()) == 1
 
 
-def test_a_sampler_that_is_not_ours_counts_temperature_as_processing():
-    case, _, _ = ragged_case()
-    result = rejection_sampler("probabilistic", sampling_states(64, 50), 4)
-    del result.sampler.other_processing
-    assert result._verify(draft_logits=None, **case) is LEFT
-
-
 def test_processing_is_told_apart_from_temperature_and_truncation():
     class Sampler:
         def __init__(self):
@@ -111,12 +110,10 @@ def test_processing_is_told_apart_from_temperature_and_truncation():
     sampler = type("Ours", (TokenSampling, Sampler), {})()
     for slot, (temperature, penalty) in enumerate([(1, False), (0.7, False), (1, True), (0.7, True)]):
         sampler.add_request(slot, Namespace(temperature=temperature, penalty=penalty))
-    assert sampler.other_processing.tolist() == [False, False, True, True] + [False] * 4
     assert sampler.needs_logits_processing.tolist() == [False, True, True, True] + [False] * 4
     assert sampler.needs.tolist() == [0, 0, PROCESSORS, PROCESSORS] + [0] * 4
     assert sampler.sampling_states.add_request.call_count == 4
     sampler.add_request(3, Namespace(temperature=1, penalty=False))  # another request in the slot
-    assert not sampler.other_processing[3]
     assert not sampler.needs_logits_processing[3]
     assert not sampler.needs[3]
     states = sampler.sampling_states
@@ -157,26 +154,14 @@ def test_what_a_request_needs_is_noted_when_it_comes_and_a_step_needs_what_any_o
     before = sampler.slot_values()
     sampler.add_request(5, Namespace(**asked))
     assert sampler.needs.tolist() == [0] * 5 + [needs, 0, 0]
-    assert needs_in(sampler, np.array([1, 5, 7])) == needs
-    assert needs_in(sampler, np.array([1, 7])) == 0
-    assert needs_of(sampler, np.arange(8)).tolist() == sampler.needs.tolist()
+    assert sampler.needs_in(np.array([1, 5, 7])) == needs
+    assert sampler.needs_in(np.array([1, 7])) == 0
     assert sampler.slot_values() is not before  # copies, made again when a request has come, and then kept
     assert sampler.slot_values() is sampler.slot_values()
     for name, copy in sampler.slot_values()._asdict().items():
         view = getattr(sampler.sampling_states, name).gpu
         assert copy.equal(view)
         assert copy.data_ptr() != view.data_ptr()
-    del sampler.needs
-    assert needs_in(sampler, np.array([1, 5, 7])) == needs
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_what_vllm_has_and_is_not_known_leaves_every_step_to_vllm_by_name(method, caplog):
-    case, _, _ = ragged_case()
-    result = rejection_sampler(method, sampling_states(64, 50), 4, unknown="what is not known (typical_eps)")
-    assert result._verify(draft_logits=None, **case) is LEFT
-    assert dict(result.fallbacks) == {"what is not known (typical_eps)": 1}
-    assert "typical_eps" in caplog.text
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -209,7 +194,7 @@ def test_a_batch_is_divided_only_for_the_copy_that_vllm_makes(method, change):
     case, _, _ = ragged_case()
     result = rejection_sampler(method, sampling_states(64, 50), 4)
     if change == "penalty":
-        result.sampler.other_processing[case["idx_mapping_np"][7]] = True
+        result.sampler.noted[case["idx_mapping_np"][7]] = PROCESSORS
     batch = Namespace(idx_mapping_np=case["idx_mapping_np"], cu_num_logits_np=case["cu_num_logits"].numpy())
     where = None, case["draft_sampled"], case["pos"]
     for most in (7, 1000):
@@ -226,8 +211,8 @@ def test_steps_without_drafts_are_vllms_too_if_it_has_what_is_not_known(unknown)
             return LEFT
 
     case, _, _ = ragged_case()
-    sampler = (kind := type("Ours", (TokenSampling, Sampler), {"verifier": RejectionSampler("strict")})).__new__(kind)
-    sampler.__dict__ |= vars(rejection_sampler("strict", sampling_states(64, 50), 4).sampler) | {"unknown": unknown}
+    sampler = bare_sampler(sampling_states(64, 50), kind=type("Ours", (BareSampler, Sampler), {}))
+    sampler.unknown = unknown
     first = case["cu_num_logits"][:-1].long()
     mappings = case["idx_mapping"], case["idx_mapping"], case["idx_mapping_np"]
     tokens = case["pos"][first], case["draft_sampled"][first], case["expanded_local_pos"][first]

@@ -11,9 +11,9 @@ import torch
 from reference.sampling import Sampling, kept_tokens, top_logprobs
 from specdecode import RejectionSampler
 from specdecode.integrations.vllm import DraftVerification
-from specdecode.integrations.vllm.listing import sampling_mask, without_gaps
-from specdecode.integrations.vllm.needs import ADJUSTS, LOGPROBS, MASKS, UNLISTED, WIDE, listings, needs_of
-from tests.support.vllm import LEFT, METHODS, ragged_case, rejection_sampler, sampling_states
+from specdecode.integrations.vllm.listing import sampling_mask
+from specdecode.integrations.vllm.sampling import ADJUSTS, LOGPROBS, MASKS, UNLISTED, WIDE
+from tests.support.vllm import LEFT, METHODS, bare_sampler, ragged_case, rejection_sampler, sampling_states
 
 SLOTS, VOCAB, DRAFTS = 64, 50, 4
 
@@ -189,8 +189,7 @@ def test_what_is_not_listed_is_noted_of_each_request():
     states = sampling_states(6, 2000, temperature=torch.tensor([1.0, 0, 0, 1, 1, 1]), top_k=5)
     states.num_logprobs[:] = [2, 2, -1, 21, 20, -1]
     states.top_k.np[4:] = [1024, 1025]
-    sampler = Namespace(sampling_states=states, needs_logits_processing=np.zeros(6, dtype=bool))
-    needs = needs_of(sampler, np.arange(6))
+    needs = bare_sampler(states).needs
     assert (needs & UNLISTED > 0).tolist() == [False, True, False, True, False, False]
     assert (needs & WIDE > 0).tolist() == [False] * 5 + [True]
     assert (needs & LOGPROBS > 0).tolist() == [True, True, False, True, True, False]
@@ -199,11 +198,11 @@ def test_what_is_not_listed_is_noted_of_each_request():
 def test_a_step_with_penalties_or_masks_and_processed_log_probabilities_is_vllms():
     result = rejection_sampler("block", sampling_states(SLOTS, VOCAB), DRAFTS)
     result.sampler.logprobs_mode = "processed_logprobs"
-    assert result.why_left(LOGPROBS, None, lists=True) == (None, None)
+    assert result.why_not(None, LOGPROBS, lists=True) is None
     for need in (ADJUSTS, MASKS):
-        assert result.why_left(LOGPROBS | need, None, lists=True) == (None, "logprobs_mode 'processed_logprobs'")
+        assert result.why_not(None, LOGPROBS | need, lists=True) == "logprobs_mode 'processed_logprobs'"
     result.sampler.logprobs_mode = "processed_logits"
-    assert result.why_left(LOGPROBS, None, lists=True) == (None, "logprobs_mode 'processed_logits'")
+    assert result.why_not(None, LOGPROBS, lists=True) == "logprobs_mode 'processed_logits'"
 
 
 def test_what_calls_may_be_asked_to_list_is_compiled_ahead():
@@ -215,7 +214,9 @@ def test_what_calls_may_be_asked_to_list_is_compiled_ahead():
         ("processed_logprobs", False, [few, many]),
         ("processed_logprobs", True, [few, many, kept, few | kept, many | kept]),
     ]:
-        assert listings(Namespace(logprobs_mode=mode, return_sampling_mask=mask)) == want
+        sampler = bare_sampler(sampling_states(1, VOCAB))
+        sampler.logprobs_mode, sampler.return_sampling_mask = mode, mask
+        assert sampler.listings() == want
 
 
 def test_an_error_in_a_step_leaves_vllms_switch_as_it_was():
@@ -230,12 +231,6 @@ def test_an_error_in_a_step_leaves_vllms_switch_as_it_was():
     with pytest.raises(RuntimeError, match="no memory"):
         run(result, case)
     assert (result.sampler.return_sampling_mask, result.mask_outputs, result.num_listed) == (True, None, -1)
-
-
-def test_gaps_are_filled_with_tokens_that_are_not_listed():
-    likeliest = torch.tensor([[7, 0, -1, -1], [1, 2, 3, 4], [3, -1, -1, -1]])
-    filled = without_gaps(likeliest, torch.tensor([[1], [1], [0]]))
-    assert filled.tolist() == [[7, 0, 2, 3], [1, 2, 3, 4], [3, 1, 2, 4]]
 
 
 def test_a_mask_has_a_bit_for_each_kept_token():

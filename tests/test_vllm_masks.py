@@ -14,11 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.grammars import StepGrammar
-from specdecode.integrations.vllm.needs import MASKS
+from specdecode.integrations.vllm.sampling import MASKS
 from tests.conftest import combine
-from tests.support.vllm import METHODS, LimitedSampler, emitted, last_in, ragged_case, rejection_sampler
+from tests.support.vllm import (
+    METHODS,
+    LimitedSampler,
+    emitted,
+    last_in,
+    ragged_case,
+    rejection_sampler,
+    step_of_rows,
+)
 
 pytest.importorskip("triton")
 
@@ -69,7 +76,7 @@ def step_of(sampler, requests):
         rows += [(slot, len(text) - 1 + i, i, token) for i, token in enumerate([text[-1], *drafts])]
     slots, positions, offsets, fed = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows))
     order = np.array([slot for slot, *_ in requests])
-    return StepRows(slots.long(), torch.from_numpy(order), order, positions.long(), fed, offsets)
+    return step_of_rows(slots.long(), torch.from_numpy(order), order, positions.long(), fed, offsets)
 
 
 def bits_of(masks, vocab=VOCAB):
@@ -136,7 +143,9 @@ def test_a_step_reads_its_own_rows_alone():
     sampler, asked = LimitedSampler(8, VOCAB), {"bad_words": [[20, 5]]}
     requests = [(slot, asked, [10], [20], [20, 21]) for slot in (4, 1, 6)]
     step = step_of(sampler, requests)
-    part = step._replace(**{name: getattr(step, name)[3:6] for name in ("expanded_idx_mapping", "pos", "input_ids")})
+    part = step._replace(
+        **{name: getattr(step, name)[3:6] for name in ("expanded_idx_mapping", "pos", "draft_sampled")}
+    )
     part = part._replace(expanded_local_pos=step.expanded_local_pos[3:6])
     assert bits_of(sampler.known.limited_tokens(part)).tolist() == expected_of(requests[1:2]).tolist()
 
@@ -160,18 +169,16 @@ def test_a_vocabulary_of_several_tiles_is_written_in_full():
 
 COMPILED = """
 import numpy as np, torch, triton
-from tests.support.vllm import LimitedSampler
+from tests.support.vllm import LimitedSampler, step_of_rows
 from tests.tools import portability
-from specdecode.integrations.vllm import compiling
-from specdecode.integrations.vllm.adjusting import StepRows
 from specdecode.integrations.vllm.grammars import StepGrammar
 portability.tell_calls_apart()
 triton.runtime.driver.set_active(driver := portability.Driver(90))
 ids, long = lambda *shape: torch.zeros(shape, dtype=torch.int32), lambda *shape: torch.zeros(shape, dtype=torch.int64)
 for thinking in ((), ([3], [5, 6], [4, 5, 6])):
     known = LimitedSampler(2, 151_936, thinking).known
-    compiling.warm_up_masks(known, {"slots": long(2), "row_positions": long(6), "draft_token_ids": ids(7)[1:]})
-    rows = StepRows(long(6), long(2), np.zeros(2, dtype=np.int64), long(6), ids(6), ids(6))
+    rows = step_of_rows(long(6), long(2), np.zeros(2, dtype=np.int64), long(6), ids(6), ids(6))
+    known.limited_tokens(rows.without_rows())
     for grammar in (None, StepGrammar(ids(5, 4748), ids(5), rows.idx_mapping, 5, None, lambda: None)):
         known.limited_tokens(rows, grammar)
 print(*driver.compiled)

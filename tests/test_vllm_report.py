@@ -10,16 +10,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from specdecode import kernels
-from specdecode.batch import VerificationBatch
-from specdecode.integrations import engines
-from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification, compat, logger, reporting, verification
-from specdecode.integrations.vllm.compiling import share_of
-from specdecode.integrations.vllm.needs import PROCESSORS, TRUNCATES
-from specdecode.integrations.vllm.reporting import GATHERED, MOST_KEPT, AdvisedRunner, Report, Sums
-from specdecode.integrations.vllm.verification import LEFT_TO_VLLM
+from specdecode import integrations, kernels
+from specdecode.integrations.engine import MOST_OUTPUTS, Fallbacks, Interval, Report
+from specdecode.integrations.vllm import DraftVerification, compat, logger, verification
+from specdecode.integrations.vllm.compat import INTERVAL
+from specdecode.integrations.vllm.plugin import GATHERED, AdvisedRunner
+from specdecode.integrations.vllm.sampling import PROCESSORS, TRUNCATES
+from specdecode.integrations.vllm.verification import LEFT_TO_VLLM, NO_FINITE_LOGIT
+from tests.support.batches import verification_batch
 from tests.support.vllm import (
+    LEFT,
     Clock,
     PlainRejectionSampler,
     counted_output,
@@ -32,10 +32,15 @@ from tests.support.vllm import (
 PAGES = [Path(__file__).parent.parent / "docs" / "use" / name for name in ("troubleshooting.md", "vllm.md")]
 
 
+def report_to(fallbacks, interval=60):
+    """A report by a clock that stands still."""
+    return Report(fallbacks, interval, "left to vLLM", NO_FINITE_LOGIT, clock=Clock())
+
+
 @pytest.fixture
 def report():
-    """A report with a line a minute, by a clock that stands still."""
-    return Report(Fallbacks(logger), 60, clock=Clock())
+    """A report with a line a minute."""
+    return report_to(Fallbacks(logger))
 
 
 # ---- The line of an interval -----------------------------------------------------------------------------------------
@@ -46,7 +51,7 @@ def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
     for seconds in (100, 130, 161):
         report.clock.now = seconds
         report.verified(counted_output([2, 0, 0], [3, 3, 0]))
-    report.left.add("watermarks", "")
+    report.fallbacks.add("watermarks", "")
     report.tick()
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
         "specdecode: in 61 s 3 steps verified, 0 left to vLLM, acceptance length 2.00, 0 invalid requests"
@@ -63,7 +68,7 @@ def test_an_interval_has_one_line_of_what_happened_in_it(report, caplog):
 def test_an_interval_without_verified_steps_says_which_were_left_and_why(report, caplog):
     caplog.set_level(logging.INFO)
     for reason in ("watermarks", "penalties", "watermarks"):
-        report.left.add(reason, "")
+        report.fallbacks.add(reason, "")
     report.clock.now += 60
     report.tick()
     report.tick()
@@ -79,7 +84,7 @@ def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
     case["logits"][int(case["cu_num_logits"][3])] = torch.nan
     case["logits"][int(case["cu_num_logits"][9])] = -torch.inf
     result = rejection_sampler("strict", sampling_states(64, 50), 4)
-    result.report = Report(result.fallbacks, 60, clock=Clock())
+    result.report = report_to(result.fallbacks)
     result._verify(draft_logits=None, **case)
     result.report.clock.now += 60
     for _ in range(2):
@@ -90,7 +95,7 @@ def test_requests_without_a_finite_logit_are_counted_and_warned_of(caplog):
 
 def test_an_interval_of_zero_has_no_line_but_warnings(caplog):
     caplog.set_level(logging.INFO)
-    silent = Report(Fallbacks(logger), 0, clock=Clock())
+    silent = report_to(Fallbacks(logger), 0)
     silent.verified(counted_output([0], [2], torch.ones(1, dtype=torch.bool)))
     silent.clock.now += 60
     for _ in range(2):
@@ -102,8 +107,7 @@ def test_sums_are_read_only_once_they_have_been_copied(report, caplog):
     caplog.set_level(logging.INFO)
     copied = Mock()
     copied.query.side_effect = [False, False, True]
-    report.sums.append(Sums(torch.tensor([4, 9, 5, 0]), copied))
-    report.clock.now += 60
+    report.ended = Interval(60, 4, Counter(), torch.tensor([4, 5, 0]), copied)
     report.tick()
     report.tick()
     assert caplog.messages == []
@@ -113,10 +117,10 @@ def test_sums_are_read_only_once_they_have_been_copied(report, caplog):
 
 
 def test_outputs_are_kept_for_a_bounded_number_of_steps(report):
-    for _ in range(2 * MOST_KEPT + 7):
+    for _ in range(2 * MOST_OUTPUTS + 7):
         report.verified(counted_output([1, 0], [2, 2]))
-        assert len(report.kept) < MOST_KEPT
-    assert report.totals == [4 * MOST_KEPT, 8 * MOST_KEPT, 2 * MOST_KEPT, 0]
+        assert len(report.outputs) < MOST_OUTPUTS
+    assert report.sums.tolist() == [4 * MOST_OUTPUTS, 2 * MOST_OUTPUTS, 0]
 
 
 # ---- The line at the start -------------------------------------------------------------------------------------------
@@ -140,13 +144,13 @@ def start(monkeypatch, caplog):
     monkeypatch.setattr(verification, "version_of", installed.get)
     monkeypatch.setattr(compat, "version_of", installed.get)
     monkeypatch.setattr(verification.specdecode, "__version__", "0.1.0", raising=False)
-    for variable in (reporting.INTERVAL, "VLLM_BATCH_INVARIANT"):
+    for variable in (INTERVAL, "VLLM_BATCH_INVARIANT"):
         monkeypatch.delenv(variable, raising=False)
 
     def made(method="probabilistic", sampler=(), num_drafts=3, **members):
         like = rejection_sampler(method, sampling_states(4, 50), 3)
         # The constructor compares what vLLM's own objects hold.
-        del like.sampler.apply_sampling_params
+        del like.sampler.apply_sampling_params, like.sampler.noted
         vars(like.sampler).update(sampler)
         kind = type("RejectionSampler", (DraftVerification, Engines), {"verifier": like.verifier})
         caplog.clear()
@@ -164,17 +168,23 @@ LISTS = "steps with log-probabilities"
 
 
 @pytest.mark.parametrize(
-    ("members", "sampler", "left"),
+    ("method", "members", "sampler", "left"),
     [
-        ({}, {}, "nothing"),
-        ({"watermark_key": 7}, {}, "all steps, with watermarks"),
-        ({}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
-        ({}, {"logprobs_mode": "processed_logits"}, f"{LISTS}, with logprobs_mode 'processed_logits'"),
+        ("probabilistic", {}, {}, "nothing"),
+        ("probabilistic", {"watermark_key": 7}, {}, "all steps, with watermarks"),
+        ("probabilistic", {}, {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}, "nothing"),
+        ("probabilistic", {}, {"logprobs_mode": "processed_logits"}, f"{LISTS}, with logprobs_mode 'processed_logits'"),
+        (
+            "strict",
+            {},
+            {"logprobs_mode": "processed_logits"},
+            f"the logits of {LISTS}, with logprobs_mode 'processed_logits'",
+        ),
     ],
 )
-def test_the_start_says_method_versions_and_what_is_left_by_configuration(members, sampler, left, start):
-    result, messages = start(sampler=sampler, **members)
-    assert messages == [ALONE + left]
+def test_the_start_says_method_versions_and_what_is_left_by_configuration(method, members, sampler, left, start):
+    result, messages = start(method, sampler, **members)
+    assert messages == [ALONE.replace("probabilistic", method) + left]
     assert result.report.interval == 60
 
 
@@ -189,14 +199,8 @@ def test_the_start_says_method_versions_and_what_is_left_by_configuration(member
 def test_a_line_tells_steps_that_are_left_from_those_that_are_prepared(method, members, how, start, caplog):
     result, _ = start(method, **members)
     result.fallbacks.add("penalties", "")
-    result.report.log(0, 1, Counter(result.fallbacks))
+    result.report.log(result.report.end(60))
     assert f"steps verified, {how}, acceptance length" in caplog.messages[-1]
-
-
-def test_strict_verifies_the_copy_of_the_logits_that_vllm_is_left_with(start):
-    _, (message,) = start("strict", {"logprobs_mode": "processed_logits"})
-    of = f"the logits of {LISTS}"
-    assert message.endswith(f"left to vLLM by configuration: {of}, with logprobs_mode 'processed_logits'")
 
 
 @pytest.mark.parametrize("value", [0.1, 3, True, "mean"])
@@ -213,14 +217,26 @@ def test_an_attribute_that_is_unknown_and_not_off_leaves_all_steps_to_vllm(holde
     assert result.other_rule() == result.sampler.unknown == reason
 
 
+def test_a_sampler_of_another_class_leaves_all_steps_to_vllm(start, monkeypatch):
+    sampler = Namespace(sampling_states=None)
+    monkeypatch.setattr(Engines, "sampler", property(lambda self: sampler, lambda self, given: None), raising=False)
+    result, messages = start()
+    assert messages == [f"{ALONE}all steps, with a sampler of another class (SimpleNamespace)"]
+    case, _, _ = ragged_case()
+    assert result._verify(draft_logits=None, **case) is LEFT
+    batch = Namespace(idx_mapping_np=case["idx_mapping_np"])
+    where = case["draft_sampled"], case["pos"], 7, -1, None
+    assert result._verify_in_chunks(case["logits"], batch, None, *where) == (case["logits"], batch, None, *where)
+
+
 @pytest.mark.parametrize("off", [None, False, 0, 0.0])
 def test_an_unknown_attribute_that_is_off_changes_nothing(off, start):
     assert start(typical_eps=off)[0].other_rule() is None
 
 
 def test_what_this_packages_sampler_keeps_is_known(start):
-    kept = {"other_processing": [True], "needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
-    kept |= {"unknown": "before", "applied": [8], "known": True, "grammar": True, "reads_grammars": True}
+    kept = {"needs": [1], "shards_batches": True, "kinds": {1}, "copies": (1,)}
+    kept |= {"unknown": "before", "known": True, "grammar": True, "reads_grammars": True}
     assert start(sampler=kept)[0].other_rule() is None
 
 
@@ -245,8 +261,7 @@ def test_one_rank_reports_and_each_compiles_a_part_or_each_that_verifies_other_r
     result, messages = start(sampler={"shards_batches": shards})
     assert (result.report is not None) == bool(messages) == reports
     assert dict(result.fallbacks) == {}
-    share = share_of(result.sampler)
-    assert share == (() if shards else (rank, 2, ranks.barrier))
+    assert result.sampler.share() == (() if shards else (rank, 2, ranks.barrier))
 
 
 class PlainRunner:
@@ -299,20 +314,18 @@ def test_the_log_lines_on_the_pages_are_those_that_are_logged(start, monkeypatch
     logged += messages
     caplog.clear()
     report, rows = result.report, torch.zeros(1, 32, 50)
-    batch = VerificationBatch.check(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
+    batch = verification_batch(rows, torch.zeros(1, 31, dtype=torch.int64), None, None, 1.0, 0, None, top_p=0.9)
     limit = kernels.why_not_verified("probabilistic", batch)
     result.kinds[torch.bfloat16, None] = None, limit
     for needs, steps in ((PROCESSORS, 12), (TRUNCATES, 1)):
         for _ in range(steps):
-            result.fallbacks.add(result.why_left(needs, (torch.bfloat16, None))[1], LEFT_TO_VLLM)
-    report.left_logged.clear()
-    report.steps, report.begun = 3158, 0
-    report.totals = [98_000, 294_000, 128_380, 2]
-    report.log(60, 3158, Counter({result.why_left(PROCESSORS, None)[1]: 12}))
+            result.fallbacks.add(result.why_not((torch.bfloat16, None), needs), LEFT_TO_VLLM)
+    left = Counter({result.why_not(None, PROCESSORS): 12})
+    report.log(Interval(60, 3158, left, torch.tensor([98_000, 128_380, 2])))
     logged += caplog.messages
-    monkeypatch.setenv(engines.VLLM_SWITCH, "exact")
+    monkeypatch.setenv(integrations.VLLM_SWITCH, "exact")
     with pytest.raises(ValueError, match="SPECDECODE_VLLM") as error:
-        engines.register_vllm()
+        integrations.register_vllm()
     logged += [f"ValueError: {error.value}", GATHERED % 2]
     shown = lines_of_the_pages()
     assert len(shown) >= 11

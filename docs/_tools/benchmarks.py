@@ -373,7 +373,8 @@ def truncation_in_vllm_table(record: str) -> str:
 
 def logprobs_table(record: str, method: str, kind: str = "log-probabilities") -> str:
     """Compare calls that return log-probabilities, or what else a `kind` of group is of, with the same call without them."""
-    results = [cell for cell in cells(record, kind=kind) if cell.provider.rpartition(", ")[0] == method]
+    found = cells(record, kind=kind, rows="realistic")
+    results = [cell for cell in found if cell.provider.rpartition(", ")[0] == method]
     results.sort(key=lambda cell: (cell.count, cell.drafts, cell.temperature))
     kinds = list(dict.fromkeys(cell.provider.rpartition(", ")[2] for cell in results))
     rows: dict[tuple[str, str], dict[str, str]] = {}

@@ -18,6 +18,7 @@ KINDS = {
     "in vLLM": "in vLLM",
     "truncation in vLLM": "truncation in vLLM",
     "truncated": "truncated",
+    "draft vocabulary of 32,000": "draft vocabulary",
     "log-probabilities": "log-probabilities",
     "reports": "reports",
     "adjustments": "adjustments",
@@ -46,6 +47,7 @@ TITLES = {
     "sglang": "SGLang",
     "flashinfer": "FlashInfer",
     "triton one-hot": "`probabilistic`, one-hot drafts",
+    "triton packed": "`probabilistic`, packed",
     "triton, top-p .95": "`probabilistic`, top-p .95",
 }
 """What the providers of the benchmarks are called on pages; other Triton ones are called by what follows that word."""

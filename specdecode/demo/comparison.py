@@ -16,12 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from specdecode.batch import SamplerOutput
+from specdecode.batch import SamplerOutput, Sampling
 from specdecode.commands import Continuation, Models, legend, marked, sampling_of, write
 from specdecode.demo import TARGET
 from specdecode.drafting import DraftOutput
 from specdecode.sampler import RejectionSampler
-from specdecode.sampling import Sampling
 
 if TYPE_CHECKING:
     from specdecode.integrations.transformers import GenerationOutput, Step

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
-from specdecode.eager import block, probabilistic, strict, synthetic
+from specdecode.batch import RowBatch, SamplerOutput, TreeBatch, TreeOutput, VerificationBatch
+from specdecode.eager import block, probabilistic, strict, synthetic, tree
 from specdecode.eager.adjustments import adjusted, adjusted_rows
 from specdecode.eager.logprobs import emitted_logprobs
 from specdecode.eager.packed import mark_invalid, unpack
@@ -46,6 +46,12 @@ def verify(method: str, batch: VerificationBatch, schedule: AcceptanceSchedule |
     return output if has_rows is None else mark_invalid(output, has_rows)
 
 
+@torch.no_grad()
+def verify_tree(batch: TreeBatch) -> TreeOutput:
+    """Verify one tree of drafts for each request."""
+    return tree.walk_in_rounds(batch, tree.start(batch), verify, tree.advance)
+
+
 def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor | None]:
     """Return a batch as one that is not packed, adjusted where its rows are read.
 
@@ -57,12 +63,12 @@ def prepared(batch: VerificationBatch) -> tuple[VerificationBatch, Any, Tensor |
 
 
 @torch.no_grad()
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row.
+def sample_rows(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row, or `width` siblings.
 
     Returns:
-        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
-        tokens kept, None if rows are not truncated.
+        [batch] or [batch, width] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept;
+        [batch] int64 the last tokens kept, None if rows are not truncated.
     """
     logits = adjusted_rows(batch)
     temperature, greedy = row_temperature(batch.temperature, logits)
@@ -70,4 +76,6 @@ def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, T
     seeds, positions = seeds_and_positions(batch, requests)
     sampling = row_sampling(temperature, batch.truncation, logits.shape[-1])
     token_ids, logsumexp, _, *cutoff = strict.sample(logits, sampling, seeds, positions, greedy, domains)
+    if width > 0:
+        token_ids = tree.siblings(batch, width)
     return token_ids, logsumexp.to(torch.float32), cutoff[0] if cutoff else None

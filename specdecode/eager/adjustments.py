@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specdecode.adjustments import MOST_COUNTED, WORD, Adjustments
-from specdecode.batch import RowBatch, VerificationBatch
+from specdecode.arguments import select
+from specdecode.batch import Packing, RowBatch, VerificationBatch
 from specdecode.eager.packed import IndexedRows, locate, rows_of
-from specdecode.packing import Packing
 
 
 class RowIndex(NamedTuple):
@@ -154,7 +154,11 @@ def adjusted(batch: VerificationBatch, unpacked: VerificationBatch) -> Verificat
     if adjustments is None:
         return unpacked
     index = row_index(batch.packing, len(batch.target_logits), logits.shape[:2], logits.device)
-    rows = AdjustedRows(logits, with_a_mask(adjustments), unpacked.draft_token_ids, index)
+    draft_token_ids = unpacked.draft_token_ids
+    if batch.packing is not None and batch.packing.path is not None:
+        draft_token_ids = batch.packing.path
+        index = index._replace(offsets=index.offsets + draft_token_ids.shape[1])
+    rows = AdjustedRows(logits, with_a_mask(adjustments), draft_token_ids, index)
     return unpacked._replace(target_logits=rows, adjustments=None)  # type: ignore[arg-type]
 
 
@@ -177,10 +181,9 @@ def with_a_mask(adjustments: Adjustments) -> Adjustments:
 
 def by_request(batch: VerificationBatch, packing: Packing, requests: slice) -> Adjustments | None:
     """Return the adjustments of some requests of a packed batch, by request in place of slot and row."""
-    adjustments = batch.adjustments
-    if adjustments is None:
+    if batch.adjustments is None:
         return None
     rows, slots = (each[requests] for each in rows_and_slots(packing, len(batch.target_logits)))
-    each: Any = [value[slots] if isinstance(value, Tensor) else value for value in adjustments[:-1]]
-    mask = with_a_mask(adjustments).allowed_mask
-    return Adjustments._make([*each, None if mask is None else mask[rows]])
+    mask = with_a_mask(batch.adjustments).allowed_mask
+    by_slot = select(batch.adjustments._replace(allowed_mask=None), slot=slots)
+    return by_slot._replace(allowed_mask=None if mask is None else mask[rows])

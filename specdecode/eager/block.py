@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from specdecode.batch import SamplerOutput
-from specdecode.eager.probabilistic import emit, quotients
+from specdecode.eager.probabilistic import emit, log_ratios
 from specdecode.eager.residual import compare
 from specdecode.eager.selection import block_sums, by_kind, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
 
 
-def running_ratio(before: Tensor, quotient: Tensor) -> Tensor:
+def running_ratio(before: Tensor, log_ratio: Tensor) -> Tensor:
     """Return log c_i = min(0, log c_{i-1} + log(p(x_i) / q(x_i)))."""
-    return (before + quotient).clamp(max=0)
+    return (before + log_ratio).clamp(max=0)
 
 
 def residual_mass(
@@ -23,7 +23,7 @@ def residual_mass(
     draft: Tensor,
     sampling: RowSampling,
     draft_sampling: RowSampling,
-    log_ratio: Tensor,
+    log_running_ratio: Tensor,
     greedy: Tensor | None = None,
 ) -> Tensor:
     """Return A = sum max(0, c p - q) of each row.
@@ -33,24 +33,24 @@ def residual_mass(
         draft: [..., vocab] raw logits.
         sampling: [...] or what broadcasts to it, how the target samples.
         draft_sampling: likewise, how drafts were drawn.
-        log_ratio: [...] log c, <= 0.
+        log_running_ratio: [...] log c, <= 0.
         greedy: [...] bool or what broadcasts to it, whether the request is greedy; None if none is.
     """
     rows, _ = read((target, draft), (sampling, draft_sampling))
     comparison, _ = compare(point_masses(rows, greedy), sampling.temperature)
-    mass = block_sums(comparison.residual_weights(log_ratio)).sum(dim=-1)
-    return log_ratio.exp() * (mass / comparison.target_sum)
+    mass = block_sums(comparison.residual_weights(log_running_ratio)).sum(dim=-1)
+    return log_running_ratio.exp() * (mass / comparison.target_sum)
 
 
-def acceptance_probability(log_ratio: Tensor, mass: Tensor) -> Tensor:
+def acceptance_probability(log_running_ratio: Tensor, mass: Tensor) -> Tensor:
     """Return h = A / (A + 1 - c), of log c < 0."""
-    return mass / (mass - log_ratio.expm1())
+    return mass / (mass - log_running_ratio.expm1())
 
 
-def probabilities(steps: Steps, log_ratio: Tensor, quotient: Tensor) -> Tensor:
+def probabilities(steps: Steps, log_running_ratio: Tensor, log_ratio: Tensor) -> Tensor:
     """Return h of all numbers of drafts but the last, given log c, and log(p(x) / q(x)) of the drafts that follow them."""
     if steps.draft_logits is None:  # A = c (1 - p(x)) of the draft x at that row
-        return acceptance_probability(log_ratio, log_ratio.exp() * -quotient.expm1())
+        return acceptance_probability(log_running_ratio, log_running_ratio.exp() * -log_ratio.expm1())
 
     def masses(*tensors: Any) -> tuple[Tensor]:
         return (residual_mass(*tensors),)
@@ -61,36 +61,40 @@ def probabilities(steps: Steps, log_ratio: Tensor, quotient: Tensor) -> Tensor:
     target, draft = steps.target_logits[:, 1:-1], steps.draft_logits[:, 1:]
     samplings = steps.sampling.at(slice(None), None), steps.draft_sampling.at(slice(None), None)
     logits_each = 2 * target.shape[1:].numel()
-    (mass,) = by_kind(steps.greedy, masses, of_point_mass, logits_each, target, draft, *samplings, log_ratio)
-    return acceptance_probability(log_ratio, mass)
+    (mass,) = by_kind(steps.greedy, masses, of_point_mass, logits_each, target, draft, *samplings, log_running_ratio)
+    return acceptance_probability(log_running_ratio, mass)
 
 
-def longest_accepted(steps: Steps, log_ratios: Tensor, quotient: Tensor) -> Tensor:
+def longest_accepted(steps: Steps, log_running_ratios: Tensor, log_ratios: Tensor) -> Tensor:
     """Return the largest i with eta_i <= h_i, [batch] int64, or 0.
 
     Args:
         steps: the batch.
-        log_ratios: [batch, num_draft_tokens] log c_i.
-        quotient: [batch, num_draft_tokens] log(p(x_i) / q(x_i)).
+        log_running_ratios: [batch, num_draft_tokens] log c_i.
+        log_ratios: [batch, num_draft_tokens] log(p(x_i) / q(x_i)).
     """
     num_drafts, counts = steps.num_drafts[:, None], steps.offsets[1:]
     log_uniforms = steps.log_uniforms(fresh=True)
-    accepted = (log_uniforms <= log_ratios) & (counts <= num_drafts)
+    accepted = (log_uniforms <= log_running_ratios) & (counts <= num_drafts)
     if steps.num_draft_tokens > 1:
         # h <= c, and h = c if no draft follows or if c = 1. So only the other drafts with eta <= c need a residual mass.
-        needed = (accepted & (counts < num_drafts) & (log_ratios < 0))[:, :-1]
-        h = probabilities(steps, log_ratios[:, :-1], quotient[:, 1:])
+        needed = (accepted & (counts < num_drafts) & (log_running_ratios < 0))[:, :-1]
+        h = probabilities(steps, log_running_ratios[:, :-1], log_ratios[:, 1:])
         accepted[:, :-1] &= (log_uniforms[:, :-1] <= h.log()) | ~needed
     return (accepted * counts).amax(dim=1)
 
 
 def verify(steps: Steps) -> SamplerOutput:
     """Accept the longest block of drafts that passes its test; then emit a recovered or a bonus token."""
-    quotient, is_empty = quotients(steps)
-    log_ratios = [torch.zeros_like(steps.temperature)]
+    ratios, is_empty = log_ratios(steps)
+    running = [torch.zeros_like(steps.temperature)]
     for offset in range(steps.num_draft_tokens):
-        log_ratios.append(running_ratio(log_ratios[-1], quotient[:, offset]))
-    log_ratio = torch.stack(log_ratios, dim=1)
-    num_accepted = longest_accepted(steps, log_ratio[:, 1:], quotient) if steps.num_draft_tokens else steps.num_drafts
-    emitted, emitted_is_empty = emit(steps, num_accepted, log_ratio.gather(1, num_accepted[:, None]).squeeze(1))
+        running.append(running_ratio(running[-1], ratios[:, offset]))
+    log_running_ratios = torch.stack(running, dim=1)
+    num_accepted = steps.num_drafts
+    if steps.num_draft_tokens > 0:
+        num_accepted = longest_accepted(steps, log_running_ratios[:, 1:], ratios)
+    emitted, emitted_is_empty = emit(
+        steps, num_accepted, log_running_ratios.gather(1, num_accepted[:, None]).squeeze(1)
+    )
     return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import SamplerOutput, VerificationBatch
-from specdecode.packing import Packing
-from specdecode.sampling import Truncation
+from specdecode.arguments import select
+from specdecode.batch import Packing, SamplerOutput, VerificationBatch
 
 
 class IndexedRows:
@@ -42,7 +41,7 @@ def locate(packing: Packing, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     A request that has no rows, or whose rows or slot cannot be, has -1 drafts; its first row and its slot are 0.
     """
     starts = packing.row_starts.to(torch.int64)
-    first, end = starts[:-1], starts[1:]
+    first, end = (starts, starts + 1) if packing.is_round else (starts[:-1], starts[1:])
     slots = torch.arange(len(first), device=first.device) if packing.slots is None else packing.slots.to(torch.int64)
     is_valid = (first >= 0) & (first < end) & (end <= num_rows) & (end - first <= packing.num_draft_tokens + 1)
     is_valid &= (slots >= 0) & (slots < packing.num_slots)
@@ -59,7 +58,7 @@ def rows_of(first: Tensor, num_drafts: Tensor, most: int) -> Tensor:
 
 
 def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatch, Tensor]:
-    """Return a packed batch as one that is not packed, and which of its requests have rows, [batch] bool."""
+    """Return a packed batch as a padded one, and whether each request has rows, [batch] bool."""
     logits, ids = batch.target_logits, batch.draft_token_ids
     first, num_drafts, slots = locate(packing, len(logits))
     if len(logits) == 0:  # so that there is a row to look at for requests that have none
@@ -79,28 +78,15 @@ def unpack(batch: VerificationBatch, packing: Packing) -> tuple[VerificationBatc
     if packing.row_positions is not None:
         positions = torch.nn.functional.pad(packing.row_positions, (0, 1))[first] + 1
 
-    def each(value: Any) -> Any:
-        return value[slots] if isinstance(value, Tensor) else value
-
-    def each_limit(truncation: Truncation | None) -> Truncation | None:
-        return None if truncation is None else Truncation(*map(each, truncation))
-
-    unpacked = VerificationBatch(
-        IndexedRows(logits, (rows,)),  # type: ignore[arg-type] # of which only what tensors have, too, is used
-        token_ids,
-        draft_logits,  # type: ignore[arg-type]
-        each(batch.draft_logsumexp),
-        each(batch.temperature),
-        batch.seeds if packing.seeds_by_request else each(batch.seeds),
-        positions,
-        each_limit(batch.truncation),
-        each(batch.draft_temperature),
-        each_limit(batch.draft_truncation),
-        each(batch.draft_cutoff),
-        batch.logprobs,
-        draft_vocab_ids=batch.draft_vocab_ids,
-        top_logprobs=batch.top_logprobs,
-        kept_sets=batch.kept_sets,
+    # The others are indexed by slot; adjustments stay so, and are read where they are.
+    others: Any = {"draft_logits": None, "adjustments": None, "packing": None}
+    by_request = select(batch._replace(**others), slot=slots)
+    unpacked = by_request._replace(
+        target_logits=IndexedRows(logits, (rows,)),  # type: ignore[arg-type] # duck-typed as a tensor
+        draft_token_ids=token_ids,
+        draft_logits=draft_logits,  # type: ignore[arg-type]
+        seeds=batch.seeds if packing.seeds_by_request else by_request.seeds,
+        positions=positions,
     )
     return unpacked, num_drafts >= 0
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode.arguments import on_host
 from specdecode.batch import SamplerOutput
-from specdecode.checks import on_host
 from specdecode.eager.greedy import argmax
 from specdecode.eager.residual import residual
 from specdecode.eager.selection import block_sums, by_case, by_chunks, by_kind, exp_scaled, rows_at
@@ -56,7 +56,7 @@ def logprob_difference(target_logprob: Tensor, draft_logprob: Tensor) -> Tensor:
     return difference.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def log_quotient(
+def log_ratio(
     target: Tensor,
     draft: Tensor | None,
     token_ids: Tensor,
@@ -69,16 +69,16 @@ def log_quotient(
     For a deterministic drafter and for greedy requests q(x) = 1.
     """
     if draft is None:
-        (quotient,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
-        return quotient, is_empty
+        (target_logprob,), is_empty = logprobs((target,), token_ids, (sampling,), greedy)
+        return target_logprob, is_empty
     (target_logprob, draft_logprob), is_empty = logprobs((target, draft), token_ids, (sampling, draft_sampling), greedy)
     if greedy is not None:
         draft_logprob = draft_logprob.masked_fill(greedy, 0)
     return logprob_difference(target_logprob, draft_logprob), is_empty
 
 
-def quotients(steps: Steps) -> tuple[Tensor, Tensor]:
-    """Return `log_quotient` of all drafts, [batch, num_draft_tokens] each."""
+def log_ratios(steps: Steps) -> tuple[Tensor, Tensor]:
+    """Return `log_ratio` of all drafts, [batch, num_draft_tokens] each."""
 
     def match(
         target: Tensor, _: Tensor | None, token_ids: Tensor, sampling: RowSampling, *__: Any
@@ -90,20 +90,20 @@ def quotients(steps: Steps) -> tuple[Tensor, Tensor]:
     samplings = steps.sampling.at(slice(None), None), steps.draft_sampling.at(slice(None), None)
     logits_each = target.shape[1:].numel() * (1 if draft is None else 2)
     tensors = target, draft, steps.draft_token_ids, *samplings
-    quotient, is_empty = by_kind(steps.greedy, log_quotient, match, logits_each, *tensors)
-    return quotient, is_empty
+    ratios, is_empty = by_kind(steps.greedy, log_ratio, match, logits_each, *tensors)
+    return ratios, is_empty
 
 
-def accepts(log_uniform: Tensor, quotient: Tensor) -> Tensor:
+def accepts(log_uniform: Tensor, log_ratio: Tensor) -> Tensor:
     """Decide whether drafts are accepted: log u <= log(p(x) / q(x))."""
-    return log_uniform <= quotient
+    return log_uniform <= log_ratio
 
 
 def recover(
     steps: Steps,
     requests: Tensor,
     offsets: Tensor,
-    log_ratio: Tensor,
+    log_running_ratio: Tensor,
     sampling: RowSampling,
     draft_sampling: RowSampling,
     seeds: Tensor,
@@ -117,11 +117,11 @@ def recover(
     target, token_ids = rows_at(steps.target_logits, requests, offsets), None
     if draft is None:
         token_ids = steps.draft_token_ids[at_draft]
-    found, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_ratio, greedy)
+    found, is_empty = residual(target, draft, token_ids, sampling, draft_sampling, log_running_ratio, greedy)
     return found.draw(seeds, positions), is_empty
 
 
-def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
+def emit(steps: Steps, num_accepted: Tensor, log_running_ratio: Tensor | None = None) -> tuple[Tensor, ...]:
     """Draw the token after each request's accepted drafts: recovered where one was rejected, else bonus.
 
     A bonus token is a recovered token with an infinite c. So a GPU draws all tokens in one way; the CPU reads no draft row
@@ -130,7 +130,7 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) ->
     Args:
         steps: the batch.
         num_accepted: [batch] int64.
-        log_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q); None: c = 1.
+        log_running_ratio: [batch] log c; recovered tokens are drawn from max(0, c p - q); None: c = 1.
 
     Returns:
         [batch] int64 token ids; [batch] bool, whether the target row has no finite logit.
@@ -149,11 +149,11 @@ def emit(steps: Steps, num_accepted: Tensor, log_ratio: Tensor | None = None) ->
     is_bonus = num_accepted >= steps.num_drafts
     if isinstance(steps.greedy, Tensor):
         is_bonus |= steps.greedy
-    if log_ratio is None:
-        log_ratio = torch.zeros_like(steps.temperature)
+    if log_running_ratio is None:
+        log_running_ratio = torch.zeros_like(steps.temperature)
     greedy = None if isinstance(steps.greedy, bool) or on_host(steps.greedy) else steps.greedy
     scalars = (steps.sampling, steps.draft_sampling, steps.seeds, steps.positions + num_accepted, greedy)
-    tensors = (steps.requests, num_accepted, log_ratio.masked_fill(is_bonus, torch.inf), *scalars)
+    tensors = (steps.requests, num_accepted, log_running_ratio.masked_fill(is_bonus, torch.inf), *scalars)
     recovered = functools.partial(by_chunks, functools.partial(recover, steps), 2 * steps.vocab)
     if steps.num_draft_tokens == 0 or steps.greedy is True:
         return bonus(*tensors)
@@ -169,8 +169,8 @@ def verify(steps: Steps, scheduled: Tensor | None = None) -> SamplerOutput:
         steps: the batch.
         scheduled: [batch, num_draft_tokens] which drafts to accept instead, or None.
     """
-    quotient, is_empty = quotients(steps)
-    accepted = accepts(steps.log_uniforms(), quotient) if scheduled is None else scheduled
+    ratios, is_empty = log_ratios(steps)
+    accepted = accepts(steps.log_uniforms(), ratios) if scheduled is None else scheduled
     num_accepted = steps.leading(accepted).minimum(steps.num_drafts)
     emitted, emitted_is_empty = emit(steps, num_accepted)
     return steps.output(num_accepted, emitted, is_empty, emitted_is_empty)

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.batch import MOST_KEPT, SamplerOutput, VerificationBatch
 from specdecode.eager.greedy import argmax
 from specdecode.eager.selection import Compute, Rows, block_sums, by_kind, exp_scaled, point_masses
 from specdecode.eager.steps import Steps
 from specdecode.eager.truncation import RowSampling, read
-from specdecode.report import MOST_KEPT
 
 
 def with_report(steps: Steps, raw_logits: Any, output: SamplerOutput, batch: VerificationBatch) -> SamplerOutput:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.checks import on_host
+from specdecode.arguments import on_host
 from specdecode.eager.selection import Rows, block_sums, exp_scaled, mark_greedy, or_first, select
 from specdecode.eager.truncation import RowSampling, read
 from specdecode.noise import SELECT
@@ -25,9 +25,9 @@ def weight_change(weights: Tensor, difference: Tensor) -> Tensor:
     return difference.expm1().mul_(weights).masked_fill_(difference.abs() > 1, torch.nan)
 
 
-def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+def weight_left(weights: Tensor, difference: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
     """Return w max(0, 1 - exp(D - s)), s being the sum of the last two; may overwrite D."""
-    return difference.sub_(log_sum_ratio + log_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
+    return difference.sub_(log_sum_ratio + log_running_ratio).clamp_(max=0).expm1_().neg_().mul_(weights)
 
 
 class Comparison(NamedTuple):
@@ -48,9 +48,9 @@ class Comparison(NamedTuple):
     log_sum_ratio: Tensor
     """[...] log(sum of the draft's weights / sum of the target's), infinite if the draft row is a point mass."""
 
-    def residual_weights(self, log_ratio: Tensor) -> Tensor:
+    def residual_weights(self, log_running_ratio: Tensor) -> Tensor:
         """Return what is proportional to max(0, c p - q), and by the same factor to c p; may overwrite the difference."""
-        ratios = self.log_sum_ratio[..., None], log_ratio[..., None]
+        ratios = self.log_sum_ratio[..., None], log_running_ratio[..., None]
         return weight_left(self.target_weights, self.difference, *ratios)
 
 
@@ -90,15 +90,15 @@ def compare(rows: Rows, temperature: Tensor) -> tuple[Comparison, Tensor]:
     return Comparison(weights[0], sums[0], difference, ratio), by_block[0]
 
 
-def most_left(log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+def most_left(log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
     """Return the most that the residual can weigh at one token: 0 if q is a point mass on it, unless c is infinite."""
-    difference = log_sum_ratio - log_ratio
+    difference = log_sum_ratio - log_running_ratio
     return torch.full_like(difference, torch.inf).masked_fill_(difference == torch.inf, 0)
 
 
-def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_ratio: Tensor) -> Tensor:
+def leave_out(weights: Tensor, token_ids: Tensor, log_sum_ratio: Tensor, log_running_ratio: Tensor) -> Tensor:
     """Limit the weight of one token of each row to `most_left`, in place: [rows, vocab] weights, and [rows] each."""
-    return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_ratio)[:, None], "amin")
+    return weights.scatter_reduce_(1, token_ids[:, None], most_left(log_sum_ratio, log_running_ratio)[:, None], "amin")
 
 
 class Residual(NamedTuple):
@@ -132,7 +132,7 @@ def residual(
     token_ids: Tensor | None,
     sampling: RowSampling,
     draft_sampling: RowSampling,
-    log_ratio: Tensor,
+    log_running_ratio: Tensor,
     greedy: Tensor | None = None,
 ) -> tuple[Residual, Tensor]:
     """Return the residuals of rows, and which target rows have no finite logit, [rows] bool.
@@ -145,7 +145,7 @@ def residual(
         token_ids: [rows] int64, the rejected drafts, or None if there are draft rows.
         sampling: [rows], how the target samples.
         draft_sampling: [rows], how drafts were drawn.
-        log_ratio: [rows] log c.
+        log_running_ratio: [rows] log c.
         greedy: [rows] bool, whether p is the point mass on the argmax, or None if it is for no row.
     """
     if draft is None:
@@ -153,15 +153,15 @@ def residual(
         rows, _ = read((target,), (sampling,))
         row_max = mark_greedy(rows, greedy).row_max[0]
         weights = exp_scaled(rows.logits[0], row_max, sampling.temperature[:, None])
-        weights = leave_out(weights, token_ids, weights.new_full(log_ratio.shape, torch.inf), log_ratio)
+        weights = leave_out(weights, token_ids, weights.new_full(log_running_ratio.shape, torch.inf), log_running_ratio)
         # If nothing is left, all of p is on the token that was left out, which is then the first.
         found = Residual(weights, None, None, token_ids[:, None] if rows.first is None else rows.first[0])
         return found, rows.row_max[0, :, 0] == -torch.inf
     rows, _ = read((target, draft), (sampling, draft_sampling))
     comparison, sums = compare(mark_greedy(rows, greedy), sampling.temperature)
-    weights = comparison.residual_weights(log_ratio)
+    weights = comparison.residual_weights(log_running_ratio)
     if rows.first is not None:
-        weights = leave_out(weights, rows.first[1].squeeze(1), comparison.log_sum_ratio, log_ratio)
+        weights = leave_out(weights, rows.first[1].squeeze(1), comparison.log_sum_ratio, log_running_ratio)
     first = None if rows.first is None else rows.first[0]
     found = Residual(weights, (comparison.target_weights, sums), comparison.target_sum, first)
     return found, rows.row_max[0, :, 0] == -torch.inf

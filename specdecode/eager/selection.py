@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.checks import on_host
+from specdecode.arguments import on_host
 from specdecode.eager.adjustments import AdjustedRows
 from specdecode.eager.packed import IndexedRows
 from specdecode.eager.philox import race

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdecode.checks import on_host
+from specdecode.arguments import on_host
+from specdecode.batch import Truncation
 from specdecode.eager.selection import Rows, point_masses
 from specdecode.eager.selection import read as read_whole
 from specdecode.eager.vocabulary import DraftVocabRows
-from specdecode.sampling import Truncation
 
 ALL = torch.iinfo(torch.int64).max
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode.checks import on_host
+from specdecode.arguments import on_host
 from specdecode.eager.packed import IndexedRows
 
 

@@ -18,18 +18,25 @@ step in which all requests are greedy has none: SGLang computes no q then.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, SamplerOutput, Sampling
-from specdecode.checks import draw_seeds
-from specdecode.integrations.adapters import EngineMethod, Fallbacks
-from specdecode.integrations.calls import first_integers, verify_unchecked, warm_up, zeros
+from specdecode.arguments import draw_seeds
+from specdecode.integrations.engine import (
+    EngineMethod,
+    Fallbacks,
+    first_integers,
+    switched_on,
+    unknown_reason,
+    verify,
+    warm_up,
+    zeros,
+)
 
 __all__ = ["EagleSample", "Engine", "install"]
 
@@ -56,7 +63,7 @@ def install(method: EngineMethod) -> None:
 
 
 class Engine:
-    """What the hook asks SGLang for."""
+    """The questions that the hook asks SGLang."""
 
     def settings(self) -> Any:
         """Return the server's speculative settings."""
@@ -84,14 +91,59 @@ class Engine:
         return get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
 
 
-class OfRequests(NamedTuple):
-    """What the sampler takes of a batch's requests."""
+class RequestState(NamedTuple):
+    """Sampling parameters of a batch's requests."""
 
     given: tuple[Tensor | None, ...]
-    """What it is made from. SGLang never changes these tensors: when requests come or go it makes others."""
+    """SGLang's tensors that it is made from; SGLang makes new ones when requests come or go, and never changes them."""
     temperature: Tensor  # [batch] float32, 0 for greedy requests
     seeds: Tensor  # [batch] int64: SGLang's, else random; the noise of each position is another
     is_truncated: bool
+
+
+class Step(NamedTuple):
+    """The arguments of SGLang's `eagle_sample`."""
+
+    verify_input: Any  # the drafts
+    batch: Any  # the requests
+    logits_output: Any  # the target's logits
+    grammar_mask: Any  # is applied to them
+    uno_target_max_top_k: int | None  # of SGLang's Uno trees
+    watermark_state: Any
+    unknown: dict[str, Any]  # arguments of a later SGLang
+
+    @property
+    def info(self) -> Any:
+        """SGLang's sampling parameters."""
+        return self.batch.sampling_info
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's logits, [batch * num_rows, vocab]."""
+        logits: Tensor = self.logits_output.next_token_logits
+        return logits
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each draft follows the one before it."""
+        drafts = self.verify_input
+        is_tree = drafts.tree_topk != 1 or drafts.draft_token_num != drafts.max_tree_depth
+        return self.uno_target_max_top_k is None and not is_tree
+
+    @property
+    def has_draft_probs(self) -> bool:
+        """Whether drafts come with the probabilities that they were drawn from, over the target's vocabulary."""
+        draft_probs = self.verify_input.draft_probs
+        return draft_probs is not None and draft_probs.shape[-1] == self.logits.shape[-1]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether any request truncates; greedy requests have a top_k of 1 in SGLang, which is no truncation here."""
+        info, vocab = self.info, self.logits.shape[-1]
+        if info.is_all_greedy:
+            return False
+        top_k = info.need_top_k_sampling and any(1 < each.sampling_params.top_k < vocab for each in self.batch.reqs)
+        return bool(top_k or info.need_top_p_sampling or info.need_min_p_sampling)
 
 
 class EagleSample:
@@ -106,11 +158,10 @@ class EagleSample:
         self.verifier = RejectionSampler(method)
         self.engine = engine
         self.fallbacks = Fallbacks(logger)
-        self.warm: set[Any] = set()
-        self.requests: OfRequests | None = None
-        """Of the last step, and of those after it until requests come or go; with pipeline parallelism, of it alone."""
-        self.checked: set[Any] = set()
-        """Kinds of steps whose arguments have been checked: SGLang's are of the same types in each, and fit together."""
+        self.warm: set[torch.dtype] = set()
+        self.requests: RequestState | None = None
+        """Of the last step: used again until requests come or go; with pipeline parallelism, in no other step."""
+        self.checked: set[Hashable] = set()
 
     def __call__(
         self,
@@ -125,125 +176,92 @@ class EagleSample:
         watermark_full_mask: bool = True,
         **unknown: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with the arguments and results of SGLang's `eagle_sample`.
-
-        Args:
-            original: SGLang's function.
-            verify_input: the drafts.
-            batch: the requests.
-            logits_output: the target's logits.
-            grammar_mask: is applied to them.
-            uno_target_max_top_k: of SGLang's Uno trees, which are left to it.
-            watermark_state: of requests with watermarks, which are left to it.
-            watermark_full_mask: likewise.
-            **unknown: of a later SGLang. If one is set, the step is left to it.
+        """Verify one step, with the arguments of SGLang's `eagle_sample`, which is `original`, and its results.
 
         Returns:
-            [batch * D] int32, the token that each row emits, 0 after the last one; [batch] int32 how many a request emits;
-            [batch, D] int32 the rows that emit, then -1.
+            [batch * D] int32 the token that each row emits, 0 after the last one; [batch] int32 number of tokens that a
+            request emits; [batch, D] int32 the rows that emit, then -1.
         """
         given = verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k
-        watermarks = {"watermark_state": watermark_state, "watermark_full_mask": watermark_full_mask}
-        leave: Callable[[], tuple[Tensor, Tensor, Tensor]] = functools.partial(
-            original, *given, **watermarks, **unknown
-        )
-        if batch.forward_mode.is_idle():
-            return leave()
-        info = batch.sampling_info
-        reason = self.why_not(verify_input, info, logits_output, uno_target_max_top_k, watermark_state, unknown)
+        step, is_idle = Step(*given, watermark_state, unknown), batch.forward_mode.is_idle()
+        reason = None if is_idle else self.why_not(step)
         if reason is not None:
             self.fallbacks.add(reason, "SGLang verifies such a step, by its own rule")
-            return leave()
-        self.engine.sanitize_nan_logits(logits_output.next_token_logits)
-        penalize(logits_output.next_token_logits, info, verify_input.draft_token_num)
+        if is_idle or reason is not None:
+            watermarks = {"watermark_state": watermark_state, "watermark_full_mask": watermark_full_mask}
+            results: tuple[Tensor, Tensor, Tensor] = original(*given, **watermarks, **unknown)
+            return results
+        self.engine.sanitize_nan_logits(step.logits)
+        penalize(step)
         if grammar_mask is not None:
-            grammar_mask.apply(logits_output.next_token_logits)
-        results = as_results(self.verify(verify_input, batch, logits_output.next_token_logits))
-        if not info.is_all_greedy or torch.version.hip:  # where ranks have other drafts, as SGLang says
+            grammar_mask.apply(step.logits)
+        call = self.as_call(step)
+        kind = *call, call["target_logits"].dtype, call["seeds"].dtype
+        results = as_result(verify(self.verifier, call, kind, self.checked))
+        if not step.info.is_all_greedy or torch.version.hip:  # where ranks have other drafts, as SGLang says
             ranks = self.engine.ranks()
             if ranks.world_size > 1:  # each draws the seeds that SGLang does not give
                 for result in results:
                     ranks.broadcast(result, src=0)
         return results
 
-    def needs_draft_probs(self, info: Any) -> bool:
-        """Return whether a step is verified by the probabilities that its drafts were drawn from."""
-        return self.draws_drafts() and not info.is_all_greedy
-
     def draws_drafts(self) -> bool:
-        """Return whether SGLang draws drafts, and the method has to know from what."""
+        """Return whether SGLang draws drafts, and the method needs their probabilities."""
         return self.verifier.method != "strict" and bool(self.engine.settings().speculative_use_rejection_sampling)
 
-    def why_not(
-        self,
-        verify_input: Any,
-        info: Any,
-        logits_output: Any,
-        uno_target_max_top_k: Any,
-        watermark_state: Any,
-        unknown: dict[str, Any],
-    ) -> str | None:
-        """Return why a step is left to SGLang, or None."""
+    def why_not(self, step: Step) -> str | None:
+        """Return the reason to leave a step to SGLang, or None."""
         settings = self.engine.settings()
-        if given := [name for name, value in unknown.items() if value is not None and value is not False]:
-            return f"arguments that this version of specdecode does not know ({', '.join(given)})"
-        if uno_target_max_top_k is not None or not is_chain(verify_input):
+        if reason := unknown_reason("arguments that", switched_on(step.unknown)):
+            return reason
+        if not step.is_chain:
             return "a tree of drafts (EAGLE with a top-k above 1, n-gram look-up)"
-        if watermark_state is not None and info.has_watermark_candidates:
+        if step.watermark_state is not None and step.info.has_watermark_candidates:
             return "watermarks"
         if settings.speculative_accept_threshold_single != 1 or settings.speculative_accept_threshold_acc != 1:
             return "speculative_accept_threshold_single or _acc below 1, which is not exact"
         if self.engine.simulates_acceptance():
             return "SGLANG_SIMULATE_ACC_LEN"
-        if self.needs_draft_probs(info) and not has_probs(verify_input, logits_output):
+        if self.draws_drafts() and not step.info.is_all_greedy and not step.has_draft_probs:
             # SGLang's function raises the error.
             return "drawn drafts without probabilities of the target's vocabulary"
         return None
 
-    def verify(self, verify_input: Any, batch: Any, logits: Tensor) -> SamplerOutput:
-        """Verify a chain of `verify_input.draft_token_num - 1` drafts per request."""
-        num_rows, info = verify_input.draft_token_num, batch.sampling_info
-        requests = self.of_requests(batch, logits.shape[-1])
+    def as_call(self, step: Step) -> dict[str, Any]:
+        """Return the sampler's arguments for `verify_input.draft_token_num - 1` drafts per request."""
+        num_rows, vocab, requests = step.verify_input.draft_token_num, step.logits.shape[-1], self.state_of(step)
         call = {
-            "target_logits": logits.view(-1, num_rows, logits.shape[-1]),
-            "draft_token_ids": verify_input.draft_token.view(-1, num_rows)[:, 1:],
+            "target_logits": step.logits.view(-1, num_rows, vocab),
+            "draft_token_ids": step.verify_input.draft_token.view(-1, num_rows)[:, 1:],
             "temperature": requests.temperature,
             "seeds": requests.seeds,
-            "positions": batch.seq_lens.to(torch.int64) + 1,
+            "positions": step.batch.seq_lens.to(torch.int64) + 1,
         }
-        self.warm_up_once(call, info)
-        if self.needs_draft_probs(info):
-            call |= drawn_from(verify_input.draft_probs, requests.temperature)
+        self.warm_up_once(call, step.info)
+        if self.draws_drafts() and not step.info.is_all_greedy:
+            call |= drawn_from(step.verify_input.draft_probs, requests.temperature)
         if requests.is_truncated:
-            call |= truncation(call, info)
-        return self.output_of(call)
+            call |= truncation(call, step.info)
+        return call
 
-    def of_requests(self, batch: Any, vocab: int) -> OfRequests:
-        """Return what the sampler takes of a batch's requests: made once, as each operation delays the step on the host."""
-        info = batch.sampling_info
+    def state_of(self, step: Step) -> RequestState:
+        """Return the state of a step's requests, made once for a batch: each operation delays the step on the host."""
+        info = step.info
         given = info.temperatures, info.top_ks, info.sampling_seed
         if self.requests is None or any(old is not new for old, new in zip(self.requests.given, given)):
             temperature = info.temperatures.view(-1) * (info.top_ks > 1)  # how SGLang says greedy
             seeds = info.sampling_seed  # None unless SGLang's inference is deterministic
             if seeds is None:
                 seeds = draw_seeds(temperature.shape, temperature.device)
-            self.requests = OfRequests(given, temperature, seeds, is_truncated(batch, vocab))
+            self.requests = RequestState(given, temperature, seeds, step.is_truncated)
         return self.requests
 
-    def output_of(self, call: dict[str, Any]) -> SamplerOutput:
-        """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        kind = *call, call["target_logits"].dtype, call["seeds"].dtype
-        if kind not in self.checked:
-            self.checked.add(kind)
-            return self.verifier(**call)
-        return verify_unchecked(self.verifier, call)
-
     def warm_up_once(self, call: dict[str, Any], info: Any) -> None:
-        """Compile all kernels at the first call: SGLang's own warm-up makes that, with a greedy request.
+        """Compile all kernels at the first call: SGLang's own warm-up makes it, with a greedy request.
 
         Args:
-            call: the sampler's arguments, but draft logits and truncation.
-            info: what truncates.
+            call: the sampler's arguments, without draft logits and truncation.
+            info: SGLang's sampling parameters, which truncate.
         """
         dtype = call["target_logits"].dtype
         if dtype in self.warm:
@@ -252,29 +270,21 @@ class EagleSample:
             logger.info("specdecode: %r verifies draft chains", self.verifier.method)
         self.warm.add(dtype)
         first = first_request(call)
-        kinds = [first]
+        calls, fullest = [first], first
         if self.draws_drafts():
             batch, num_rows, vocab = first["target_logits"].shape
             draft_probs = first["temperature"].new_zeros(batch, num_rows - 1, vocab)
-            kinds.append(drawn := first | drawn_from(draft_probs, first["temperature"]))
-            kinds.append(drawn | first_request(truncation(drawn, info)))
-        else:
-            kinds.append(first | first_request(truncation(first, info)))
-        warmups = [functools.partial(self.verifier.warmup, **arguments) for arguments in kinds]
-        warm_up(warmups, first["target_logits"].device)
+            fullest = first | drawn_from(draft_probs, first["temperature"])
+            calls.append(fullest)
+        warm_up(self.verifier, [*calls, fullest | first_request(truncation(fullest, info))])
 
 
-def penalize(logits: Tensor, info: Any, num_rows: int) -> None:
+def penalize(step: Step) -> None:
     """Apply penalties and biases to logits in place, as SGLang's function does: the same to all rows of a request.
 
-    So the drafts of a step do not count as emitted. SGLang keeps no counts, but what is to be added to each logit.
-
-    Args:
-        logits: [batch * num_rows, vocab].
-        info: SGLang's sampling info, whose penalties and biases are [batch, vocab], or None.
-        num_rows: of each request.
+    The drafts of a step do not count as emitted: SGLang keeps no counts, but the terms and factors of each logit.
     """
-    rows = logits.view(-1, num_rows, logits.shape[-1])
+    info, rows = step.info, step.logits.view(-1, step.verify_input.draft_token_num, step.logits.shape[-1])
     if info.acc_additive_penalties is not None:
         rows.add_(info.acc_additive_penalties[:, None])
     if info.acc_scaling_penalties is not None:
@@ -289,28 +299,8 @@ def first_request(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value[:1] if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-def has_probs(verify_input: Any, logits_output: Any) -> bool:
-    """Return whether drafts come with the probabilities that they were drawn from, over the target's vocabulary."""
-    draft_probs = verify_input.draft_probs
-    return draft_probs is not None and draft_probs.shape[-1] == logits_output.next_token_logits.shape[-1]
-
-
-def is_chain(verify_input: Any) -> bool:
-    """Return whether each draft follows the one before it."""
-    return bool(verify_input.tree_topk == 1 and verify_input.draft_token_num == verify_input.max_tree_depth)
-
-
-def is_truncated(batch: Any, vocab: int) -> bool:
-    """Return whether any request truncates; greedy requests have a top_k of 1 in SGLang, which is no truncation here."""
-    info = batch.sampling_info
-    if info.is_all_greedy:
-        return False
-    top_k = info.need_top_k_sampling and any(1 < request.sampling_params.top_k < vocab for request in batch.reqs)
-    return bool(top_k or info.need_top_p_sampling or info.need_min_p_sampling)
-
-
 def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
-    """Return what truncates. All of it is passed if any is: each selection would need kernels of its own."""
+    """Return all truncation arguments, even if one alone truncates: each selection would need kernels of its own."""
     result = {"top_k": info.top_ks, "top_p": info.top_ps, "min_p": info.min_ps}
     if "draft_logits" in call:  # the drafts were drawn from whole rows
         result["draft_sampling"] = Sampling(temperature=call["temperature"])
@@ -318,7 +308,7 @@ def truncation(call: dict[str, Any], info: Any) -> dict[str, Any]:
 
 
 def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
-    """Return what the sampler takes for drafts drawn from probabilities q: draft logits T log q, and their logsumexp, 0.
+    """Return the arguments for drafts drawn from probabilities q: draft logits T log q, and their logsumexp, 0.
 
     Args:
         draft_probs: [batch, num_draft_tokens, vocab] float32.
@@ -328,7 +318,7 @@ def drawn_from(draft_probs: Tensor, temperature: Tensor) -> dict[str, Tensor]:
     return {"draft_logits": draft_logits, "draft_logsumexp": zeros(draft_probs.shape[:2], draft_probs.device)}
 
 
-def as_results(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+def as_result(output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Return an output as SGLang's `predict`, `accept_lens` and `accept_index`, by few operations."""
     token_ids = output.token_ids
     rows = first_integers(token_ids.numel(), token_ids.device).view_as(token_ids)

@@ -7,13 +7,12 @@ each request from the statistics and a few blocks, and writes the output.
 
 | file | what is in it |
 |---|---|
-| `call` | from a batch to a step: allocate, read, truncate, decide a block, emit |
+| `call` | from a batch to a step: the values of a call, and its plan |
 | `methods` | each method: what it decides while rows are read, how it decides, how it draws, when a batch is large for it |
 | `arguments`, `values` | what kernels receive: the shape and type of every field; what their functions pass to each other |
-| `bundles` | from the tensors of a call to these bundles |
+| `bundles` | the structure of a step, and the bundles of its plan |
 | `plan`, `launch` | the launches of a step, with the tuned numbers; compilation, launch |
-| `signature` | what a kernel is compiled for |
-| `formulas` | what a plan does not know of a call: sizes, strides, addresses |
+| `signature` | what a kernel is compiled for; symbols, whose values a call has |
 | `read`, `emit` | the two kernels of every step |
 | `request` | all that is loaded of a request: where its rows are, temperature, key, drafts, limits |
 | `vocabulary` | draft rows over a vocabulary of their own |
@@ -26,21 +25,22 @@ each request from the statistics and a few blocks, and writes the output.
 | `truncation.narrow`, `truncation.wide` | where that is looked for: among the likeliest tokens of a row, or in all of it |
 | `selection`, `block_bounds` | how a token is drawn; which blocks are looked at, in the order of their bounds |
 | `residual` | max(0, p - q): its weights, its block sums, which block is drawn from it |
-| `stops`, `output` | at which row a request stops; what it returns |
+| `first_rejected`, `output` | the first rejected row of a request; what it returns |
 | `logprobs` | log-probabilities of emitted tokens |
+| `tree`, `siblings` | the walk of a tree of drafts, and the children of a node: launches of their own |
 | `report` | the likeliest tokens and the kept set of their rows: one launch more |
 | `greedy`, `strict`, `probabilistic`, `block`, `synthetic` | what each method adds: how it decides about a draft |
 | `philox` | random numbers |
 
 | what happens | where |
 |---|---|
-| a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `DECIDE` by `emit.emit_row` |
-| ... in a large batch | as `DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
+| a draft is accepted or rejected | `probabilistic.accepts`, `strict.decide`: called as `policy.DECIDE` by `emit.emit_row` |
+| ... in a large batch | as `policy.DECIDE` by `read.decide`: `probabilistic.accepts`, `strict.decide_while_reading` |
 | ... in `block` | `block.decide_without_reading`; what that leaves open, `block.decide_block` |
 | a logit is adjusted | `rows.load_raw`, `rows.load_logit`, `rows.adjusted_blocks`: they call `adjustments.adjusted` |
 | a NaN or an infinity in a row | `distribution.recompute_nonfinite`; where logits are read again, `rows.load_logits` |
-| a row need not be read | `read.decide` posts the stop, `read.may_matter` looks at it; a draft row: `read.summarise` |
-| ... or not truncated | `truncation.kernel.is_to_cut` looks at the stop, too |
+| a row need not be read | `read.decide` posts a rejection, `read.may_matter` looks at it; a draft row: `read.summarise` |
+| ... or not truncated | `truncation.kernel.is_to_cut` looks at it, too |
 | a recovered or a bonus token | `probabilistic.draw`; in `strict`, `strict.decide` |
 | a tie | between scores `selection.first_largest`, `block_bounds.ranked`; between logits `greedy.argmax` |
 | the cutoff of top-k, top-p, min-p | `narrow.cut_candidates`; in a whole row `wide.wide_cutoff`, ties `find_tie` |
@@ -54,7 +54,8 @@ rates. Calls on several streams, from several threads and in graphs share no mem
 float32 whatever the logits are.
 """
 
-from specdecode.kernels.call import sample, verify, warm_up, why_not_verified
+from specdecode.kernels.call import sample_rows, verify, warm_up, why_not_verified
 from specdecode.kernels.launch import Share, compile_ahead
+from specdecode.kernels.tree import verify_tree
 
-__all__ = ["Share", "compile_ahead", "sample", "verify", "warm_up", "why_not_verified"]
+__all__ = ["Share", "compile_ahead", "sample_rows", "verify", "verify_tree", "warm_up", "why_not_verified"]

@@ -59,7 +59,7 @@ def bits_of(masks, tokens, part: tl.constexpr):
 
 @triton.jit
 def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
-    """Return how often the tokens of a part were emitted before the step; negative: never."""
+    """Return the output counts of the tokens of a part before the step; negative: 0."""
     IN_OCTETS: tl.constexpr = exists(tokens.octets) and tokens.ids[part].shape[1] > 128
     if IN_OCTETS:  # a thread loads twice 16 bytes: the counts of the eight tokens whose logits it has
         quads = tokens.quads[part]
@@ -73,7 +73,7 @@ def load_counts(counts_ptr, tokens, part: tl.constexpr, wanted):
 
 @triton.jit
 def load_adjustments(tokens, adjustments):
-    """Return what is loaded for tokens, to be in flight while something else is done: see `adjusted`."""
+    """Return the counts and masks of tokens, for `adjusted`; they are in flight while other work is done."""
     counts, in_prompt, allowed = (), (), ()
     for part in tl.static_range(len(tokens.ids)):
         if exists(adjustments.penalties):
@@ -89,13 +89,13 @@ def load_adjustments(tokens, adjustments):
 
 @triton.jit
 def in_span(token_ids, span):
-    """Return which tokens are in a span, as integers; -1 is none, also where a span is of the token -1."""
+    """Return whether tokens are in a span, as integers; the token -1 is in no span, not even that of -1."""
     return ((token_ids >= tl.maximum(span[0], 0)) & (token_ids <= span[1])).to(tl.int32)
 
 
 @triton.jit
 def biases_in(span, adjustments, start):
-    """Return which of `BIASES` biases from an index on are of tokens in a span, as integers."""
+    """Return whether the tokens of `BIASES` biases from an index on are in a span, as integers."""
     biases, places = adjustments.biases, start + tl.arange(0, BIASES)
     ids = tl.load(biases.ids_ptr + places, mask=places < biases.num_biases, other=-1)
     return in_span(ids, span)
@@ -221,7 +221,7 @@ def with_drafts(row, sizes):
 
 @triton.jit
 def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Return what a function returns that rarely runs, given a row, a tuple of other arguments, and sizes.
+    """Call a function that rarely runs, with a row, a tuple of other arguments, and sizes; return its result.
 
     It takes and returns numbers, no tensors: for rows with adjustments it is not inlined, because the time that Triton takes
     to compile a function grows with the cube of its length.
@@ -234,5 +234,5 @@ def rarely(FUNCTION: tl.constexpr, row, arguments, sizes):
 
 @triton.jit(noinline=True)
 def apart(FUNCTION: tl.constexpr, row, arguments, sizes):
-    """Return what a function returns, given a row with adjustments but without the drafts before it, which are a tensor."""
+    """Call a function with an adjusted row, given without the drafts before it, which are a tensor; return its result."""
     return FUNCTION(with_drafts(row, sizes), *arguments, sizes)

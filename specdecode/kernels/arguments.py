@@ -1,4 +1,4 @@
-"""What the host passes to kernels: named bundles, the shape and the type of each field said once.
+"""The bundles that the host passes to kernels, with the shape and type of each field.
 
 Kernels are compiled for the value of a field in capitals. A pointer may be absent (None), for which they are compiled too.
 `signature` derives each kernel's signature from the annotations here.
@@ -41,12 +41,16 @@ class DraftVocabulary(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """Where the rows and the state of the requests of a packed call are; all None if the call is not packed."""
+    """The rows and slots of the requests of a packed call; all None if the call is not packed."""
 
     row_starts_ptr: Pointer  # [batch + 1] int32 or int64: a request's first row, which ends the rows of the one before
     num_rows: Int64
     slots_ptr: Pointer  # [batch] int32 or int64, or None: the request itself
     num_slots: Int64
+    IS_ROUND: Constant  # a round of a tree: row_starts are [batch], the one row of each request
+    path_ptr: Pointer  # [batch, depth] int64, in a round: the tokens between node 0 and the row; None: no penalties
+    path_stride: Int64
+    depth: Int32
 
 
 class Drafts(NamedTuple):
@@ -79,7 +83,7 @@ class Requests(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What truncates rows: a value for each request (at its slot), or one for all; all None if nothing does."""
+    """The limits that truncate rows: by request (at its slot), or one for all; all None if rows are not truncated."""
 
     top_k_ptr: Pointer  # [batch] int32 or int64, or None: `top_k` for all
     top_k: Int32  # 0 keeps all tokens
@@ -90,7 +94,7 @@ class Limits(NamedTuple):
 
 
 class Adjustments(NamedTuple):
-    """What requests add to target rows: a value for each request (at its slot), or one for all; None where nothing is."""
+    """The adjustments of target rows: by request (at its slot), or one for all; None if absent."""
 
     EXIST: Constant  # whether anything is
     repetition_ptr: Pointer  # [batch] any float, or None: `repetition` for all
@@ -113,7 +117,7 @@ class Adjustments(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All that a step is given."""
+    """The inputs of a step."""
 
     packing: Packing
     target: Rows
@@ -127,7 +131,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a step returns: counts of a verification, logsumexp of a sampled row, the other None."""
+    """The outputs of a step: counts of a verification or logsumexp of a sampled row; the others are None."""
 
     token_ids_ptr: Pointer  # [batch, num_draft_tokens + 1] int64
     num_accepted_ptr: Pointer  # [batch] int32
@@ -139,7 +143,7 @@ class Outputs(NamedTuple):
 
 
 class Reporting(NamedTuple):
-    """What a step returns of the rows of its tokens; pointers are None for what is not asked for."""
+    """The report on the rows of emitted tokens; None for lists that are not asked for."""
 
     top_ids_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] int64
     top_logprobs_ptr: Pointer  # [batch, num_draft_tokens + 1, num_top] float32
@@ -150,24 +154,32 @@ class Reporting(NamedTuple):
     OVERLAPS: Constant
 
 
+class Siblings(NamedTuple):
+    """The siblings that are drawn from each row."""
+
+    ids_ptr: Pointer  # [batch, WIDTH] int64
+    WIDTH: Constant
+    OVERLAPS: Constant
+
+
 class Workspace(NamedTuple):
     """Memory that lives as long as a call: what one launch leaves for the next."""
 
-    state_ptr: Pointer  # int32, see `stops`; None without drafts
+    state_ptr: Pointer  # int32, see `first_rejected`; None without drafts
     statistics_ptr: Pointer  # [rows, num_blocks, 2] float32: target rows, then draft rows; see `statistics`
     cutoffs_ptr: Pointer  # [rows, 2] float32: logit and (int32) id of the last token kept; None: rows are not truncated
-    maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None likewise
-    candidates_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None likewise
+    maxima_ptr: Pointer  # [rows, num_blocks, WARP] float32, see `statistics.lane_maxima`; None: rows are not truncated
+    candidates_ptr: Pointer  # [rows, list_size] int64, see `truncation.narrow`; None: rows are not truncated
     terms_ptr: Pointer  # [batch, num_draft_tokens + 1, TERMS] float32, see `block`, or None
-    listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, likewise
-    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, likewise
+    listed_ptr: Pointer  # [batch * num_draft_tokens, LIST_FIELDS] int64, see `residual`, or None
+    residual_sums_ptr: Pointer  # [batch, num_draft_tokens, num_blocks] float32, see `residual`, or None
     raw_statistics_ptr: Pointer  # [target rows, num_blocks, 2] float32 statistics at temperature 1, or None
     draft_ids_ptr: Pointer  # [vocab_size] int32 the draft's id of each token, see `vocabulary`; None: the same ids
     logprobs_ptr: Pointer  # that of `Outputs`, where a decision leaves its draft's, or None
 
 
 class Sizes(NamedTuple):
-    """How much there is of everything."""
+    """The sizes of a call."""
 
     batch: Int32
     num_draft_tokens: Count
@@ -179,52 +191,56 @@ class Sizes(NamedTuple):
 
 
 class Mapping(NamedTuple):
-    """How the target's tokens are mapped to the draft's ids."""
+    """The config of the launch that maps the target's tokens to the draft's ids."""
 
     OVERLAPS: Constant
 
 
+class Policy(NamedTuple):
+    """The functions of a method that a kernel calls."""
+
+    DECIDE: Constant  # decides about a row; None: every row is read, and decided later
+    DRAW: Constant  # draws the token after the accepted drafts; None: DECIDE has drawn it
+
+
 class Reading(NamedTuple):
-    """How the launch that reads divides its work."""
+    """The config of the launch that reads: the division of its work."""
 
     tiles: Int32  # a program reads BLOCKS blocks so many times
     chunks: Int32  # programs for each row
     BLOCKS: Constant
-    DECIDE: Constant  # the accept rule by which rows after a rejection are not read; None: every row is read
     INTEGER_MAX: Constant  # maxima are computed on integers, which takes registers
     KEEPS_RAW: Constant  # statistics at temperature 1 are stored where T is 1, too: rows are truncated
     FLAT: Constant  # all programs lie along the grid's first dimension
     OVERLAPS: Constant  # the next launch may be set up while this one runs
-    ADMITS_LATE: Constant  # ... from when a program's last logits are loaded on, not from its start
+    ADMITS_LATE: Constant  # the next launch is admitted after a program's last loads of logits, not at its start
 
 
 class Truncating(NamedTuple):
-    """How rows are truncated."""
+    """The config of a launch that truncates rows."""
 
     OF_DRAFTS: Constant  # draft rows alone: they are read in another way than target rows
-    POSTED: Constant  # rows behind a stop that was posted while reading were not read
+    POSTED: Constant  # rows behind a rejection that was posted while reading were not read
     OVERLAPS: Constant
 
 
 class BlockDecision(NamedTuple):
-    """How block verification decides what it takes residual sums to decide."""
+    """The config of the launches of block verification that sum residuals or decide by them."""
 
     BLOCKS: Constant  # so many are summed at once
-    LANES: Constant  # logits of each that are loaded at once
+    BLOCK_N: Constant  # logits of each that are loaded at once
     SUMS: Constant  # block sums are wanted of residuals that a token may be drawn from, too, not only to decide
     OVERLAPS: Constant
 
 
 class Searching(NamedTuple):
-    """How blocks are searched in the order of their bounds, and how a request's token is emitted."""
+    """The config of the launch that emits: the search of blocks in the order of their bounds, and a program's part."""
 
     TOP: Constant  # so many blocks are looked at first
     BLOCKS: Constant  # then so many at once
-    LANES: Constant  # logits of each that are loaded at once
-    DECIDE: Constant  # how the method decides about a row
-    DRAW: Constant  # and how it draws its token; None: DECIDE has drawn it
-    PER_ROW: Constant  # a program for each row of a request decides about it; else it is known where the request stops
-    POSTED: Constant  # ... but rows behind a stop that was posted while reading do not matter
+    BLOCK_N: Constant  # logits of each that are loaded at once
+    PER_ROW: Constant  # a program for each row of a request decides about it; False: its first rejected row is known
+    POSTED: Constant  # rows behind a rejection that was posted while reading do not matter
     DECIDES_BLOCK: Constant  # in block verification: the number of accepted drafts is decided first
     SUMS: Constant  # block sums of the residual that the token is drawn from are in the workspace
     OVERLAPS: Constant

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import combine, logprob
+from specdecode.kernels.first_rejected import load_empty, load_first_rejected
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, normalizer_of, store_draft_logprob
 from specdecode.kernels.philox import ACCEPT, uniform
@@ -44,7 +45,6 @@ from specdecode.kernels.rows import (
     target_row_at,
 )
 from specdecode.kernels.statistics import at, load_target_statistics, sum_in_order
-from specdecode.kernels.stops import load_empty, load_stop
 from specdecode.kernels.values import INFINITY, Residual, RowContext
 from specdecode.kernels.vocabulary import NO_ID
 
@@ -59,7 +59,7 @@ REJECTED, OPEN, ACCEPTED = tl.constexpr(0.0), tl.constexpr(1.0), tl.constexpr(2.
 
 @triton.jit
 def terms_at(workspace, request, offset, sizes):
-    """Return where the terms of an offset are kept."""
+    """Return a pointer to the terms of an offset."""
     return workspace.terms_ptr + row_index(request, offset, False, sizes) * TERMS
 
 
@@ -114,13 +114,13 @@ def running_ratio(log_ratios, num_drafts, sizes):
 
 @triton.jit
 def least_mass(log_uniform, log_c):
-    """Return what A / c = sum max(0, p - q / c) must be at least for eta <= A / (A + 1 - c): eta/c (1 - c) / (1 - eta)."""
+    """Return the smallest A / c = sum max(0, p - q / c) with eta <= A / (A + 1 - c): eta/c (1 - c) / (1 - eta)."""
     return tl.exp(log_uniform - log_c) * one_minus_exp2(log_c * LOG2_E) / one_minus_exp2(log_uniform * LOG2_E)
 
 
 @triton.jit
 def decide_without_reading(request, num_drafts, log_uniform, workspace, sizes):
-    """Return what is decided about each number of drafts without reading logits, [MAX_DRAFTS].
+    """Return the decision about each number of drafts without reading logits, [MAX_DRAFTS].
 
     And, likewise, log c_i, the residual mass relative to p's maximum that it takes at least, and what the row subtracts.
     """
@@ -152,14 +152,14 @@ def undecided(decision, counts):
 
 
 @triton.jit
-def ratio_kernel(inputs, workspace, sizes, tuning):
+def ratio_kernel(inputs, workspace, sizes, config):
     """Store log p(x) / q(x) of the draft at one offset of a request, and its row's `Residual`."""
     request, offset = locate_program(sizes.num_draft_tokens, inputs.packing, sizes)
     token = load_draft_ids(inputs.drafts, request, offset, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     temperature = load_temperature(inputs.requests, request)
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
     if offset < num_drafts:
         context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
         raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the terms are computed
@@ -172,15 +172,15 @@ def ratio_kernel(inputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def decide_kernel(inputs, workspace, sizes, tuning):
+def decide_kernel(inputs, workspace, sizes, config):
     """Decide about one number of drafts of a request, if that takes no sum of blocks; else list the residual for it."""
     request, offset = locate_program(sizes.num_draft_tokens + 1, inputs.packing, sizes)
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     uniforms = uniform(load_key(inputs.requests, request), counts - 1, counts - 1, ACCEPT)
     log_uniform = tl.where(counts > 0, tl.log(uniforms), -INFINITY)  # no drafts are always accepted
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
     if offset <= num_drafts:
         decisions, log_c, least, subtracted = decide_without_reading(request, num_drafts, log_uniform, workspace, sizes)
         accepted, is_open = undecided(decisions, counts)
@@ -190,7 +190,7 @@ def decide_kernel(inputs, workspace, sizes, tuning):
         tl.store(terms_ptr + DECISION, at(decisions, offset))
         if inputs.draft.ptr is not None:
             wanted = at(is_open, offset) == 1
-            if tuning.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
+            if config.SUMS:  # from the row up to which all is accepted the token is drawn, if no more is
                 wanted |= (offset == accepted) & (offset < num_drafts) & (at(subtracted, offset) == ROW)
             if wanted:
                 list_residual(request, offset, workspace)
@@ -198,33 +198,33 @@ def decide_kernel(inputs, workspace, sizes, tuning):
 
 @triton.jit
 def load_residual(terms_ptr, log_c):
-    """Return what max(0, p - q / c) takes: as max(0, p - q), but for the logarithm of q."""
+    """Return the `Residual` of max(0, p - q / c): that of max(0, p - q), with log c added to its ratio."""
     row_max, draft_max = tl.load(terms_ptr + ROW_MAX), tl.load(terms_ptr + DRAFT_MAX)
     log_sum_ratio = tl.load(terms_ptr + LOG_SUM_RATIO) + log_c
     return Residual(row_max, draft_max, log_sum_ratio, tl.load(terms_ptr + SUBTRACTED).to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def sum_kernel(inputs, workspace, sizes, tuning):
+def sum_kernel(inputs, workspace, sizes, config):
     """Sum `BLOCKS` blocks of a listed residual, or of several in turn, if there are more than programs."""
-    admit_next_launch(tuning.OVERLAPS)
-    await_launch(tuning.OVERLAPS)
-    chunks = tl.cdiv(sizes.num_blocks, tuning.BLOCKS)
+    admit_next_launch(config.OVERLAPS)
+    await_launch(config.OVERLAPS)
+    chunks = tl.cdiv(sizes.num_blocks, config.BLOCKS)
     for share in range(tl.program_id(0), tl.load(workspace.state_ptr + NUM_LISTED) * chunks, tl.num_programs(0)):
         request, offset = listed_residual(share // chunks, workspace, sizes)
         terms_ptr = terms_at(workspace, request, offset, sizes)
         residual = load_residual(terms_ptr, tl.load(terms_ptr + LOG_C))
         context = RowContext(request, offset, None, None, load_temperature(inputs.requests, request))
-        blocks = share % chunks * tuning.BLOCKS + tl.arange(0, tuning.BLOCKS)
+        blocks = share % chunks * config.BLOCKS + tl.arange(0, config.BLOCKS)
         rows = both_rows_at(context, inputs, workspace, sizes)
-        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-        sums = residual_sums(logits_of(target, rows[0], blocks, tuning.LANES), draft, residual, context.temperature)
+        target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
+        sums = residual_sums(logits_of(target, rows[0], blocks, config.BLOCK_N), draft, residual, context.temperature)
         tl.store(residual_sums_at(workspace, request, offset, sizes) + blocks, sums, mask=blocks < sizes.num_blocks)
 
 
 @triton.jit
 def decide_block(request, num_drafts, inputs, workspace, sizes):
-    """Return how many drafts of a request are accepted, and whether a row up to there has no finite logit."""
+    """Return the number of accepted drafts of a request, and whether a row up to there has no finite logit."""
     counts = tl.arange(0, sizes.MAX_DRAFTS)
     terms_ptr = terms_at(workspace, request, counts, sizes)
     decision = tl.load(terms_ptr + DECISION, mask=counts <= num_drafts, other=REJECTED)
@@ -240,18 +240,18 @@ def decide_block(request, num_drafts, inputs, workspace, sizes):
 
 
 @triton.jit
-def stop_of(request, num_drafts, inputs, workspace, sizes, tuning):
-    """Return where a request stops, when its drafts are decided, and whether a row up to there has no finite logit."""
-    if tuning.DECIDES_BLOCK:
+def find_first_rejected(request, num_drafts, inputs, workspace, sizes, config):
+    """Return a request's first rejected row, and whether a row up to it has no finite logit; its drafts are decided."""
+    if config.DECIDES_BLOCK:
         return decide_block(request, num_drafts, inputs, workspace, sizes)
     else:
-        stop = load_stop(workspace.state_ptr, request, sizes)
-        return stop, load_empty(workspace.state_ptr, request, sizes) <= stop
+        first_rejected = load_first_rejected(workspace.state_ptr, request, sizes)
+        return first_rejected, load_empty(workspace.state_ptr, request, sizes) <= first_rejected
 
 
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
-    """Return that a row's draft is not accepted, the row's normalizer, and what is drawn from: max(0, p - q / c)."""
+    """Return (False, the row's normalizer, the source of its token: max(0, p - q / c)); acceptance was decided earlier."""
     row = target_row_at(context, inputs, workspace, sizes)
     statistics = load_target_statistics(context, workspace, sizes)
     residual = Residual(0.0, 0.0, 0.0, tl.full([], NONE, tl.int32))

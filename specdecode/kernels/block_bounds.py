@@ -18,7 +18,7 @@ SLACK = tl.constexpr(2.0**-12)
 
 @triton.jit
 def residual_bounds(block_sums):
-    """Return what the block sums of max(0, p - q) are at most, however they are rounded, given those of p."""
+    """Return upper bounds of the block sums of max(0, p - q), however they are rounded, given the block sums of p."""
     return block_sums * (1 + SLACK) + 2.0**-110
 
 
@@ -44,20 +44,20 @@ def blocks_of(keys, sizes):
 
 @triton.jit
 def most_of(keys, sizes):
-    """Return what a bound is at most, as the bits of a float32; -1 for the key -1."""
+    """Return an upper bound of each key's bound, as the bits of a float32; -1 for the key -1."""
     return keys | (sizes.MAX_BLOCKS - 1)
 
 
 @triton.jit
-def take_top(keys, tuning):
+def take_top(keys, config):
     """Return the `TOP` largest keys, and the remaining ones in `BLOCKS` columns, with -1 instead of those."""
-    entries = tl.arange(0, tuning.TOP)
-    top = tl.full([tuning.TOP], -1, tl.int32)
-    for entry in tl.static_range(tuning.TOP):
+    entries = tl.arange(0, config.TOP)
+    top = tl.full([config.TOP], -1, tl.int32)
+    for entry in tl.static_range(config.TOP):
         largest = tl.max(keys, 0)
         top = tl.where(entries == entry, largest, top)
         keys = tl.where(keys == largest, -1, keys)
-    return top, tl.reshape(keys, [keys.shape[0] // tuning.BLOCKS, tuning.BLOCKS])
+    return top, tl.reshape(keys, [keys.shape[0] // config.BLOCKS, config.BLOCKS])
 
 
 @triton.jit

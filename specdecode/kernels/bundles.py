@@ -1,14 +1,15 @@
-"""From the tensors of a call to the bundles that kernels receive: what they are compiled for, and the names of arguments."""
+"""From the structure of a step to the bundles that its kernels receive.
 
-import itertools
-import operator
+A bundle of a plan holds constants and symbols: expressions of the tensors and numbers of a call, by their names.
+"""
+
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from specdecode.batch import Logprobs, VerificationBatch
+from specdecode.batch import MOST_KEPT, Logprobs, VerificationBatch
 from specdecode.kernels.arguments import (
     Adjustments,
     Drafts,
@@ -22,50 +23,57 @@ from specdecode.kernels.arguments import (
     Rows,
     Sizes,
 )
-from specdecode.kernels.formulas import Argument, Number, ceil_div
 from specdecode.kernels.methods import Method
+from specdecode.kernels.signature import Symbol
 from specdecode.noise import BLOCK_SIZE
-from specdecode.report import MOST_KEPT
 
 # At least so many drafts of a request and blocks of a row (262,144 tokens) are handled at once, or the next power of two:
 # so all usual sizes compile the same kernels. But rows of at most 65,536 tokens have kernels of their own.
 MIN_DRAFTS, MIN_BLOCKS, FEW_BLOCKS = 32, 256, 64
 
-LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
-EACH_LIMIT = tuple(f"{name}_each" for name in LIMITS)
+STRIDED_TENSORS = (
+    "target",
+    "draft",
+    "ids",
+    "draft_logsumexp",
+    "draft_cutoff",
+    "prompt_mask",
+    "output_counts",
+    "allowed_mask",
+    "path",
+)
+"""The tensors whose strides kernels receive."""
 
+LIMITS = ("top_k", "top_p", "min_p", "draft_top_k", "draft_top_p", "draft_min_p")
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-EACH_PENALTY = tuple(f"{name}_each" for name in PENALTIES)
 
 STRIDED, DENSE, ALIGNED = "strided", "dense", "aligned"
-"""How logits rows lie: anyhow; token beside token; and such that they start at multiples of 16 bytes, and have a width and
+"""The layouts of logits rows: any; token beside token; and dense with starts that are multiples of 16 bytes, and a width and
 strides that are multiples of 16 logits."""
 
 
 class Structure(NamedTuple):
-    """All that the launches of a step depend on, and their kernels are compiled for: no size, no stride and no address."""
+    """Everything that the launches of a step and their kernels depend on: no size, no stride and no address."""
 
     method: Method
     device: torch.device
-    names: tuple[str, ...]  # of the tensors that the step is given
+    names: tuple[str, ...]  # of the tensors of a call
     dtypes: tuple[torch.dtype, ...]  # of these
-    target: str  # how its rows lie
-    draft: str | None  # likewise, if there are draft rows
+    target: str  # layout of target rows
+    draft: str | None  # layout of draft rows, if there are any
     vocab_ids_are_aligned: bool  # those of the draft's own vocabulary
     max_blocks: int
     max_drafts: int
     is_aligned: bool  # vocab_size is a multiple of 16
-    large: bool  # it is found out early which rows do not matter
-    many: bool  # search as is best for many requests
-    is_sampling: bool  # tokens are only sampled, and their rows' logsumexp asked for
+    large: bool  # rows that do not matter are found early
+    many: bool  # blocks are searched as is best for many requests
     truncates: bool  # rows are truncated
-    logprobs: Logprobs | None  # of what the emitted tokens' log-probabilities are
+    logprobs: Logprobs | None
     seeds_by_request: bool  # a packed call has a seed for each request, not for each slot
     penalizes: bool  # target rows may have penalties
     counts_are_aligned: bool  # those of emitted tokens
+    width: int  # siblings that are drawn from each row; 0: one token
     flat: bool  # there are more requests, or rows of a request, than a grid's second and third dimensions take
-    lists_likeliest: bool  # the likeliest tokens of emitted rows are returned
-    lists_kept: bool  # and what is kept of them
 
     @property
     def has_drafts(self) -> bool:
@@ -79,7 +87,7 @@ class Structure(NamedTuple):
 
 
 def layout_of(rows: Tensor) -> str:
-    """Return how logits rows lie in memory, [batch, rows, vocab] or [rows, vocab]."""
+    """Return the layout of logits rows, [batch, rows, vocab] or [rows, vocab]."""
     strides = rows.stride()
     if strides[-1] != 1:
         return STRIDED
@@ -87,142 +95,161 @@ def layout_of(rows: Tensor) -> str:
 
 
 def at_least(least: int, size: int) -> int:
-    """Return a power of two that holds a size: the same for all usual ones, because each compiles kernels anew."""
+    """Return the larger of a minimum and the next power of two of a size: kernels are compiled for it."""
     return least if size <= least else triton.next_power_of_2(size)
 
 
 def class_of(num_draft_tokens: int, vocab_size: int) -> tuple[int, int, bool]:
-    """Return what kernels are compiled for of sizes: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
+    """Return the constants that kernels are compiled for by size: MAX_BLOCKS, MAX_DRAFTS and ALIGNED."""
     num_blocks = -(-vocab_size // BLOCK_SIZE)
     max_blocks = FEW_BLOCKS if num_blocks <= FEW_BLOCKS else at_least(MIN_BLOCKS, num_blocks)
     return max_blocks, at_least(MIN_DRAFTS, num_draft_tokens + 1), vocab_size % 16 == 0
 
 
-def sizes_of(
-    batch: Any, num_draft_tokens: Any, vocab_size: Any, max_blocks: int, max_drafts: int, is_aligned: bool
-) -> Sizes:
-    """Return the bundle of sizes."""
-    counts = batch, num_draft_tokens, vocab_size, ceil_div(vocab_size, BLOCK_SIZE)
-    return Sizes(*counts, max_blocks, max_drafts, is_aligned)
-
-
 def sizes_in(structure: Structure) -> Sizes:
-    """Return the bundle of sizes of calls of this structure."""
-    num_draft_tokens = Number("num_draft_tokens") if structure.has_drafts else 0
+    """Return the bundle of sizes."""
+    num_draft_tokens = Symbol("num_draft_tokens") if structure.has_drafts else 0
     of_class = structure.max_blocks, structure.max_drafts, structure.is_aligned
-    return sizes_of(Number("batch"), num_draft_tokens, Number("vocab_size"), *of_class)
+    return Sizes(Symbol("batch"), num_draft_tokens, Symbol("vocab_size"), Symbol("num_blocks"), *of_class)
+
+
+def definitions_in(structure: Structure) -> dict[str, str]:
+    """Return the expressions of names that symbols use beside those of a call."""
+    definitions = {
+        "num_blocks": f"-(-vocab_size // {BLOCK_SIZE})",
+        "target_rows": "batch * (num_draft_tokens + 1)",
+        "draft_rows": "batch * num_draft_tokens",
+    }
+    return definitions | {f"{name}_strides": f"{name}.stride()" for name in STRIDED_TENSORS if name in structure.names}
+
+
+Symbols = dict[str, Symbol]
+"""The symbols of a structure's tensors, by name."""
+
+
+def symbols_in(structure: Structure) -> Symbols:
+    """Return the symbols of a structure's tensors."""
+    return {name: Symbol(name, dtype) for name, dtype in zip(structure.names, structure.dtypes)}
 
 
 def inputs_in(structure: Structure) -> Inputs:
-    """Return the bundle of inputs of calls of this structure."""
-    tensors = {name: Argument(name, dtype) for name, dtype in zip(structure.names, structure.dtypes)}
-    get = tensors.get
-    is_packed = "row_starts" in tensors
-    numbers = [Number(name) for name in ("temperature", "first_seed", "block_domain", "token_domain")]
-    requests = get("temperatures"), numbers[0], get("seeds"), structure.seeds_by_request, numbers[1]
-    limits, draft_limits = (
-        limits_of(tensors, slice(first, first + 3)) if structure.truncates else NO_LIMITS for first in (0, 3)
-    )
+    """Return the bundle of inputs."""
+    symbols = symbols_in(structure)
+    get, has_draft = symbols.get, structure.draft is not None
+    limits = draft_limits = NO_LIMITS
+    if structure.truncates:
+        limits = Limits._make(each_or_all(symbols, LIMITS[:3]))
+        draft_limits = Limits._make(each_or_all(symbols, LIMITS[3:]))
+    logsumexp, cutoff = strided(symbols, "draft_logsumexp", 0, -1), strided(symbols, "draft_cutoff", 0, -1)
+    temperature, first_seed = Symbol("temperature"), Symbol("first_seed")
     return Inputs(
-        packing_of(get("row_starts"), get("slots"), tensors["target"]),
-        rows_of(get("target"), structure.target, is_packed or not structure.has_drafts),
-        rows_of(get("draft"), structure.draft),
-        draft_vocabulary_of(get("draft_vocab_ids"), structure.vocab_ids_are_aligned),
-        Drafts(
-            *by_offset(get("ids"), is_packed),
-            *by_offset(get("draft_logsumexp")),
-            *by_offset(get("draft_cutoff")),
-            get("rates"),
+        packing_in(symbols),
+        rows_in(symbols, "target", structure.target),
+        rows_in(symbols, "draft", structure.draft) if has_draft else NO_ROWS,
+        draft_vocabulary_in(symbols, structure.vocab_ids_are_aligned),
+        Drafts._make([*strided(symbols, "ids", 0, -1), *logsumexp, *cutoff, get("rates")]),
+        Requests(
+            *(get("temperatures"), temperature, get("seeds"), structure.seeds_by_request, first_seed),
+            *(get("positions"), get("row_positions"), Symbol("block_domain"), Symbol("token_domain")),
         ),
-        Requests(*requests, get("positions"), get("row_positions"), *numbers[2:]),
         limits,
         draft_limits,
-        adjustments_of(tensors, structure.penalizes, structure.counts_are_aligned, is_packed),
+        adjustments_in(symbols, structure),
     )
 
 
-def stride_of(ptr: Argument, dimension: int) -> Number:
-    """Return how far apart a tensor's elements are in one dimension."""
-    return Number(operator.getitem, (Number(Tensor.stride, (Number(ptr.name),)), dimension))
+def strided(symbols: Symbols, name: str, *dimensions: int, absent: int | None = 0) -> list[Any]:
+    """Return a tensor and its strides in some dimensions."""
+    if name not in symbols:
+        return [None, *[absent] * len(dimensions)]
+    return [symbols[name], *[Symbol(f"{name}_strides[{dimension}]") for dimension in dimensions]]
 
 
-def length_of(ptr: Argument) -> Number:
-    """Return the length of a tensor."""
-    return Number(len, (Number(ptr.name),))
+def each_or_all(symbols: Symbols, names: tuple[str, ...]) -> list[Any]:
+    """Return for each name the tensor of values by request, or None, and the value for all."""
+    return [symbol for name in names for symbol in (symbols.get(f"{name}_each"), Symbol(name))]
 
 
-def by_offset(ptr: Argument | None, by_row: bool = False) -> tuple[Any, Any, Any]:
-    """Return a pointer to what there is for each request and offset, and the strides of both: one where that is by row."""
-    return (None, 0, 0) if ptr is None else (ptr, stride_of(ptr, 0), stride_of(ptr, 0 if by_row else 1))
-
-
+NO_PACKING = Packing(None, None, None, None, False, None, None, None)
 NO_ROWS = Rows(None, 0, 0, 0, ALIGNED=True)
+NO_LIMITS = Limits(None, None, None, None, None, None)
+NO_ADJUSTMENTS = Adjustments._make([False, *[None] * 16, False])
 
 
-def rows_of(ptr: Argument | None, layout: str | None, by_row: bool = False) -> Rows:
+def rows_in(symbols: Symbols, name: str, layout: str | None) -> Rows:
     """Return the bundle of logits rows."""
-    if ptr is None:
-        return NO_ROWS
-    return Rows(*by_offset(ptr, by_row), stride_of(ptr, -1) if layout == STRIDED else 1, ALIGNED=layout == ALIGNED)
+    ptr, *strides, stride_token = strided(symbols, name, 0, -2, -1)
+    return Rows._make([ptr, *strides, stride_token if layout == STRIDED else 1, layout == ALIGNED])
 
 
-def draft_vocabulary_of(ids: Argument | None, is_aligned: bool) -> DraftVocabulary:
+def draft_vocabulary_in(symbols: Symbols, is_aligned: bool) -> DraftVocabulary:
     """Return the bundle of the draft's vocabulary; without ids it is the target's."""
-    if ids is None:
+    if "draft_vocab_ids" not in symbols:
         return DraftVocabulary(None, None, None)
-    return DraftVocabulary(ids, length_of(ids), is_aligned)
+    return DraftVocabulary(symbols["draft_vocab_ids"], Symbol("len(draft_vocab_ids)"), is_aligned)
 
 
-def packing_of(row_starts: Argument | None, slots: Argument | None, target: Argument) -> Packing:
-    """Return the bundle of where rows and slots are; without pointers the call is not packed."""
-    if row_starts is None:
-        return Packing(None, None, None, None)
-    return Packing(row_starts, length_of(target), slots, None if slots is None else Number("num_slots"))
+def packing_in(symbols: Symbols) -> Packing:
+    """Return the bundle of rows and slots; without pointers the call is not packed."""
+    starts, slots, is_round = symbols.get("row_starts"), symbols.get("slots"), "round_rows" in symbols
+    if is_round:
+        starts = symbols["round_rows"]
+    if starts is None:
+        return NO_PACKING
+    path = [*strided(symbols, "path", 0, absent=None), Symbol("depth") if "path" in symbols else None]
+    num_slots = None if slots is None else Symbol("num_slots")
+    return Packing._make([starts, Symbol("len(target)"), slots, num_slots, is_round, *path])
 
 
-NO_LIMITS = Limits(*[None] * len(Limits._fields))
-
-
-def limits_of(tensors: dict[str, Argument], some: slice) -> Limits:
-    """Return the bundle of some of `LIMITS`."""
-    pointers = [tensors.get(name) for name in EACH_LIMIT[some]]
-    return Limits(*itertools.chain.from_iterable(zip(pointers, map(Number, LIMITS[some]))))
-
-
-def adjustments_of(tensors: dict[str, Argument], penalizes: bool, is_aligned: bool, is_packed: bool) -> Adjustments:
+def adjustments_in(symbols: Symbols, structure: Structure) -> Adjustments:
     """Return the bundle of adjustments."""
-    get = tensors.get
-    penalties: list[Any] = [None] * 6
-    if penalizes:
-        penalties = list(itertools.chain.from_iterable(zip(map(get, EACH_PENALTY), map(Number, PENALTIES))))
-    masks: list[Any] = []
-    for name in ("prompt_mask", "output_counts"):
-        rows = get(name)
-        masks += [rows, None if rows is None else stride_of(rows, 0)]
-    num_biases = Number("num_biases") if "bias" in tensors else None
-    allowed = by_offset(tensors["allowed_mask"], is_packed) if "allowed_mask" in tensors else [None] * 3
-    exist = penalizes or "bias" in tensors or "allowed_mask" in tensors
+    get, penalizes, has_biases = symbols.get, structure.penalizes, "bias" in symbols
+    if not (penalizes or has_biases or "allowed_mask" in symbols):
+        return NO_ADJUSTMENTS
     return Adjustments._make(
-        [exist, *penalties, *masks, get("bias_ids"), get("bias"), num_biases, *allowed, is_aligned]
+        [
+            True,
+            *(each_or_all(symbols, PENALTIES) if penalizes else [None] * 6),
+            *strided(symbols, "prompt_mask", 0, absent=None),
+            *strided(symbols, "output_counts", 0, absent=None),
+            *(get("bias_ids"), get("bias"), Symbol("num_biases") if has_biases else None),
+            *strided(symbols, "allowed_mask", 0, -2, absent=None),
+            structure.counts_are_aligned,
+        ]
     )
-
-
-NO_ADJUSTMENTS = adjustments_of({}, False, False, False)
 
 
 def outputs_in(structure: Structure) -> Outputs:
-    """Return the bundle of outputs: of sampled tokens with their rows' logsumexp and cutoff, or of a verification."""
-    token_ids = Argument("token_ids", torch.int64)
-    if structure.is_sampling:
-        cutoff = Argument("cutoff", torch.int64) if structure.truncates else None
-        return Outputs(token_ids, None, None, None, Argument("logsumexp", torch.float32), cutoff, None)
-    counts = Argument("num_accepted", torch.int32), Argument("num_drafts", torch.int32)
-    logprobs = None if structure.logprobs is None else Argument("logprobs", torch.float32)
-    return Outputs(token_ids, *counts, Argument("invalid", torch.bool), None, None, logprobs)
+    """Return the bundle of outputs."""
+    names = "token_ids", "num_accepted", "num_drafts", "invalid", "logsumexp", "cutoff", "logprobs"
+    return Outputs._make(map(symbols_in(structure).get, names))
+
+
+def reporting_in(structure: Structure, overlaps: bool) -> Reporting:
+    """Return the bundle of the report on the rows of emitted tokens."""
+    get = symbols_in(structure).get
+    num_top = None if get("top_token_ids") is None else Symbol("num_top")
+    top = get("top_token_ids"), get("top_logprobs"), num_top
+    return Reporting._make([*top, *map(get, ("num_kept", "kept_token_ids", "kept_cutoff")), overlaps])
+
+
+def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
+    """Return the tensors that a verification fills, by the names of `Outputs`, in the order of `SamplerOutput`."""
+    device = batch.target_logits.device
+    num_accepted = torch.empty(requests, dtype=torch.int32, device=device)
+    outputs = {
+        "token_ids": torch.empty(requests, num_tokens, dtype=torch.int64, device=device),
+        "num_accepted": num_accepted,
+        "num_drafts": torch.empty_like(num_accepted),
+        "invalid": torch.empty(requests, dtype=torch.bool, device=device),
+    }
+    if batch.logprobs is not None:
+        outputs["logprobs"] = torch.empty(requests, num_tokens, dtype=torch.float32, device=device)
+    return outputs
 
 
 def empty_report(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tensor]:
-    """Return what a report fills, by the names of `SamplerOutput` and of arguments."""
+    """Return the tensors that a report fills, by the names of `SamplerOutput`."""
     report, shape, device = {}, token_ids.shape, token_ids.device
     if batch.top_logprobs > 0:
         lists = *shape, batch.top_logprobs
@@ -233,16 +260,3 @@ def empty_report(batch: VerificationBatch, token_ids: Tensor) -> dict[str, Tenso
         report["kept_token_ids"] = torch.empty((*shape, MOST_KEPT), dtype=torch.int32, device=device)
         report["kept_cutoff"] = torch.empty_like(token_ids)
     return report
-
-
-def reporting_of(structure: Structure, overlaps: bool) -> Reporting:
-    """Return the bundle of what else a step returns of the rows of its tokens."""
-    top: tuple[Any, ...] = (None,) * 3
-    if structure.lists_likeliest:
-        ids, logprobs = Argument("top_token_ids", torch.int64), Argument("top_logprobs", torch.float32)
-        top = ids, logprobs, Number("num_top")
-    kept: tuple[Any, ...] = (None,) * 3
-    if structure.lists_kept:
-        dtypes = {"num_kept": torch.int32, "kept_token_ids": torch.int32, "kept_cutoff": torch.int64}
-        kept = tuple([Argument(name, dtype) for name, dtype in dtypes.items()])
-    return Reporting._make([*top, *kept, overlaps])

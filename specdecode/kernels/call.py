@@ -1,70 +1,59 @@
-"""From a batch to a step: collect what its launches are given, and plan them: read, truncate, decide a block, emit, report.
+"""From a checked batch to a step: collect the values of a call, find or make its plan, run it.
 
-`verify` and `sample` say what is asked for. `run_step` adds what both are given, and runs the plan of the step; `plan_step`
-makes that plan, once for calls of all sizes. Only `block` verification decides a block. What happens inside the
-launches, and in which file, is in the two tables of `specdecode.kernels`.
+`verify` and `sample_rows` collect the tensors and numbers of a call by name. `run_step` adds those that both have, and runs
+the plan of the step's structure, which is made once for calls of all sizes. What happens inside the launches, and in which
+file, is in the two tables of `specdecode.kernels`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdecode.adjustments import Adjustments
+from specdecode.arguments import select
 from specdecode.batch import RowBatch, SamplerOutput, VerificationBatch
 from specdecode.kernels.bundles import (
-    EACH_LIMIT,
-    EACH_PENALTY,
     LIMITS,
     MIN_DRAFTS,
     PENALTIES,
     Structure,
     class_of,
+    empty_outputs,
     empty_report,
-    inputs_in,
     layout_of,
-    outputs_in,
-    sizes_in,
 )
+from specdecode.kernels.first_rejected import MOST_ROWS
 from specdecode.kernels.launch import Plan, compile_ahead
 from specdecode.kernels.methods import METHODS, STRICT, Method, method_of
-from specdecode.kernels.plan import (
-    MANY_REQUESTS,
-    MOST_PROGRAMS,
-    add_block_decision,
-    add_emission,
-    add_mapping,
-    add_reading,
-    add_report,
-    add_truncation,
-    allocate,
-    decision_while_reading,
-)
+from specdecode.kernels.plan import MANY_REQUESTS, MOST_PROGRAMS, plan_step
 from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.stops import MOST_ROWS
 from specdecode.kernels.synthetic import conditional_rates
 from specdecode.noise import SELECT
 from specdecode.synthetic import AcceptanceSchedule
 
 
-def sample(batch: RowBatch, domains: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draw one token per row of a batch.
+def sample_rows(batch: RowBatch, domains: tuple[int, int], width: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw one token per row of a batch, or `width` siblings.
 
     Returns:
-        [batch] int64 token ids; [batch] float32 logsumexp(logits / temperature) of what is kept; [batch] int64 the last
-        tokens kept, None if rows are not truncated.
+        [batch] or [batch, width] int64 token ids; [batch] float32 logsumexp(logits / temperature) of the tokens kept;
+        [batch] int64 the last tokens kept, None if rows are not truncated.
     """
     requests, device = batch.logits.shape[0], batch.logits.device
     token_ids = torch.empty(requests, dtype=torch.int64, device=device)
     outputs = {"token_ids": token_ids, "logsumexp": torch.empty(requests, dtype=torch.float32, device=device)}
     if batch.truncation is not None:
         outputs["cutoff"] = torch.empty_like(token_ids)
+    if width > 0:
+        outputs["siblings"] = torch.empty(requests, width, dtype=torch.int64, device=device)
     if requests > 0:
         numbers = {"batch": requests, "num_draft_tokens": 0}
-        run_step(STRICT, outputs, {"target": batch.logits}, numbers, batch, domains)
-    return token_ids, outputs["logsumexp"], outputs.get("cutoff")
+        run_step(STRICT, outputs | {"target": batch.logits}, numbers, batch, domains, width=width)
+    return outputs.get("siblings", token_ids), outputs["logsumexp"], outputs.get("cutoff")
 
 
 def verify(
@@ -79,65 +68,53 @@ def verify(
 
     Args:
         name: one of the sampler's methods.
-        batch: the checked arguments, of which `why_not_verified` says nothing.
+        batch: the checked arguments; `why_not_verified` returns None for them.
         schedule: for `"synthetic"`.
-        large: whether to find out early which rows do not matter (in block verification: to sum no more residuals than it
-            takes to decide); None chooses by the number of rows that are read.
+        large: whether to find rows early that do not matter (in block verification: to sum only the residuals that decide);
+            None chooses by the number of rows that are read.
         many: whether to search as is best for many requests in a small batch; None chooses by their number.
     """
-    if batch.kept_sets and batch.logprobs is None:  # for which each row through the last token is truncated
+    if batch.kept_sets and batch.logprobs is None:  # then each row through the last token is truncated
         with_logprobs = batch._replace(logprobs="processed")
         return verify(name, with_logprobs, schedule, large=large, many=many)._replace(logprobs=None)
-    packing, num_draft_tokens = batch.packing, batch.num_draft_tokens
+    requests, num_draft_tokens = batch.num_requests, batch.num_draft_tokens
     method = method_of(name, num_draft_tokens, batch.draft_logits is not None)
-    requests = batch.num_requests
-    outputs = empty_outputs(batch, requests, num_draft_tokens + 1)
-    output = SamplerOutput(*outputs.values())
+    tensors = empty_outputs(batch, requests, num_draft_tokens + 1)
+    output = SamplerOutput(*tensors.values())
     if batch.reports:
         report = empty_report(batch, output.token_ids)
-        outputs, output = outputs | report, output._replace(**report)
+        tensors, output = tensors | report, output._replace(**report)
     if requests == 0:
         return output
-    tensors, numbers = tensors_of(method, batch), {"batch": requests, "num_draft_tokens": num_draft_tokens}
+    numbers = {"batch": requests, "num_draft_tokens": num_draft_tokens}
+    add_rows(method, batch, tensors, numbers)
     if num_draft_tokens > 0:
         tensors["ids"] = batch.draft_token_ids
         if schedule is not None:
             tensors["rates"] = conditional_rates(schedule, batch.target_logits.device)
     if large is None:
         rows = requests * (num_draft_tokens + 1)
-        if packing is not None:
+        if batch.packing is not None:
             rows = min(rows, batch.target_logits.shape[0])
         reads_both = "draft" in tensors and "draft_logsumexp" not in tensors
         large = rows + max(rows - requests, 0) * reads_both >= method.large_rows
-    # A small batch keeps what is known of a request's rows in stop bits: more than these hold, decide as a large batch does.
+    # Row bits, by which a small batch shares its decisions, hold no more rows than this.
     large = num_draft_tokens > 0 and (large or (num_draft_tokens >= MOST_ROWS and not method.decides_block))
     if many is None:
         many = requests >= MANY_REQUESTS
     many = many and not large and not method.decides_block  # elsewhere it changes nothing
-    run_step(method, outputs, tensors, numbers, batch, SELECT, large, many)
+    run_step(method, tensors, numbers, batch, SELECT, large, many)
     return output
 
 
-def empty_outputs(batch: VerificationBatch, requests: int, num_tokens: int) -> dict[str, Tensor]:
-    """Return the tensors that a verification fills, in the order of `SamplerOutput`."""
-    device = batch.target_logits.device
-    num_accepted = torch.empty(requests, dtype=torch.int32, device=device)
-    outputs = {
-        "token_ids": torch.empty(requests, num_tokens, dtype=torch.int64, device=device),
-        "num_accepted": num_accepted,
-        "num_drafts": torch.empty_like(num_accepted),
-        "invalid": torch.empty(requests, dtype=torch.bool, device=device),
-    }
-    if batch.logprobs is not None:
-        outputs["logprobs"] = torch.empty(requests, num_tokens, dtype=torch.float32, device=device)
-    return outputs
-
-
-def tensors_of(method: Method, batch: VerificationBatch) -> dict[str, Tensor]:
-    """Return the rows that a verification reads, and what says where they are, by the names of `Structure`."""
-    tensors, packing = {"target": batch.target_logits}, batch.packing
+def add_rows(method: Method, batch: VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Add the rows that a verification reads, and where those of each request are."""
+    tensors["target"], packing = batch.target_logits, batch.packing
     if packing is not None:
-        tensors["row_starts"] = packing.row_starts.contiguous()
+        numbers["num_slots"] = packing.num_slots
+        tensors["round_rows" if packing.is_round else "row_starts"] = packing.row_starts.contiguous()
+        if packing.path is not None and batch.adjustments is not None and batch.adjustments.penalizes:
+            tensors["path"], numbers["depth"] = packing.path, packing.path.shape[1]
         if packing.slots is not None:
             tensors["slots"] = packing.slots.contiguous()
         if packing.row_positions is not None:
@@ -150,63 +127,52 @@ def tensors_of(method: Method, batch: VerificationBatch) -> dict[str, Tensor]:
             tensors["draft_cutoff"] = batch.draft_cutoff
         if batch.draft_vocab_ids is not None:
             tensors["draft_vocab_ids"] = batch.draft_vocab_ids.contiguous()
-    return tensors
 
 
 def run_step(
     method: Method,
-    outputs: dict[str, Tensor],
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
     batch: RowBatch | VerificationBatch,
     domains: tuple[int, int],
     large: bool = False,
     many: bool = False,
+    width: int = 0,
 ) -> None:
-    """Find the plan of a step, or make it, and run it."""
+    """Run a step: add the tensors and numbers that all steps have, find or make its plan, and run it."""
+    target, logprobs, seeds_by_request = tensors["target"], None, False
+    requests, num_draft_tokens, vocab_size = numbers["batch"], numbers["num_draft_tokens"], target.shape[-1]
+    numbers["vocab_size"] = vocab_size
     numbers["block_domain"], numbers["token_domain"] = domains
     add_requests(batch, tensors, numbers)
-    target, logprobs, seeds_by_request = tensors["target"], None, False
     if isinstance(batch, VerificationBatch):
-        logprobs, packing = batch.logprobs, batch.packing
-        if batch.top_logprobs > 0:
-            numbers["num_top"] = batch.top_logprobs
-        if packing is not None:
-            numbers["num_slots"], seeds_by_request = packing.num_slots, packing.seeds_by_request
-    vocab_size = numbers["vocab_size"] = target.shape[-1]
-    draft_layout, vocab_ids_are_aligned = None, False
-    if "draft" in tensors:
-        draft_layout = layout_of(tensors["draft"])
-        if "draft_vocab_ids" in tensors:
-            ids = tensors["draft_vocab_ids"]
-            vocab_ids_are_aligned = (len(ids) | ids.data_ptr()) % 16 == 0
-    counts = tensors.get("output_counts")
+        logprobs, numbers["num_top"] = batch.logprobs, batch.top_logprobs
+        seeds_by_request = batch.packing is not None and batch.packing.seeds_by_request
+    vocab_ids, counts = tensors.get("draft_vocab_ids"), tensors.get("output_counts")
     structure = (  # the fields of a `Structure`, in their order: to make one takes three times as long
         method,
         target.device,
         tuple(tensors),
         tuple([tensor.dtype for tensor in tensors.values()]),
         layout_of(target),
-        draft_layout,
-        vocab_ids_are_aligned,
-        *class_of(numbers["num_draft_tokens"], vocab_size),
+        layout_of(tensors["draft"]) if "draft" in tensors else None,
+        vocab_ids is not None and (len(vocab_ids) | vocab_ids.data_ptr()) % 16 == 0,
+        *class_of(max(num_draft_tokens, numbers.get("depth", 0)), vocab_size),
         large,
         many,
-        "logsumexp" in outputs,
         "top_k" in numbers,
         logprobs,
         seeds_by_request,
         "repetition_penalty" in numbers,
         counts is not None and (counts.stride(0) | counts.data_ptr()) % 16 == 0,
-        max(numbers["batch"], numbers["num_draft_tokens"] + 1) > MOST_PROGRAMS,
-        "num_top" in numbers,
-        "num_kept" in outputs,
+        width,
+        max(requests, num_draft_tokens + 1) > MOST_PROGRAMS,
     )
-    plan_step(structure).run(outputs | tensors, numbers)
+    plan_of(structure).run(tensors, numbers)
 
 
 def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add what each request brings to what a step is given: a tensor, or a number for all."""
+    """Add temperatures, seeds, positions, limits and adjustments: tensors, or one number for all requests."""
     temperature, seeds, positions = batch.temperature, batch.seeds, batch.positions
     numbers["temperature"], numbers["first_seed"] = 0.0, 0
     if isinstance(temperature, Tensor):
@@ -221,28 +187,33 @@ def add_requests(batch: RowBatch | VerificationBatch, tensors: dict[str, Tensor]
         tensors["positions"] = positions.contiguous()
     if batch.adjustments is not None:
         add_adjustments(batch.adjustments, tensors, numbers)
-    if not batch.is_truncated:
-        return
-    nothing = (None, None, None)
-    of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
-    limits = (*(batch.truncation or nothing), *(of_drafts or nothing))
-    for name, each, limit, neutral in zip(LIMITS, EACH_LIMIT, limits, (0, 1.0, 0.0) * 2):
-        numbers[name] = neutral
-        if isinstance(limit, Tensor):
-            tensors[each] = limit.contiguous()
-        elif limit is not None:
-            numbers[name] = limit
+    if batch.is_truncated:
+        nothing = (None, None, None)
+        of_drafts = batch.draft_truncation if isinstance(batch, VerificationBatch) else None
+        limits = (*(batch.truncation or nothing), *(of_drafts or nothing))
+        add_each_or_all(LIMITS, limits, (0, 1.0, 0.0, 0, 1.0, 0.0), tensors, numbers)
+
+
+def add_each_or_all(
+    names: Sequence[str],
+    values: Sequence[Tensor | float | None],
+    neutral: Sequence[float],
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+) -> None:
+    """Add values that are tensors by request, or one number for all; None: the neutral number."""
+    for name, value, number in zip(names, values, neutral):
+        numbers[name] = number
+        if isinstance(value, Tensor):
+            tensors[f"{name}_each"] = value.contiguous()
+        elif value is not None:
+            numbers[name] = value
 
 
 def add_adjustments(adjustments: Adjustments, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Add what requests add to target rows."""
+    """Add penalties, biases and masks."""
     if adjustments.penalizes:
-        for name, each, penalty, neutral in zip(PENALTIES, EACH_PENALTY, adjustments, (1.0, 0.0, 0.0)):
-            numbers[name] = neutral
-            if isinstance(penalty, Tensor):
-                tensors[each] = penalty.contiguous()
-            elif penalty is not None:
-                numbers[name] = penalty
+        add_each_or_all(PENALTIES, adjustments[:3], (1.0, 0.0, 0.0), tensors, numbers)
     for name in ("prompt_mask", "output_counts", "allowed_mask"):
         rows = getattr(adjustments, name)
         if rows is not None:
@@ -253,30 +224,13 @@ def add_adjustments(adjustments: Adjustments, tensors: dict[str, Tensor], number
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_step(fields: tuple[Any, ...]) -> Plan:
-    """Plan the steps of a structure, given its fields: allocate, read, truncate, decide a block, emit, report."""
-    structure = Structure(*fields)
-    inputs, outputs, sizes = inputs_in(structure), outputs_in(structure), sizes_in(structure)
-    early_decision, truncates = decision_while_reading(structure), structure.truncates
-    posted = early_decision is not None
-    plan, workspace = allocate(structure, inputs, outputs, sizes, counts=posted)
-    before_cutoffs = workspace._replace(cutoffs_ptr=None, logprobs_ptr=None) if truncates else workspace
-    given = inputs, workspace, sizes
-    if workspace.draft_ids_ptr is not None:
-        add_mapping(plan, *given)
-    add_reading(plan, inputs, before_cutoffs, sizes, early_decision, structure.large, truncates, structure.flat)
-    if truncates:
-        add_truncation(plan, *given, structure.large, posted=posted)
-    sums_all = structure.decides_block and structure.draft is not None and not structure.large
-    if structure.decides_block:
-        add_block_decision(plan, *given, sums_all)
-    add_emission(plan, structure, (inputs, outputs, workspace, sizes), sums_all, posted=posted)
-    add_report(plan, structure, (inputs, outputs, workspace, sizes))
-    return plan
+def plan_of(fields: tuple[Any, ...]) -> Plan:
+    """Return the plan of a structure, given its fields."""
+    return plan_step(Structure(*fields))
 
 
 def why_not_verified(name: str, batch: VerificationBatch) -> str | None:
-    """Return why the kernels cannot verify a batch, which then the eager backend alone can; or None."""
+    """Return the error of `backend="triton"` for a batch that only the eager backend can verify, or None."""
     if name not in METHODS:
         return f"backend: 'triton' has no kernels for method {name!r}; use 'eager' or 'auto'"
     if batch.num_draft_tokens == 0 or not batch.is_truncated:
@@ -315,19 +269,4 @@ def warm_up(name: str, batch: VerificationBatch, schedule: AcceptanceSchedule | 
 
 def with_fewer_drafts(batch: VerificationBatch, num_draft_tokens: int) -> VerificationBatch:
     """Return the batch of the first drafts of each request."""
-    drafts = slice(num_draft_tokens)
-    return batch._replace(
-        target_logits=batch.target_logits[:, : num_draft_tokens + 1],
-        draft_token_ids=batch.draft_token_ids[:, drafts],
-        draft_logits=None if batch.draft_logits is None else batch.draft_logits[:, drafts],
-        draft_logsumexp=None if batch.draft_logsumexp is None else batch.draft_logsumexp[:, drafts],
-        draft_cutoff=None if batch.draft_cutoff is None else batch.draft_cutoff[:, drafts],
-        adjustments=fewer_masks(batch.adjustments, num_draft_tokens),
-    )
-
-
-def fewer_masks(adjustments: Adjustments | None, num_draft_tokens: int) -> Adjustments | None:
-    """Return adjustments with the masks of steps of fewer drafts."""
-    if adjustments is None or adjustments.allowed_mask is None:
-        return adjustments
-    return adjustments._replace(allowed_mask=adjustments.allowed_mask[:, : num_draft_tokens + 1])
+    return select(batch, draft=slice(num_draft_tokens), row=slice(num_draft_tokens + 1))

@@ -150,16 +150,16 @@ def recompute_block(row, block, scale):
     """Return the statistics of a block, NaN logits counting as -inf."""
     # In the order of `block_statistics`, so that NaN and -inf give the same bits; but in a loop: this rarely runs, and code
     # that does not run should at least be short.
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     this = block + tl.arange(0, 1)
-    maxima = tl.full([1, LANES], -INFINITY, tl.float32)
-    for part in range(BLOCK_SIZE // LANES):
-        maxima = tl.maximum(maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True))
+    maxima = tl.full([1, BLOCK_N], -INFINITY, tl.float32)
+    for part in range(BLOCK_SIZE // BLOCK_N):
+        maxima = tl.maximum(maxima, load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, BLOCK_N), True))
     maximum = tl.max(tl.max(maxima, 1), 0)
     finite = tl.where(tl.abs(maximum) < INFINITY, maximum, 0.0)
-    weights = tl.zeros([1, LANES], tl.float32)
-    for part in range(BLOCK_SIZE // LANES):
-        logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, LANES), True)
+    weights = tl.zeros([1, BLOCK_N], tl.float32)
+    for part in range(BLOCK_SIZE // BLOCK_N):
+        logits = load_logits(row, part_of_blocks(this, part, BLOCK_SIZE, BLOCK_N), True)
         weights += tl.exp2((logits - finite) * scale)
     return maximum, tl.sum(sum_blocks((weights,)), 0)
 

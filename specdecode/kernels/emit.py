@@ -1,9 +1,9 @@
 """The launch that emits: from the statistics of all rows to tokens.
 
-In a small batch a program has one row: it decides about its draft, draws the token that is emitted if the request stops
-there, and adds its stop bit; `stops` says which of a request's programs writes its output. So it is in any batch whose rows
-are truncated. In a large batch, where it was decided while reading where requests stop, and in block verification, a program
-has one request.
+In a small batch, and in any batch with truncated rows, a program has one row: it decides about its draft, draws the token
+that is emitted if this is the request's first rejected row, and adds its row bits; by these `first_rejected` chooses the
+program that writes the request's output. In a large batch, where first rejected rows are known from reading, and in block
+verification, a program has one request.
 
 A program reads the statistics of one or two rows, 8 bytes for each block of 1,024, and a few blocks of logits again; it
 writes 8 bytes of token.
@@ -12,7 +12,17 @@ writes 8 bytes of token.
 import triton
 import triton.language as tl
 
-from specdecode.kernels.block import stop_of
+from specdecode.kernels.block import find_first_rejected
+from specdecode.kernels.first_rejected import (
+    EMPTY_BITS,
+    REJECTED_BITS,
+    add_row_bits,
+    first_row,
+    is_surely_accepted,
+    is_to_finish,
+    load_first_rejected,
+    state_of_bits,
+)
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, logprob_asked, normalizer_asked
 from specdecode.kernels.output import hand_in, store_logprob, store_normalizer, store_output, store_sample, store_token
@@ -25,27 +35,17 @@ from specdecode.kernels.request import (
     locate_program,
     with_draft,
 )
-from specdecode.kernels.selection import noise_at, sample
-from specdecode.kernels.stops import (
-    EMPTY_BITS,
-    STOP_BITS,
-    add_stop_bits,
-    first_row,
-    is_surely_accepted,
-    is_to_finish,
-    load_stop,
-    state_of_bits,
-)
+from specdecode.kernels.selection import noise_at, sample_token
 from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
-def emit_sample(context, inputs, outputs, workspace, sizes, tuning):
+def emit_sample(context, inputs, outputs, workspace, sizes, config):
     """Draw the token of a request without drafts."""
     noise = noise_at(context, inputs.requests, sizes)
-    await_launch(tuning.OVERLAPS)
+    await_launch(config.OVERLAPS)
     raw = load_raw_statistics(context, inputs, workspace, sizes)
-    token, normalizer = sample(context, noise, inputs, workspace, sizes)
+    token, normalizer = sample_token(context, noise, inputs, workspace, sizes)
     store_normalizer(outputs, context, normalizer, workspace)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
@@ -55,42 +55,42 @@ def emit_sample(context, inputs, outputs, workspace, sizes, tuning):
 
 
 @triton.jit
-def emit_row(context, inputs, outputs, workspace, sizes, tuning):
-    """Decide about one row; draw the token that is emitted if the request stops there."""
-    IS_DRAWN: tl.constexpr = tuning.DRAW is None
+def emit_row(context, inputs, outputs, workspace, sizes, config, policy):
+    """Decide about one row; draw the token that is emitted if it is the first rejected one."""
+    IS_DRAWN: tl.constexpr = policy.DRAW is None
     ASKED: tl.constexpr = outputs.logprobs_ptr is not None
     request, offset = context.request, context.offset
     context = with_draft(context, offset, load_draft_ids(inputs.drafts, request, offset, sizes))
     noise = noise_at(context, inputs.requests, sizes)
     counted = count_drafts(inputs.drafts, request, sizes)
-    await_launch(tuning.OVERLAPS)
-    bits_ptr = state_of_bits(workspace.state_ptr, sizes, tuning.POSTED)
-    stops, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
+    await_launch(config.OVERLAPS)
+    bits_ptr = state_of_bits(workspace.state_ptr, sizes, config.POSTED)
+    rejected, is_empty = tl.full([], False, tl.int1), tl.full([], False, tl.int1)
     bits = tl.full([], 0, tl.int64)
     last = counted[0]
     matters = offset <= last
-    if tuning.POSTED:
-        last = tl.minimum(last, load_stop(workspace.state_ptr, request, sizes))
+    if config.POSTED:
+        last = tl.minimum(last, load_first_rejected(workspace.state_ptr, request, sizes))
         if not ASKED:  # log-probabilities are of what truncation leaves
             matters &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
         matters &= offset <= last
     if matters:
         raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while it is decided
-        accepted, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
-        stops, is_empty = accepted == 0, normalizer.row_max == -INFINITY
-        if tuning.POSTED:
-            stops |= offset == last
+        accepted, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
+        rejected, is_empty = accepted == 0, normalizer.row_max == -INFINITY
+        if config.POSTED:
+            rejected |= offset == last
         logprob = 0.0
         if ASKED:
             asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
-        if stops:
+        if rejected:
             if IS_DRAWN:
                 if ASKED:
                     logprob = logprob_asked(context, source, asked, inputs, workspace, sizes)
                 store_token(outputs, context, source, logprob, sizes)
             else:
-                add_stop_bits(bits_ptr, context, stops, is_empty, IS_DRAWN)  # whose result is not waited for
-                token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
+                add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN)  # whose result is not waited for
+                token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
                 if ASKED:
                     logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
                 bits = hand_in(outputs, bits_ptr, context, token, logprob, sizes)
@@ -98,48 +98,50 @@ def emit_row(context, inputs, outputs, workspace, sizes, tuning):
             store_logprob(
                 outputs, context, logprob_asked(context, context.token, asked, inputs, workspace, sizes), sizes
             )
-    if IS_DRAWN or stops == 0:
-        bits = add_stop_bits(bits_ptr, context, stops, is_empty, IS_DRAWN or ASKED)
+    if IS_DRAWN or rejected == 0:
+        bits = add_row_bits(bits_ptr, context, rejected, is_empty, IS_DRAWN or ASKED)
     if is_to_finish(bits_ptr, context, bits, sizes, IS_DRAWN):
-        stop = first_row(bits, STOP_BITS)
-        store_output(outputs, inputs.drafts, counted, request, stop, first_row(bits, EMPTY_BITS) <= stop, sizes)
+        first_rejected = first_row(bits, REJECTED_BITS)
+        is_invalid = first_row(bits, EMPTY_BITS) <= first_rejected
+        store_output(outputs, inputs.drafts, counted, request, first_rejected, is_invalid, sizes)
 
 
 @triton.jit
-def emit_request(context, inputs, outputs, workspace, sizes, tuning):
-    """Draw the token where a request stops, and write its output."""
+def emit_request(context, inputs, outputs, workspace, sizes, config, policy):
+    """Draw the token of a request's first rejected row, and write its output."""
     request = context.request
     counted = count_drafts(inputs.drafts, request, sizes)
-    await_launch(tuning.OVERLAPS)
-    stop, is_empty = stop_of(request, counted[0], inputs, workspace, sizes, tuning)
-    context = with_draft(context, stop, draft_at(counted, inputs.drafts, request, stop, sizes))
+    await_launch(config.OVERLAPS)
+    first_rejected, is_empty = find_first_rejected(request, counted[0], inputs, workspace, sizes, config)
+    context = with_draft(context, first_rejected, draft_at(counted, inputs.drafts, request, first_rejected, sizes))
     noise = noise_at(context, inputs.requests, sizes)
     raw = load_raw_statistics(context, inputs, workspace, sizes)  # in flight while the row is looked at
-    # It is known where the request stops: this is for what its token is drawn from.
-    _, normalizer, source = tuning.DECIDE(context, noise, inputs, workspace, sizes)
+    # Acceptance is known: only the normalizer and the source are used.
+    _, normalizer, source = policy.DECIDE(context, noise, inputs, workspace, sizes)
     token = source
-    if tuning.DRAW is not None:
-        token = tuning.DRAW(context, noise, source, inputs, workspace, sizes, tuning)
+    if policy.DRAW is not None:
+        token = policy.DRAW(context, noise, source, inputs, workspace, sizes, config)
     logprob = 0.0
     if outputs.logprobs_ptr is not None:
         asked = normalizer_asked(context, normalizer, raw, inputs, workspace, sizes)
         logprob = logprob_asked(context, token, asked, inputs, workspace, sizes)
     store_token(outputs, context, token, logprob, sizes)
-    store_output(outputs, inputs.drafts, counted, request, stop, is_empty | (normalizer.row_max == -INFINITY), sizes)
+    is_invalid = is_empty | (normalizer.row_max == -INFINITY)
+    store_output(outputs, inputs.drafts, counted, request, first_rejected, is_invalid, sizes)
 
 
 @triton.jit
-def emit_kernel(inputs, outputs, workspace, sizes, tuning):
+def emit_kernel(inputs, outputs, workspace, sizes, config, policy):
     """Emit one request, or one row of it."""
     programs = 1
-    if tuning.PER_ROW:
+    if config.PER_ROW:
         programs = sizes.num_draft_tokens + 1
     request, offset = locate_program(programs, inputs.packing, sizes)
     temperature = load_temperature(inputs.requests, request)
     context = RowContext(request, offset, -1, load_key(inputs.requests, request), temperature)
     if inputs.drafts.ids_ptr is None:
-        emit_sample(context, inputs, outputs, workspace, sizes, tuning)
-    elif tuning.PER_ROW:
-        emit_row(context, inputs, outputs, workspace, sizes, tuning)
+        emit_sample(context, inputs, outputs, workspace, sizes, config)
+    elif config.PER_ROW:
+        emit_row(context, inputs, outputs, workspace, sizes, config, policy)
     else:
-        emit_request(context, inputs, outputs, workspace, sizes, tuning)
+        emit_request(context, inputs, outputs, workspace, sizes, config, policy)

@@ -1,14 +1,13 @@
-"""Launching: compilation, launch; little work on the host, and launches that overlap where the GPU can do that.
+"""Launching: kernels are compiled once per signature, and prepared launches overlap where the GPU can do that.
 
-Where a kernel is launched by its source, Triton finds out at each launch which compiled variant is meant, and looks at every
-pointer for that, which takes longer than a small kernel runs. Here each kernel's signature is stated once, from the bundles
-of `arguments`, and compiled for exactly that; a call only fills in addresses and numbers, sizes included.
+A plain Triton launch looks at every argument to find the compiled kernel, which takes longer than a small kernel runs. Here
+the signature is stated once, from the bundles of a plan. A call only fills in the values of their symbols: addresses and
+numbers, sizes included.
 """
 
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ from torch import Tensor
 from triton.compiler import ASTSource
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specdecode.kernels.formulas import Argument, Number, Writer, address_of, rounded_up, value_of
-from specdecode.kernels.signature import Signature, is_constant, kinds
+from specdecode.kernels.signature import Signature, Symbol, with_values
 
 
 @triton.jit
@@ -68,13 +66,13 @@ def hash_callees_first(function: object) -> None:
     if isinstance(function, triton.JITFunction) and function.hash is None:
         for name in function.fn.__code__.co_names:
             callee = function.fn.__globals__.get(name)
-            if callee is not function:  # as it seems where `argmax` calls `tl.argmax`
+            if callee is not function:  # name lookup finds `argmax` itself where it calls `tl.argmax`
                 hash_callees_first(callee)
         function.cache_key  # noqa: B018 (a property that keeps what it finds)
 
 
 class Source(ASTSource):  # type: ignore[misc]
-    """What Triton compiles, read one after the other.
+    """A source for Triton's compiler; sources are read one after the other.
 
     Python runs one thread at a time. If all sources were read at once, all would be ready when the last is; so the first is
     compiled while the next is read.
@@ -90,15 +88,15 @@ _reading = threading.Lock()
 
 
 class Launch(NamedTuple):
-    """One launch of a plan: a kernel, the three dimensions of its grid, and what it is given, in numbers of calls."""
+    """A launch of a plan."""
 
     kernel: Any
-    grid: tuple[Any, Any, Any]
+    grid: tuple[str, str, str]  # expressions, as those of symbols
     bundles: tuple[Any, ...]
     options: dict[str, Any]
 
     def key(self, device: torch.device) -> tuple[object, ...]:
-        """Return all that compiled code depends on."""
+        """Return the cache key of its compiled kernel."""
         signature = Signature(self.kernel.arg_names, self.bundles)
         with _hashing:  # before `Signature.key`, which hashes the kernel; alone: a hash half done looks like one done
             for function in (self.kernel, *signature.constants.values()):  # a constant may say what a kernel calls
@@ -107,7 +105,7 @@ class Launch(NamedTuple):
 
     @property
     def num_arguments(self) -> int:
-        """How many pointers and numbers its kernel is given."""
+        """The number of pointers and numbers that its kernel receives."""
         return Signature(self.kernel.arg_names, self.bundles).num_arguments
 
     def compile(self, device: torch.device) -> Any:
@@ -132,21 +130,6 @@ _variants: dict[tuple[object, ...], Any] = {}
 """Compiled kernels by all that they depend on."""
 
 
-def filled(bundle: Any, values: dict[str, Any]) -> Any:
-    """Return a bundle as the interpreter takes it: values filled in, constants marked as such."""
-    fields = []
-    for field, (kind, _) in zip(bundle, kinds(bundle.__class__)):
-        if isinstance(field, Argument):
-            fields.append(values[field.name])
-        elif kind == "bundle":
-            fields.append(filled(field, values))
-        elif field is not None and is_constant(kind, field):
-            fields.append(tl.constexpr(field))
-        else:
-            fields.append(value_of(field, values))
-    return type(bundle)(*fields)
-
-
 def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
     """Compile launches, each by a thread, in their order: it takes as long as the slowest."""
     with concurrent.futures.ThreadPoolExecutor(max(1, len(launches))) as threads:
@@ -154,7 +137,7 @@ def compile_all(launches: Sequence[Launch], device: torch.device) -> list[Any]:
 
 
 class Share(NamedTuple):
-    """Which part this process compiles of what several need, whose cache of compiled kernels is one."""
+    """The part that this process compiles, of kernels that several processes with one cache need."""
 
     rank: int = 0
     ranks: int = 1
@@ -163,7 +146,7 @@ class Share(NamedTuple):
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]], share: Share = Share()) -> None:  # noqa: B008 (it is constant)
-    """Make calls one after the other; what all of them launch is compiled before, at once.
+    """Make calls one after the other; the kernels of all of them are compiled before, in parallel.
 
     Kernels with more arguments, which do more with them, mostly take longer: they come first, and are divided among all
     processes.
@@ -194,120 +177,148 @@ def is_collected(plan: Any) -> bool:
 
 
 _collected = threading.local()
-"""While it has `plans`, those of this thread's calls come there, and the calls are not made."""
+"""While it has `plans`, this thread's plans are appended; nothing is launched."""
+
+
+class Part(NamedTuple):
+    """A part of a workspace."""
+
+    dtype: torch.dtype  # of 32 or 64 bits
+    length: str  # an expression, as those of symbols
 
 
 class Plan:
     """The launches of all calls that differ in addresses and numbers alone, sizes among them.
 
-    A plan holds no tensor and no size. A call's workspace is one piece of memory, in parts, as each allocation takes time.
+    A plan holds no tensor and no size, only expressions. In the first call they become one Python function, `fill`, that
+    returns the grids and arguments of all launches: to walk the bundles in each call would take longer than the launches.
 
     Args:
-        device: where all of it happens.
-        workspace: dtype (of 32 or 64 bits) and length of each part, None for one that is not needed.
-        zeros: how many elements of 32 bits of the workspace, from the first on, start as zeros.
+        device: of all tensors.
+        definitions: expressions of names that symbols use, beside the names of a call's tensors and numbers.
+        parts: of the workspace, by name. It is one allocation: each takes time.
+        zeros: the expression of the number of 32-bit words of the workspace, from the first on, that start as zeros.
     """
 
-    def __init__(self, device: torch.device, workspace: dict[str, tuple[torch.dtype, Any] | None], zeros: Any) -> None:
-        self.device, self.zeros = device, zeros
-        self.parts = {name: part for name, part in workspace.items() if part is not None}
-        # In cache lines of 32 elements.
-        lengths = [rounded_up(length * (dtype.itemsize // 4), 32) for dtype, length in self.parts.values()]
-        *starts, self.length = itertools.accumulate(lengths, initial=0)
-        self.starts = dict(zip(self.parts, starts))
-        self.launches: list[Launch] = []
+    def __init__(
+        self, device: torch.device, definitions: dict[str, str], parts: dict[str, Part], zeros: str = "0"
+    ) -> None:
+        self.device, self.parts, self.launches = device, parts, list[Launch]()
+        self.definitions, start = dict(definitions), "0"
+        for name, (dtype, length) in parts.items():
+            self.definitions[f"{name}_start"] = start
+            start = f"{name}_start + (({length}) * {dtype.itemsize // 4} + 31 & -32)"  # in cache lines
+        self.definitions |= {"length": start, "zeros": zeros}
+        self.functions: dict[str, Any] = {}
+        """The functions in expressions, by name."""
         self.ready: list[Any] = []
         """The compiled kernels of the launches, from the first call on."""
         self.fill: Callable[..., Any] | None = None
-        """From then on, what fills in a call: the function of all that differs between calls that `prepare` writes."""
 
-    def part(self, name: str) -> Argument | None:
-        """Return the argument that is a part of the workspace, if there is one of that name."""
-        return Argument(name, self.parts[name][0]) if name in self.parts else None
+    def part(self, name: str) -> Symbol | None:
+        """Return the symbol of a part of the workspace, None if it is absent."""
+        return Symbol(name, self.parts[name].dtype) if name in self.parts else None
 
     def add(
         self,
         kernel: Any,
-        programs: Any,
+        grid: str | tuple[str, str, str],
         bundles: tuple[Any, ...],
         *,
         num_warps: int,
         follows: bool = True,
         max_registers: int | None = None,
     ) -> None:
-        """Add a launch of so many programs, or of a grid of three dimensions.
+        """Add a launch, given its grid or the number of its programs.
 
-        One that `follows` another may be set up while that runs.
+        A launch that `follows` another may be set up while that runs.
         """
         options = {"num_warps": num_warps, "launch_pdl": follows and can_overlap(self.device)}
         if max_registers is not None:
             options["maxnreg"] = max_registers
-        grid = programs if isinstance(programs, tuple) else (programs, 1, 1)
-        self.launches.append(Launch(kernel, grid, bundles, options))
+        self.launches.append(Launch(kernel, (grid, "1", "1") if isinstance(grid, str) else grid, bundles, options))
 
     def run(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Make the launches, given what differs from call to call: the same names each time, in the same order."""
+        """Make the launches, given the tensors and numbers of a call: the same names each time, in the same order."""
         with on_device(self.device):
             fill = self.fill
             if fill is None:
                 if is_collected(self):
                     return
                 if is_interpreted():
-                    workspace = self.allocate(value_of(self.length, numbers), value_of(self.zeros, numbers))
-                    self.interpret({**tensors, **self.views(workspace, numbers), **numbers})
+                    values = self.values(tensors, numbers)
+                    self.interpret(values | self.views(self.allocate(values["length"], values["zeros"]), values))
                     return
                 fill = self.prepare([*tensors, *numbers])
-            workspace, launches = fill(self.allocate, *tensors.values(), *numbers.values())
+            _workspace, launches = fill(self.allocate, *tensors.values(), *numbers.values())  # alive until the launches
             self.launch(launches)
 
     def allocate(self, length: int, zeros: int) -> Tensor:
-        """Return memory for a workspace of so many elements of 32 bits, of which the first few are zeros."""
+        """Return memory for a workspace of so many 32-bit words, the first few of which are zeros."""
         workspace = torch.empty(length, dtype=torch.int32, device=self.device)
         if zeros:
             workspace[:zeros].zero_()
         return workspace
 
     def launch(self, launches: tuple[Any, ...]) -> None:
-        """Launch compiled kernels, given their grids and arguments."""
+        """Launch the compiled kernels, given their grids and arguments."""
         stream = triton.runtime.driver.active.get_current_stream(self.device.index)
         for variant, (grid, arguments) in zip(self.ready, launches):
             variant[grid](*arguments, stream=stream)
 
-    def extent(self, name: str) -> tuple[Any, Any]:
-        """Return where a part of the workspace starts, and how many elements of 32 bits it has."""
-        dtype, length = self.parts[name]
-        return self.starts[name], length * (dtype.itemsize // 4)
+    def values(self, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of all names in expressions, except the parts of the workspace."""
+        values = {**tensors, **numbers}
+        for name, expression in self.definitions.items():
+            values[name] = eval(expression, self.functions, values)
+        return values
 
-    def views(self, workspace: Tensor, numbers: dict[str, Any]) -> dict[str, Tensor]:
+    def views(self, workspace: Tensor, values: dict[str, Any]) -> dict[str, Tensor]:
         """Return the parts of a workspace."""
-        extents = {name: [value_of(number, numbers) for number in self.extent(name)] for name in self.parts}
-        return {
-            name: workspace[start : start + length].view(self.parts[name][0])
-            for name, (start, length) in extents.items()
-        }
+        views = {}
+        for name, (dtype, length) in self.parts.items():
+            start, words = values[f"{name}_start"], eval(length, self.functions, values) * (dtype.itemsize // 4)
+            views[name] = workspace[start : start + words].view(dtype)
+        return views
 
     def interpret(self, values: dict[str, Any]) -> None:
         """Make the launches in Triton's interpreter."""
         for kernel, grid, bundles, _ in self.launches:
-            programs = tuple([value_of(number, values) for number in grid])
-            kernel[programs](*[filled(bundle, values) for bundle in bundles])
+            programs = tuple([eval(expression, self.functions, values) for expression in grid])
+            kernel[programs](*[with_values(bundle, values) for bundle in bundles])
 
     def prepare(self, names: list[str]) -> Callable[..., Any]:
-        """Compile what is not compiled yet, and write the function that fills in a call.
+        """Compile what is not compiled yet, and make `fill`, given the names of a call's tensors and numbers.
 
-        Of a function that allocates the workspace, and of the tensors and numbers of these names, it returns the workspace,
-        and the grids and arguments of the launches.
+        `fill` is a function of `allocate` and of the values of these names. It returns the workspace, and the grid and
+        arguments of each launch.
         """
-        workspace = Number("allocate", (self.length, self.zeros))
         self.ready = compile_all(self.launches, self.device)
-        self.fill = Writer(self.addresses(workspace)).function(["allocate", *names], (workspace, self.filled_in))
-        return self.fill
+        scope = dict(self.functions)
+        exec(self.source(names), scope)
+        fill: Callable[..., Any] = scope["fill"]
+        self.fill = fill
+        return fill
 
-    def addresses(self, workspace: Number) -> dict[str, Number]:
-        """Return the addresses of the parts of a workspace."""
-        return {name: address_of(workspace) + 4 * start for name, start in self.starts.items()}
+    def source(self, names: list[str]) -> str:
+        """Return the source of `fill`."""
+        lines = [f"{name} = {expression}" for name, expression in self.definitions.items()]
+        lines += ["workspace = allocate(length, zeros)", "first = workspace.data_ptr()"]
+        lines += [f"{name} = first + 4 * {name}_start" for name in self.parts]
+        variables: dict[int, str] = {}
 
-    @property
-    def filled_in(self) -> tuple[Any, ...]:
-        """What a call fills in: the grid and the bundles of each launch."""
-        return tuple([(launch.grid, launch.bundles) for launch in self.launches])
+        def text(field: Any) -> str:
+            if isinstance(field, tuple):
+                if id(field) not in variables:  # launches have most bundles in common
+                    fields = "".join(f"{text(each)}, " for each in field)
+                    variables[id(field)] = f"bundle_{len(variables)}"
+                    lines.append(f"{variables[id(field)]} = ({fields})")
+                return variables[id(field)]
+            if isinstance(field, Symbol):
+                is_tensor = field.dtype is not None and field.expression not in self.parts
+                return f"{field.expression}.data_ptr()" if is_tensor else field.expression
+            return repr(field) if isinstance(field, int | float) else "None"  # kernels are compiled for other constants
+
+        launches = [f"(({', '.join(grid)}), {text(bundles)})" for _, grid, bundles, _ in self.launches]
+        lines.append(f"return workspace, ({', '.join(launches)},)")
+        return "\n    ".join([f"def fill(allocate, {', '.join(names)}):", *lines])

@@ -23,7 +23,7 @@ from specdecode.kernels.values import Normalizer
 
 @triton.jit
 def normalizer_of(p):
-    """Return what gives log-probabilities under a distribution."""
+    """Return the normalizer of log-probabilities under a distribution."""
     return Normalizer(p.row_max, tl.log(p.sumexp), p.point_mass_token)
 
 
@@ -48,7 +48,7 @@ def differs_from_raw(context, inputs, workspace):
 
 @triton.jit
 def normalizer_asked(context, normalizer, raw, inputs, workspace, sizes):
-    """Return what gives the log-probabilities asked for at a context: as given, or of the `raw` statistics of its row."""
+    """Return the normalizer of the requested log-probabilities: as given, or of the `raw` statistics of the row."""
     if workspace.raw_statistics_ptr is not None:
         if differs_from_raw(context, inputs, workspace):
             row = stored_target_row_at(context.request, context.offset, inputs)

@@ -15,14 +15,14 @@ class Method:
         name: of the method; a step without drafts is one of `strict`.
         reads_drafts: it reads draft logits. Else its decision about a draft draws the token that is emitted in its stead.
         decides_block: launches of its own decide about all drafts of a request, between reading and emitting.
-        decide_while_reading: how it decides about a draft whose rows have been read, in a large batch; None: not yet.
-        decide_before_truncation: likewise, of rows that are truncated afterwards.
+        decide_while_reading: decides about a draft whose rows have been read, in a large batch; None: decided later.
+        decide_before_truncation: the same for rows that are truncated afterwards.
         decide: returns whether the draft is accepted (False if launches of its own decide), the row's `Normalizer`, and a
             source: the input of `draw`, or the token itself if `draw` is None. The two above return as much; their source
             is not used.
-        draw: how it draws the token after the accepted drafts from that source, recovered or bonus; None: `decide` has.
+        draw: draws the token after the accepted drafts from that source, recovered or bonus; None: `decide` has.
         num_warps: of a program that emits without draft logits; 8 with.
-        large_rows: a batch with so many rows to read is large: it pays to find out early which rows do not matter.
+        large_rows: a batch with so many rows to read is large: it pays to find rows early that do not matter.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""What a request returns in Triton: its tokens and counts, log-probabilities, and of a sampled row its logsumexp."""
+"""The output of a request in Triton: tokens, counts, log-probabilities, and the logsumexp of a sampled row."""
 
 import triton
 import triton.language as tl
 
+from specdecode.kernels.first_rejected import EARLY, REJECTED_BITS, are_complete, bits_at, first_row
 from specdecode.kernels.request import TILE, load_draft_ids
 from specdecode.kernels.rows import LAST_TOKEN, row_index
-from specdecode.kernels.stops import EARLY, STOP_BITS, are_complete, bits_at, first_row
 
 
 @triton.jit
@@ -24,14 +24,14 @@ def store_logprob(outputs, context, logprob, sizes):
 
 @triton.jit
 def hand_in(outputs, state_ptr, context, token, logprob, sizes):
-    """Write the token of a row that the request can stop at, if it does stop there; return the stop bits.
+    """Write the token of a rejected row, if no earlier row is known to be rejected; return the row bits.
 
     Before all bits are there that is not known: the token is written early, and the EARLY bit set.
     """
-    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities of rows behind the stop
+    REPLACES: tl.constexpr = outputs.logprobs_ptr is not None  # log-probabilities behind the first rejected row
     bits = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire" if REPLACES else "relaxed")
     complete = are_complete(bits, sizes)
-    if (complete == 0) | (first_row(bits, STOP_BITS) == context.offset):
+    if (complete == 0) | (first_row(bits, REJECTED_BITS) == context.offset):
         store_token(outputs, context, token, logprob, sizes)
     if complete == 0:
         tl.debug_barrier()  # all threads have written, before one of them publishes the token
@@ -40,21 +40,21 @@ def hand_in(outputs, state_ptr, context, token, logprob, sizes):
 
 
 @triton.jit
-def store_output(outputs, drafts, counted, request, stop, invalid, sizes):
-    """Write the drafts before the stop, -1 after it, and the counts; the token at the stop is written by `store_token`."""
+def store_output(outputs, drafts, counted, request, first_rejected, invalid, sizes):
+    """Write the accepted drafts, -1 behind the first rejected row, and the counts; `store_token` writes that row's token."""
     num_drafts, ids = counted
     for start in range(0, sizes.num_draft_tokens + 1, TILE):
         offsets = start + tl.arange(0, TILE)
         if start > 0:  # the first ids are loaded already: here, at the end, a load would be waited for
             ids = load_draft_ids(drafts, request, offsets, sizes)
-        tokens = tl.where(offsets < stop, ids, -1).to(tl.int64)
-        others = (offsets <= sizes.num_draft_tokens) & (offsets != stop)
+        tokens = tl.where(offsets < first_rejected, ids, -1).to(tl.int64)
+        others = (offsets <= sizes.num_draft_tokens) & (offsets != first_rejected)
         index = row_index(request, offsets, False, sizes)
         tl.store(outputs.token_ids_ptr + index, tokens, mask=others)
         if outputs.logprobs_ptr is not None:
             nothing = tl.full([TILE], float("nan"), tl.float32)
-            tl.store(outputs.logprobs_ptr + index, nothing, mask=others & (offsets > stop))
-    tl.store(outputs.num_accepted_ptr + request.index, stop)
+            tl.store(outputs.logprobs_ptr + index, nothing, mask=others & (offsets > first_rejected))
+    tl.store(outputs.num_accepted_ptr + request.index, first_rejected)
     tl.store(outputs.num_drafts_ptr + request.index, num_drafts)
     tl.store(outputs.invalid_ptr + request.index, invalid)
 

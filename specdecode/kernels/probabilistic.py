@@ -39,7 +39,7 @@ from specdecode.kernels.vocabulary import by_target, token_of
 
 
 @triton.jit
-def log_quotient(a, b):
+def log_ratio(a, b):
     """Return log(a / b), which keeps its relative precision where a and b nearly agree."""
     x = (a - b) / b
     near = x * (1 - x * (1 / 2 - x * (1 / 3 - x * (1 / 4))))
@@ -48,7 +48,7 @@ def log_quotient(a, b):
 
 @triton.jit
 def acceptance_terms(context, inputs, workspace, sizes):
-    """Return what decides about a row's draft, and what is drawn from if it is rejected.
+    """Return the `Terms` of a row's draft: they decide about it, and hold the residual.
 
     Without a draft nothing is subtracted from p. A drafter without logits is the point mass on its draft.
     """
@@ -87,7 +87,7 @@ def acceptance_terms(context, inputs, workspace, sizes):
                 if inputs.drafts.logsumexp_ptr is not None:
                     q = combine(summary, draft_row, temperature, sizes)
                 draft_max, draft_one_hot = q.row_max, token_of(q.point_mass_token, inputs, workspace, sizes)
-                draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_quotient(q.sumexp, p.sumexp)
+                draft_log_sum, log_sum_ratio = tl.log(q.sumexp), log_ratio(q.sumexp, p.sumexp)
             log_q = logprob(draft_logit, token, Normalizer(draft_max, draft_log_sum, draft_one_hot), temperature)
     subtracted = tl.where((draft_one_hot < 0) & (token >= 0), ROW, draft_one_hot)
     subtracted = tl.where(p.point_mass_token >= 0, NONE, subtracted)
@@ -111,8 +111,8 @@ def accepts(terms, context, uniform, drafts):
 
 
 @triton.jit
-def draw(context, noise, source, inputs, workspace, sizes, tuning):
-    """Draw the token at a context, recovered or bonus: from p less what is subtracted, or from p if nothing is left."""
+def draw(context, noise, source, inputs, workspace, sizes, config):
+    """Draw the token at a context, recovered or bonus: from the residual, or from p if nothing is left of it."""
     p, residual = source
     row = target_row_at(context, inputs, workspace, sizes)
     block = tl.full([], -1, tl.int32)
@@ -121,10 +121,10 @@ def draw(context, noise, source, inputs, workspace, sizes, tuning):
         draft_row = draft_row_at(context, inputs, workspace, sizes)
         rows = row, draft_row
         if subtracted == ROW:
-            if tuning.SUMS:
+            if config.SUMS:
                 block = select_summed_block(context, noise.exponentials, workspace, sizes)
             else:
-                block = select_residual_block(context, noise.exponentials, source, rows, inputs, sizes, tuning)
+                block = select_residual_block(context, noise.exponentials, source, rows, inputs, sizes, config)
             if block < 0:
                 subtracted = tl.full([], NONE, tl.int32)
     if subtracted >= 0:
@@ -152,7 +152,7 @@ def draw(context, noise, source, inputs, workspace, sizes, tuning):
 
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
-    """Return whether a row's draft is accepted, the row's normalizer, and what is drawn from if it is not."""
+    """Return (whether a row's draft is accepted, the row's normalizer, the source of the token if it is not)."""
     terms = acceptance_terms(context, inputs, workspace, sizes)
     accepted = accepts(terms, context, noise.uniform, inputs.drafts)
     return accepted, normalizer_of(terms.p), (terms.p, terms.residual)

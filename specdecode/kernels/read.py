@@ -4,8 +4,8 @@ A program reads a few blocks of the target row at one offset of one request, and
 bytes a logit of bfloat16. It writes 8 bytes for each block of 1,024.
 
 Rows after a rejection need not be read. In a large batch that is decided here: programs run in the order of the offsets,
-the last program to finish a row decides about its draft, and a program whose request is known to have stopped before its
-offset exits. No program waits for another: a stop that is known late only costs the reading of a row.
+the last program to finish a row decides about its draft, and a program whose request is known to be rejected before its
+offset exits. No program waits for another: a rejection that is known late only costs the reading of a row.
 A small batch is read up to the row after each request's last draft: all are in flight before the first decision could be
 known. So is any batch of `block`, which needs the rows of all drafts, and a truncated one of `strict`, or of `synthetic`
 without draft logits.
@@ -15,6 +15,14 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.adjustments import may_change
+from specdecode.kernels.first_rejected import (
+    clear_state,
+    is_last,
+    peek_first_rejected,
+    post_empty,
+    post_rejection,
+    row_finished_ptr,
+)
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.logprobs import load_raw_statistics, store_draft_logprob
 from specdecode.kernels.request import is_trusted, load_draft_ids, load_key, load_logsumexp, load_temperature, locate
@@ -37,17 +45,16 @@ from specdecode.kernels.statistics import (
     store_statistics_and_raw,
     target_statistics,
 )
-from specdecode.kernels.stops import clear_state, is_last, peek_stop, post_empty, post_stop, row_finished_ptr
 from specdecode.kernels.values import INFINITY, RowContext
 
 
 @triton.jit
-def locate_in_grid(inputs, sizes, tuning):
+def locate_in_grid(inputs, sizes, config):
     """Return a program's chunk of a row, its request and its offset: the dimensions of its grid, if it is not `FLAT`."""
-    if tuning.FLAT:
-        chunk = tl.program_id(0) % tuning.chunks
-        request = tl.program_id(0) // tuning.chunks % sizes.batch
-        offset = tl.program_id(0) // tuning.chunks // sizes.batch
+    if config.FLAT:
+        chunk = tl.program_id(0) % config.chunks
+        request = tl.program_id(0) // config.chunks % sizes.batch
+        offset = tl.program_id(0) // config.chunks // sizes.batch
     else:  # so nothing is divided before the first load
         chunk, request, offset = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if inputs.drafts.ids_ptr is None:
@@ -59,24 +66,24 @@ def locate_in_grid(inputs, sizes, tuning):
 def load_row_blocks(rows, row, first, wanted, BLOCKS: tl.constexpr):
     """Return the stored logits of `BLOCKS` consecutive blocks of a row, each loaded by one warp, 16 bytes a thread."""
     PAIRS: tl.constexpr = rows.ALIGNED and rows.ptr.dtype.element_ty == tl.bfloat16
-    LANES: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
-    return load_stored_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, LANES)
+    BLOCK_N: tl.constexpr = WARP_BITS // rows.ptr.dtype.element_ty.primitive_bitwidth
+    return load_stored_blocks(row, first + tl.arange(0, BLOCKS), wanted, PAIRS, BLOCK_N)
 
 
 @triton.jit
-def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, tuning):
+def store_adjusted(pointer, maxima_ptr, stored, row, first, temperature, sizes, config):
     """Store the statistics of a program's blocks of a row with adjustments, given their parts as stored."""
-    span = first * BLOCK_SIZE, tl.minimum((first + tuning.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
+    span = first * BLOCK_SIZE, tl.minimum((first + config.BLOCKS) * BLOCK_SIZE, row.vocab_size) - 1
     if may_change(row.adjustments, span):
-        LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
-        parts = logits_of_stored(stored, row, first + tl.arange(0, tuning.BLOCKS), LANES)
-        store_statistics(pointer, maxima_ptr, parts, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+        parts = logits_of_stored(stored, row, first + tl.arange(0, config.BLOCKS), BLOCK_N)
+        store_statistics(pointer, maxima_ptr, parts, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX)
     else:
-        store_statistics(pointer, maxima_ptr, stored, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
+        store_statistics(pointer, maxima_ptr, stored, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX)
 
 
 @triton.jit
-def summarise(chunk, context, logsumexp, inputs, workspace, sizes, tuning):
+def summarise(chunk, context, logsumexp, inputs, workspace, sizes, config):
     """Store the statistics of a program's blocks of a target row; and of the draft row beside it.
 
     The draft row is read where the context has a draft; if it came with a `logsumexp`, only where that cannot be trusted. Of
@@ -97,44 +104,44 @@ def summarise(chunk, context, logsumexp, inputs, workspace, sizes, tuning):
             its_maxima = maxima_at(workspace, row_index(request, offset, True, sizes), sizes)
     if token is not None:
         reads_draft = (token >= 0) & (temperature > 0)
-    for tile in range(tuning.tiles):
-        first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-        target = load_row_blocks(inputs.target, row, first, True, tuning.BLOCKS)
+    for tile in range(config.tiles):
+        first = (chunk * config.tiles + tile) * config.BLOCKS
+        target = load_row_blocks(inputs.target, row, first, True, config.BLOCKS)
         if token is not None:  # the loads of both rows are in flight at once
             has_blocks = reads_draft
             if workspace.draft_ids_ptr is not None:
                 has_blocks = reads_draft & (first * BLOCK_SIZE < draft_row.vocab_size)
-            draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, tuning.BLOCKS)
-        if tuning.ADMITS_LATE:
-            if tile == tuning.tiles - 1:
-                admit_next_launch(tuning.OVERLAPS)
+            draft = load_row_blocks(inputs.draft, draft_row, first, has_blocks, config.BLOCKS)
+        if config.ADMITS_LATE:
+            if tile == config.tiles - 1:
+                admit_next_launch(config.OVERLAPS)
         if inputs.adjustments.EXIST:
             if workspace.raw_statistics_ptr is not None:
                 ONE = tl.full([], 1.0, tl.float32)
-                store_statistics(raw, None, target, first, ONE, sizes, tuning.BLOCKS, tuning.INTEGER_MAX)
-            store_adjusted(statistics, maxima_ptr, target, row, first, temperature, sizes, tuning)
+                store_statistics(raw, None, target, first, ONE, sizes, config.BLOCKS, config.INTEGER_MAX)
+            store_adjusted(statistics, maxima_ptr, target, row, first, temperature, sizes, config)
         elif workspace.raw_statistics_ptr is None:
             store_statistics(
-                statistics, maxima_ptr, target, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+                statistics, maxima_ptr, target, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX
             )
         else:
-            store_statistics_and_raw(statistics, raw, maxima_ptr, target, first, temperature, sizes, tuning)
+            store_statistics_and_raw(statistics, raw, maxima_ptr, target, first, temperature, sizes, config)
         if token is not None:
             if has_blocks:
                 store_statistics(
-                    its_statistics, its_maxima, draft, first, temperature, sizes, tuning.BLOCKS, tuning.INTEGER_MAX
+                    its_statistics, its_maxima, draft, first, temperature, sizes, config.BLOCKS, config.INTEGER_MAX
                 )
             elif workspace.draft_ids_ptr is not None:
                 if reads_draft:  # the row goes on to the target's last block, with nothing
-                    nothing = tl.zeros([tuning.BLOCKS], tl.float32)
-                    store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, tuning.BLOCKS)
+                    nothing = tl.zeros([config.BLOCKS], tl.float32)
+                    store_both(its_statistics, nothing - INFINITY, nothing, first, sizes, config.BLOCKS)
     if logsumexp is not None:
         if is_trusted(logsumexp) == 0:  # rarely
             if (load_draft_ids(inputs.drafts, request, offset, sizes) >= 0) & (temperature > 0):
-                for tile in range(tuning.tiles):
-                    first = (chunk * tuning.tiles + tile) * tuning.BLOCKS
-                    draft = load_row_blocks(inputs.draft, draft_row, first, True, tuning.BLOCKS)
-                    store_statistics(its_statistics, its_maxima, draft, first, temperature, sizes, tuning.BLOCKS, False)
+                for tile in range(config.tiles):
+                    first = (chunk * config.tiles + tile) * config.BLOCKS
+                    draft = load_row_blocks(inputs.draft, draft_row, first, True, config.BLOCKS)
+                    store_statistics(its_statistics, its_maxima, draft, first, temperature, sizes, config.BLOCKS, False)
 
 
 @triton.jit
@@ -146,18 +153,18 @@ def may_matter(request, offset, inputs, workspace, sizes, DECIDES: tl.constexpr)
     else:
         matters = load_draft_ids(inputs.drafts, request, offset - 1, sizes) >= 0  # counting all was slower
     if DECIDES:
-        matters &= offset <= peek_stop(workspace.state_ptr, request, sizes)
+        matters &= offset <= peek_first_rejected(workspace.state_ptr, request, sizes)
     return matters
 
 
 @triton.jit
-def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning):
+def decide(request, offset, token, temperature, inputs, workspace, sizes, policy):
     """Decide about the draft at an offset whose rows have been read, and post what follows from that."""
     accepted = tl.full([], False, tl.int1)
     if token >= 0:
         context = RowContext(request, offset, token, load_key(inputs.requests, request), temperature)
         noise = noise_at(context, inputs.requests, sizes)
-        accepted, normalizer, _ = tuning.DECIDE(context, noise, inputs, workspace, sizes)
+        accepted, normalizer, _ = policy.DECIDE(context, noise, inputs, workspace, sizes)
         if normalizer.row_max == -INFINITY:
             post_empty(workspace.state_ptr, request, offset, sizes)
         if workspace.logprobs_ptr is not None:
@@ -165,18 +172,18 @@ def decide(request, offset, token, temperature, inputs, workspace, sizes, tuning
                 raw = load_raw_statistics(context, inputs, workspace, sizes)
                 store_draft_logprob(context, normalizer, raw, inputs, workspace, sizes)
     if accepted == 0:
-        post_stop(workspace.state_ptr, request, offset, sizes)
+        post_rejection(workspace.state_ptr, request, offset, sizes)
 
 
 @triton.jit
-def read_kernel(inputs, workspace, sizes, tuning):
+def read_kernel(inputs, workspace, sizes, config, policy):
     """Summarise `tiles` times `BLOCKS` blocks at one offset of one request."""
-    DECIDES: tl.constexpr = tuning.DECIDE is not None
+    DECIDES: tl.constexpr = policy.DECIDE is not None
     HAS_LOGSUMEXP: tl.constexpr = inputs.drafts.logsumexp_ptr is not None
     READS_DRAFT: tl.constexpr = inputs.draft.ptr is not None and not HAS_LOGSUMEXP
-    if not tuning.ADMITS_LATE:
-        admit_next_launch(tuning.OVERLAPS)
-    chunk, request, offset = locate_in_grid(inputs, sizes, tuning)
+    if not config.ADMITS_LATE:
+        admit_next_launch(config.OVERLAPS)
+    chunk, request, offset = locate_in_grid(inputs, sizes, config)
     # Loaded before it is known whether the row matters.
     token = load_draft_ids(inputs.drafts, request, offset, sizes) if READS_DRAFT else None
     logsumexp = None
@@ -192,12 +199,12 @@ def read_kernel(inputs, workspace, sizes, tuning):
                 clear_state(workspace.state_ptr, request)
     if matters:
         context = RowContext(request, offset, token, None, temperature)
-        summarise(chunk, context, logsumexp, inputs, workspace, sizes, tuning)
+        summarise(chunk, context, logsumexp, inputs, workspace, sizes, config)
         if workspace.draft_ids_ptr is not None:  # here, or else the next launch would not wait for the map
-            await_launch(tuning.OVERLAPS)
+            await_launch(config.OVERLAPS)
         if DECIDES:
             if offset < sizes.num_draft_tokens:
                 # Without draft rows it is loaded only now, before programs are counted: it takes a register.
                 draft = token if READS_DRAFT else load_draft_ids(inputs.drafts, request, offset, sizes)
-                if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), tuning.chunks):
-                    decide(request, offset, draft, temperature, inputs, workspace, sizes, tuning)
+                if is_last(row_finished_ptr(workspace.state_ptr, request, offset, sizes), config.chunks):
+                    decide(request, offset, draft, temperature, inputs, workspace, sizes, policy)

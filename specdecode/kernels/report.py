@@ -17,7 +17,7 @@ for a kept set, each block that has tokens of it. It writes 12 bytes for each li
 import triton
 import triton.language as tl
 
-from specdecode import report as limits
+from specdecode import batch as limits
 from specdecode.kernels.distribution import combine, logprob, recompute_nonfinite
 from specdecode.kernels.launch import await_launch
 from specdecode.kernels.logprobs import differs_from_raw, load_raw_statistics, normalizer_of

@@ -1,4 +1,4 @@
-"""What is loaded of a request in Triton: where its rows are, temperature, key, drafts, limits.
+"""Loads of a request's values in Triton: the indices of its rows, temperature, key, drafts, limits.
 
 A call that is not packed has everything at the request's own index. In a packed call three integers on the device say where
 it is: the request's entry of `row_starts`, the next one, and its entry of `slots`. Every program loads them first.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.rows import SMALLEST
-from specdecode.kernels.values import Request, RowContext
+from specdecode.kernels.values import RequestIndex, RowContext
 
 TILE = tl.constexpr(32)
 """Draft ids that are loaded at once."""
@@ -33,7 +33,9 @@ def locate(index, packing, sizes):
     row, slot, num_drafts, vocab_size = index, index, sizes.num_draft_tokens, sizes.vocab_size
     if packing.row_starts_ptr is not None:
         row = tl.load(packing.row_starts_ptr + index).to(tl.int64)
-        end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
+        end = row + 1
+        if not packing.IS_ROUND:
+            end = tl.load(packing.row_starts_ptr + index + 1).to(tl.int64)
         is_valid = (row >= 0) & (row < end) & (end <= packing.num_rows) & (end - row <= sizes.num_draft_tokens + 1)
         if packing.slots_ptr is not None:
             slot = tl.load(packing.slots_ptr + index).to(tl.int64)
@@ -42,7 +44,7 @@ def locate(index, packing, sizes):
         num_drafts = tl.where(is_valid, end - row - 1, 0).to(tl.int32)
         row = tl.where(is_valid, row, 0)
         vocab_size = tl.where(is_valid, sizes.vocab_size, 0)
-    return Request(index, row, slot, num_drafts, vocab_size)
+    return RequestIndex(index, row, slot, num_drafts, vocab_size)
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def load_draft_ids(drafts, request, offsets, sizes):
 
 @triton.jit
 def count_drafts(drafts, request, sizes):
-    """Return how many drafts a request has, and the first `TILE` ids."""
+    """Return the number of drafts of a request, and the first `TILE` ids."""
     offsets = tl.arange(0, TILE)
     first_ids = load_draft_ids(drafts, request, offsets, sizes)
     ids, num_drafts = first_ids, tl.full([], 0, tl.int32) + sizes.num_draft_tokens

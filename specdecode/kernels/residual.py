@@ -35,7 +35,7 @@ from specdecode.kernels.rows import (
 )
 from specdecode.kernels.selection import block_scores, select_block
 from specdecode.kernels.statistics import sum_blocks, sum_in_order
-from specdecode.kernels.values import Request, exists
+from specdecode.kernels.values import RequestIndex, exists
 
 NUM_LISTED, LIST_FIELDS = tl.constexpr(0), tl.constexpr(4)
 """Where in the state it says how many residuals are listed. Of each there are index, row and slot of its request, and its
@@ -44,7 +44,7 @@ offset: so to sum it the request need not be located."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 NONE, ROW = tl.constexpr(-1), tl.constexpr(-2)
-"""What is subtracted from p before a token is drawn: nothing; all of q. Any other number is the only token of q."""
+"""The part of q that is subtracted from p before a token is drawn: nothing; all of it. Others: the only token of q."""
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def one_minus_exp2(x):
 
 
 @triton.jit
-def load_both(inputs, rows, blocks, LANES: tl.constexpr):
+def load_both(inputs, rows, blocks, BLOCK_N: tl.constexpr):
     """Return some [BLOCKS] blocks of a target row and a draft row, as `load_blocks` does."""
     row, draft_row = rows
     # In pairs both or none, so that logits of the same tokens meet.
@@ -79,7 +79,7 @@ def load_both(inputs, rows, blocks, LANES: tl.constexpr):
     IS_ADJUSTED: tl.constexpr = exists(row.adjustments)
     AS_STORED: tl.constexpr = not exists(row.cutoff) and not exists(draft_row.draft_ids) and not IS_ADJUSTED
     PAIRS: tl.constexpr = BFLOAT16 and ALIGNED and AS_STORED
-    return load_blocks(row, blocks, PAIRS, LANES), load_blocks(draft_row, blocks, PAIRS, LANES)
+    return load_blocks(row, blocks, PAIRS, BLOCK_N), load_blocks(draft_row, blocks, PAIRS, BLOCK_N)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def listed_residual(index, workspace, sizes):
     """Return the request and the offset of a listed residual."""
     fields_ptr = workspace.listed_ptr + index * LIST_FIELDS
     request_index, row, slot = tl.load(fields_ptr), tl.load(fields_ptr + 1), tl.load(fields_ptr + 2)
-    request = Request(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
+    request = RequestIndex(request_index, row, slot, sizes.num_draft_tokens, sizes.vocab_size)
     return request, tl.load(fields_ptr + 3).to(tl.int32)
 
 
@@ -126,7 +126,7 @@ def draft_index(request, offset, sizes):
 
 @triton.jit
 def residual_sums_at(workspace, request, offset, sizes):
-    """Return where the block sums of a draft's residual are, if they are kept."""
+    """Return a pointer to the block sums of a draft's residual, if they are kept."""
     return workspace.residual_sums_ptr + draft_index(request, offset, sizes) * sizes.num_blocks
 
 
@@ -139,16 +139,16 @@ def load_residual_sums(workspace, request, offset, sizes):
 
 
 @triton.jit
-def best_of(target, draft, blocks, context, residual, row, block_domain, LANES: tl.constexpr):
+def best_of(target, draft, blocks, context, residual, row, block_domain, BLOCK_N: tl.constexpr):
     """Return the largest score of some [BLOCKS] blocks that have been loaded, `ranked`; 0 if none has a residual."""
     exponentials = exponential(context.key, context.offset, blocks, block_domain)
-    sums = residual_sums(logits_of(target, row, blocks, LANES), draft, residual, context.temperature)
+    sums = residual_sums(logits_of(target, row, blocks, BLOCK_N), draft, residual, context.temperature)
     scores = block_scores(sums, exponentials)
     return tl.max(tl.where(scores > 0, ranked(scores, blocks), 0), 0)
 
 
 @triton.jit
-def select_residual_block(context, exponentials, source, rows, inputs, sizes, tuning):
+def select_residual_block(context, exponentials, source, rows, inputs, sizes, config):
     """Draw a block with probability proportional to its residual; return it, -1 if all rounds to nothing.
 
     The block is that of `select_block`, but few residuals are summed. None is more than p, so no block scores more than its
@@ -161,20 +161,20 @@ def select_residual_block(context, exponentials, source, rows, inputs, sizes, tu
     keys = keys_of(bounds, sizes)
     if exists(row.cutoff):  # of blocks of which nothing is kept, nothing is left
         keys = tl.where(p.block_sums > 0, keys, -1)
-    top, remaining = take_top(keys, tuning)
+    top, remaining = take_top(keys, config)
     first = blocks_of(top, sizes)
-    first_target, first_draft = load_both(inputs, rows, first, tuning.LANES)
+    first_target, first_draft = load_both(inputs, rows, first, config.BLOCK_N)
     # The next blocks are loaded before it is known whether they matter.
     largest = tl.max(remaining, 0)
     blocks = blocks_of(largest, sizes)
-    target, draft = load_both(inputs, rows, blocks, tuning.LANES)
-    best = best_of(first_target, first_draft, first, context, residual, row, block_domain, tuning.LANES)
+    target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
+    best = best_of(first_target, first_draft, first, context, residual, row, block_domain, config.BLOCK_N)
     while tl.max(most_of(largest, sizes), 0) > score_of(best):
         remaining = tl.where(remaining == largest[None, :], -1, remaining)
         next_largest = tl.max(remaining, 0)
         next_blocks = blocks_of(next_largest, sizes)
-        next_target, next_draft = load_both(inputs, rows, next_blocks, tuning.LANES)
-        this = best_of(target, draft, blocks, context, residual, row, block_domain, tuning.LANES)
+        next_target, next_draft = load_both(inputs, rows, next_blocks, config.BLOCK_N)
+        this = best_of(target, draft, blocks, context, residual, row, block_domain, config.BLOCK_N)
         best = tl.maximum(best, this)
         largest, blocks, target, draft = next_largest, next_blocks, next_target, next_draft
     return tl.where(best > 0, block_of(best), -1)
@@ -199,7 +199,7 @@ def sums_without(token, p, row, temperature, inputs, sizes):
 
 @triton.jit
 def sum_without(row, token, row_max, temperature, sizes):
-    """Return what the other tokens of a token's block weigh, relative to the row's maximum."""
+    """Return the weight of the other tokens of a token's block, relative to the row's maximum."""
     token_ids = tokens_of(token // BLOCK_SIZE)
     weights = tl.exp(scaled(load_logits(row, token_ids, True), row_max, temperature))
     return sum_in_order(tl.where(token_ids == token, 0.0, weights))

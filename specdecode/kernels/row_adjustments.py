@@ -1,4 +1,4 @@
-"""What is added to a target row in Triton: where its request's biases, penalties, counts and masks are."""
+"""The adjustments of a target row in Triton: pointers to its request's biases, penalties, counts and masks."""
 
 import triton
 import triton.language as tl
@@ -76,13 +76,16 @@ def allowed_at(request, offset, given):
 
 @triton.jit
 def adjustments_at(request, offset, inputs, sizes):
-    """Return what is added to the target row at an offset of a request."""
+    """Return the adjustments of the target row at an offset of a request."""
     if inputs.adjustments.EXIST:
         given, drafts, before = inputs.adjustments, inputs.drafts, ()
         if given.repetition is not None and drafts.ids_ptr is not None:
             ids_ptr = drafts.ids_ptr + request.row * drafts.stride_request
             num_drafts = tl.minimum(offset, request.num_drafts)
             before = ids_ptr, drafts.stride_offset, num_drafts, request.vocab_size
+        packing = inputs.packing
+        if given.repetition is not None and packing.path_ptr is not None:
+            before = packing.path_ptr + request.index * packing.path_stride, 1, packing.depth, request.vocab_size
         biases, penalties = biases_of(request, given), penalties_of(request, given)
         return RowAdjustments(biases, penalties, allowed_at(request, offset, given), before, load_drafts(before, sizes))
     else:

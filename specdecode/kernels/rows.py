@@ -19,7 +19,7 @@ BLOCK_SIZE = tl.constexpr(noise.BLOCK_SIZE)
 PAIR_OF_INFINITIES = tl.constexpr(-0x007F_0080)
 """The bits of two -inf in bfloat16."""
 WARP_BITS = tl.constexpr(4096)
-"""What a warp loads at once: 16 bytes a thread."""
+"""Bits that a warp loads at once: 16 bytes a thread."""
 LAST_TOKEN = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234e38)
@@ -114,7 +114,7 @@ def own_draft_row_at(context, inputs, workspace, sizes):
 
 @triton.jit
 def draft_row_at(context, inputs, workspace, sizes):
-    """Return that row as it is read by the target's tokens."""
+    """Return the draft row at a context, up to its cutoff, read by the target's tokens."""
     return by_target(own_draft_row_at(context, inputs, workspace, sizes), workspace, sizes)
 
 
@@ -188,13 +188,13 @@ def tokens_of(block):
 
 
 @triton.jit
-def part_of_blocks(blocks, part, SIZE: tl.constexpr, LANES: tl.constexpr):
-    """Return the elements of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, LANES]."""
-    return blocks[:, None] * SIZE + part * LANES + tl.arange(0, LANES)[None, :]
+def part_of_blocks(blocks, part, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the elements of one part of each of some [BLOCKS] blocks of a size, [BLOCKS, BLOCK_N]."""
+    return blocks[:, None] * SIZE + part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
 
 
 @triton.jit
-def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.constexpr):
+def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the logits of some [BLOCKS] blocks, as a tuple of parts to `unpack`; of a row with adjustments as it is stored.
 
     In pairs, that is two logits of aligned bfloat16 as one int32, which takes half the instructions to unpack.
@@ -202,64 +202,64 @@ def load_stored_blocks(row, blocks, wanted, PAIRS: tl.constexpr, LANES: tl.const
     if exists(row.adjustments):
         row = whole_row(row.ptr, row.stride_token, row.vocab_size)
     parts = ()
-    for part in tl.static_range(BLOCK_SIZE // LANES):
+    for part in tl.static_range(BLOCK_SIZE // BLOCK_N):
         if PAIRS:
-            pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, LANES // 2)
+            pairs = part_of_blocks(blocks, part, BLOCK_SIZE // 2, BLOCK_N // 2)
             pointers = row.ptr.to(tl.pointer_type(tl.int32), bitcast=True) + pairs
             inside = pairs < row.vocab_size // 2
             parts = parts + (tl.load(pointers, mask=tl.where(wanted, inside, False), other=PAIR_OF_INFINITIES),)
         else:
-            parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, LANES), wanted),)
+            parts = parts + (load_raw(row, part_of_blocks(blocks, part, BLOCK_SIZE, BLOCK_N), wanted),)
     return parts
 
 
 @triton.jit
-def tokens_of_blocks(blocks, row, LANES: tl.constexpr):
+def tokens_of_blocks(blocks, row, BLOCK_N: tl.constexpr):
     """Return the tokens of some [BLOCKS] blocks of a row, in parts."""
     token_ids, inside, octets, quads = (), (), (), ()
-    lanes = tl.arange(0, LANES // 2)[None, :]
-    for part in tl.static_range(BLOCK_SIZE // LANES):
-        token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, LANES),)
+    lanes = tl.arange(0, BLOCK_N // 2)[None, :]
+    for part in tl.static_range(BLOCK_SIZE // BLOCK_N):
+        token_ids = token_ids + (part_of_blocks(blocks, part, BLOCK_SIZE, BLOCK_N),)
         inside = inside + (token_ids[part] < row.vocab_size,)
-        octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, LANES // 8),)
-        quads = quads + (blocks[:, None] * BLOCK_SIZE + part * LANES + lanes // 4 * 8 + lanes % 4,)
+        octets = octets + (part_of_blocks(blocks, part, BLOCK_SIZE // 8, BLOCK_N // 8),)
+        quads = quads + (blocks[:, None] * BLOCK_SIZE + part * BLOCK_N + lanes // 4 * 8 + lanes % 4,)
     return Tokens(token_ids, inside, octets, quads, row.vocab_size)
 
 
 @triton.jit
-def load_blocks(row, blocks, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """Return what `logits_of` makes logits of: some [BLOCKS] blocks of a row, and what it takes to adjust them."""
-    return with_adjustments(load_stored_blocks(row, blocks, True, PAIRS, LANES), row, blocks, LANES)
+def load_blocks(row, blocks, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return some [BLOCKS] blocks of a row as they are stored, and the values that adjust them, for `logits_of`."""
+    return with_adjustments(load_stored_blocks(row, blocks, True, PAIRS, BLOCK_N), row, blocks, BLOCK_N)
 
 
 @triton.jit
-def with_adjustments(parts, row, blocks, LANES: tl.constexpr):
+def with_adjustments(parts, row, blocks, BLOCK_N: tl.constexpr):
     """Return the stored parts of some blocks of a row with what is loaded to adjust them, if anything is."""
     if exists(row.adjustments):
-        return parts, load_adjustments(tokens_of_blocks(blocks, row, LANES), row.adjustments)
+        return parts, load_adjustments(tokens_of_blocks(blocks, row, BLOCK_N), row.adjustments)
     else:
         return parts
 
 
 @triton.jit
-def logits_of(loaded, row, blocks, LANES: tl.constexpr):
+def logits_of(loaded, row, blocks, BLOCK_N: tl.constexpr):
     """Return blocks that have been loaded as a tuple of parts to `unpack`: raw logits, or adjusted ones in float32."""
     if exists(row.adjustments):
-        return adjusted_blocks(loaded[0], loaded[1], row, blocks, LANES)
+        return adjusted_blocks(loaded[0], loaded[1], row, blocks, BLOCK_N)
     else:
         return loaded
 
 
 @triton.jit
-def logits_of_stored(parts, row, blocks, LANES: tl.constexpr):
-    """Return what `logits_of` does, given what `load_stored_blocks` returns: what it takes to adjust is loaded now."""
-    return logits_of(with_adjustments(parts, row, blocks, LANES), row, blocks, LANES)
+def logits_of_stored(parts, row, blocks, BLOCK_N: tl.constexpr):
+    """Return the logits of stored blocks, see `load_stored_blocks`; the values that adjust them are loaded now."""
+    return logits_of(with_adjustments(parts, row, blocks, BLOCK_N), row, blocks, BLOCK_N)
 
 
 @triton.jit
-def adjusted_blocks(parts, loaded, row, blocks, LANES: tl.constexpr):
+def adjusted_blocks(parts, loaded, row, blocks, BLOCK_N: tl.constexpr):
     """Return blocks of a row as adjusted float32 logits, -inf beyond its cutoff, given their stored parts."""
-    tokens = tokens_of_blocks(blocks, row, LANES)
+    tokens = tokens_of_blocks(blocks, row, BLOCK_N)
     span = tl.min(blocks, 0) * BLOCK_SIZE, tl.max(blocks, 0) * BLOCK_SIZE + BLOCK_SIZE - 1
     logits = ()
     for part in tl.static_range(len(parts)):
@@ -275,7 +275,7 @@ def adjusted_blocks(parts, loaded, row, blocks, LANES: tl.constexpr):
 
 @triton.jit
 def in_one(part):
-    """Return the logits of a part as float32, [BLOCKS, LANES]."""
+    """Return the logits of a part as float32, [BLOCKS, BLOCK_N]."""
     if part.dtype == tl.int32:
         even, odd = unpack(part)
         return tl.reshape(tl.join(even, odd), [part.shape[0], 2 * part.shape[1]])

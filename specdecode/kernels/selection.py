@@ -39,7 +39,7 @@ def first_largest(scores):
 
 @triton.jit
 def block_scores(block_sums, exponentials):
-    """Return what blocks are compared by, W_b / E(b)."""
+    """Return the block scores W_b / E_b."""
     # 2^30: the smallest sum divided by the largest E must not round to 0, the score of blocks that are impossible.
     return block_sums * 2.0**30 / exponentials
 
@@ -64,7 +64,7 @@ def select_token(weights, exponentials, block):
 
 @triton.jit
 def load_block(row, context, block, token_domain):
-    """Return what drawing from one block of a row takes: its logits and, while they are in flight, E' of each token."""
+    """Return the logits of one block of a row and, computed while they are in flight, E' of each token."""
     token_ids = tokens_of(block)
     return load_logits(row, token_ids, True), exponential(context.key, context.offset, token_ids, token_domain)
 
@@ -86,7 +86,7 @@ def guess_block(statistics, exponentials, scale):
 
 
 @triton.jit
-def sample(context, noise, inputs, workspace, sizes):
+def sample_token(context, noise, inputs, workspace, sizes):
     """Draw a row's token; return it, and the row's normalizer."""
     row = target_row_at(context, inputs, workspace, sizes)
     statistics = load_target_statistics(context, workspace, sizes)

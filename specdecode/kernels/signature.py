@@ -1,18 +1,28 @@
-"""What a kernel is compiled for, given the bundles that it receives."""
+"""The signature of a kernel: the types and constants that it is compiled for, given the bundles of a plan."""
 
 import functools
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 import torch
+import triton.language as tl
 
 TYPES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*u1"}
 INTEGERS = {"stride": "i64", "count": "i32"}
 
 
+@dataclass(frozen=True)
+class Symbol:
+    """A field of a plan's bundle whose value each call has: a tensor or a number, as a Python expression."""
+
+    expression: str
+    dtype: torch.dtype | None = None  # of a tensor
+
+
 @functools.cache
 def kinds(bundle: Any) -> tuple[tuple[str, bool], ...]:
-    """Return what the annotations of a bundle say of each field: its type, and whether it may be aligned."""
+    """Return the annotation of each field of a bundle: its type, and whether it may be aligned."""
     annotations = get_type_hints(bundle, include_extras=True).values()
     metadata = [getattr(annotation, "__metadata__", ("bundle",)) for annotation in annotations]
     return tuple((kind, "aligned" in more) for kind, *more in metadata)
@@ -23,14 +33,27 @@ def is_constant(kind: str, value: object) -> bool:
     return kind == "constexpr" or value is None or (kind, value) in (("stride", 1), ("count", 0))
 
 
+def with_values(bundle: Any, values: dict[str, Any]) -> Any:
+    """Return a bundle for Triton's interpreter: with the values of its symbols, and constants marked as such."""
+    fields = []
+    for field, (kind, _) in zip(bundle, kinds(bundle.__class__)):
+        if kind == "bundle":
+            fields.append(with_values(field, values))
+        elif isinstance(field, Symbol):
+            fields.append(eval(field.expression, {}, values))
+        else:
+            fields.append(tl.constexpr(field) if field is not None and is_constant(kind, field) else field)
+    return type(bundle)(*fields)
+
+
 class Signature:
-    """What a kernel is compiled for, given the bundles that it receives.
+    """The types, constants and attributes that a kernel is compiled for.
 
     Attributes:
         types: each parameter's type, bundles nested as the kernel has them.
         constants: the values of constants and of absent pointers, by their path.
         attributes: what the compiler may rely on, by path: multiples of 16.
-        num_arguments: how many pointers and numbers a kernel is given when it is launched.
+        num_arguments: the number of pointers and numbers that a launch passes.
     """
 
     def __init__(self, names: list[str], bundles: tuple[Any, ...]) -> None:
@@ -57,5 +80,5 @@ class Signature:
         return type(bundle)(*types)
 
     def key(self) -> tuple[object, ...]:
-        """Return the specialisation key: all that compiled code depends on."""
+        """Return the cache key: everything that compiled code depends on."""
         return str(self.types), tuple(self.constants.items()), tuple(self.attributes)

@@ -41,7 +41,7 @@ def block_statistics_and_raw(parts, temperature, INTEGER_MAX: tl.constexpr):
 
 @triton.jit
 def maxima_of_parts(parts):
-    """Return the largest logits of blocks over their parts, [BLOCKS, LANES]; NaN is ignored."""
+    """Return the largest logits of blocks over their parts, [BLOCKS, BLOCK_N]; NaN is ignored."""
     logits = unpack(parts[0])
     maxima = logits[0] if len(logits) == 1 else tl.maximum(logits[0], logits[1])
     for part in tl.static_range(1, len(parts)):
@@ -92,17 +92,17 @@ def sums_of_exponentials(parts, block_max, scales):
 
 @triton.jit
 def sum_blocks(weights):
-    """Return the sums of [BLOCKS, LANES] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
+    """Return the sums of [BLOCKS, BLOCK_N] weights over the lanes: of pairs of neighbours, of pairs of these, and so on.
 
     The order is the same however the compiler distributes the lanes over threads, which depends on how a row lies in memory.
-    The weights are a tuple: one tensor, or two [BLOCKS, LANES // 2], of even and of odd lanes.
+    The weights are a tuple: one tensor, or two [BLOCKS, BLOCK_N // 2], of even and of odd lanes.
     """
     sums = weights[0] if len(weights) == 1 else weights[0] + weights[1]
     BLOCKS: tl.constexpr = sums.shape[0]
-    LANES: tl.constexpr = sums.shape[1]
+    BLOCK_N: tl.constexpr = sums.shape[1]
     for level in tl.static_range(20):
-        if LANES >> level > 1:
-            sums = tl.sum(tl.reshape(sums, [BLOCKS, LANES >> (level + 1), 2]), 2)
+        if BLOCK_N >> level > 1:
+            sums = tl.sum(tl.reshape(sums, [BLOCKS, BLOCK_N >> (level + 1), 2]), 2)
     return tl.reshape(sums, [BLOCKS])
 
 
@@ -114,25 +114,25 @@ def sum_in_order(weights):
 
 @triton.jit
 def statistics_at(statistics_ptr, index, sizes):
-    """Return where the statistics of a row are, given its `row_index`."""
+    """Return a pointer to the statistics of a row, given its `row_index`."""
     return statistics_ptr + index * sizes.num_blocks * 2
 
 
 @triton.jit
 def target_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a target row are."""
+    """Return a pointer to the statistics of a target row."""
     return statistics_at(workspace.statistics_ptr, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit
 def raw_statistics(workspace, request, offset, sizes):
-    """Return where the statistics at temperature 1 of a target row are, if they are kept."""
+    """Return a pointer to the statistics at temperature 1 of a target row, if they are kept."""
     return statistics_at(workspace.raw_statistics_ptr, row_index(request, offset, False, sizes), sizes)
 
 
 @triton.jit
 def draft_statistics(workspace, request, offset, sizes):
-    """Return where the statistics of a draft row are."""
+    """Return a pointer to the statistics of a draft row."""
     return statistics_at(workspace.statistics_ptr, row_index(request, offset, True, sizes), sizes)
 
 
@@ -153,13 +153,13 @@ def store_statistics(
 
 
 @triton.jit
-def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, temperature, sizes, tuning):
+def store_statistics_and_raw(pointer, raw_pointer, maxima_ptr, parts, first, temperature, sizes, config):
     """Store the statistics of a program's blocks; and at temperature 1, if they are others, or kept in any case."""
-    store_maxima(maxima_ptr, parts, first, sizes, tuning.BLOCKS)
-    block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, tuning.INTEGER_MAX)
-    store_both(pointer, block_max, sumexp, first, sizes, tuning.BLOCKS)
-    if tuning.KEEPS_RAW or temperature != 1:
-        store_both(raw_pointer, block_max, raw, first, sizes, tuning.BLOCKS)
+    store_maxima(maxima_ptr, parts, first, sizes, config.BLOCKS)
+    block_max, sumexp, raw = block_statistics_and_raw(parts, temperature, config.INTEGER_MAX)
+    store_both(pointer, block_max, sumexp, first, sizes, config.BLOCKS)
+    if config.KEEPS_RAW or temperature != 1:
+        store_both(raw_pointer, block_max, raw, first, sizes, config.BLOCKS)
 
 
 @triton.jit

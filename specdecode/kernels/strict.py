@@ -12,13 +12,13 @@ import triton.language as tl
 from specdecode.kernels.distribution import target_distribution
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.rows import BLOCK_SIZE
-from specdecode.kernels.selection import draw_from_block, load_block, sample, select_block
+from specdecode.kernels.selection import draw_from_block, load_block, sample_token, select_block
 from specdecode.kernels.synthetic import is_scheduled
 
 
 @triton.jit
 def decide_while_reading(context, noise, inputs, workspace, sizes):
-    """Return what `decide` does, without drawing more of y than it takes to tell whether the draft is y."""
+    """Return (whether the draft is y, the row's normalizer, the draft); y is drawn only as far as that takes."""
     row, p = target_distribution(context, inputs, workspace, sizes)
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)
@@ -36,7 +36,7 @@ def decide_while_reading(context, noise, inputs, workspace, sizes):
 @triton.jit
 def decide(context, noise, inputs, workspace, sizes):
     """Return whether a row's draft is accepted, the row's normalizer, and y."""
-    token, normalizer = sample(context, noise, inputs, workspace, sizes)
+    token, normalizer = sample_token(context, noise, inputs, workspace, sizes)
     accepted = context.token == token
     if inputs.drafts.rates_ptr is not None:
         accepted = is_scheduled(context, noise.uniform, inputs.drafts)

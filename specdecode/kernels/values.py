@@ -1,4 +1,4 @@
-"""What the functions in kernels pass to each other: named values, rows among them.
+"""The values that functions of kernels pass to each other, as named tuples.
 
 How a row is read depends on which parts it has. Functions that differ by that are compiled for each kind of row.
 """
@@ -12,7 +12,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 class Row(NamedTuple):
-    """One logits row. A part that it does not have is (): see `exists`."""
+    """One logits row. An absent part is (): see `exists`."""
 
     ptr: Any
     stride_token: Any
@@ -41,21 +41,21 @@ class Tokens(NamedTuple):
 
     ids: Any
     inside: Any  # whether the row has them
-    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, LANES // 8]; else ()
-    quads: Any  # likewise: the first four of each eight tokens, [BLOCKS, LANES // 2]
+    octets: Any  # of whole blocks: the bytes of a mask that the tokens are in, [BLOCKS, BLOCK_N // 8]; else ()
+    quads: Any  # of whole blocks: the first four of each eight tokens, [BLOCKS, BLOCK_N // 2]
     end: Any  # where the row's tokens end, if there are octets
 
 
 class Loaded(NamedTuple):
-    """What has been loaded to adjust logits, in parts; () of what no request has."""
+    """The loaded values that adjust logits, in parts; () for adjustments that no request has."""
 
     counts: Any
     in_prompt: Any  # words or bytes of a mask
-    allowed: Any  # likewise
+    allowed: Any  # words or bytes of a mask
 
 
 class RowAdjustments(NamedTuple):
-    """What a request adds to the logits of a row; each part is () if no request does."""
+    """The adjustments of a row's logits; a part that no request has is ()."""
 
     biases: Any  # `Biases`
     penalties: Any  # `Penalties`
@@ -96,8 +96,8 @@ def ordinal_shift(dtype, adjustments):
     return 0 if len(adjustments) > 0 else {"bf16": 16, "fp16": 13}.get(dtype.name, 0)
 
 
-class Request(NamedTuple):
-    """A request: the indices of what belongs to it, which are all the same unless the call is packed."""
+class RequestIndex(NamedTuple):
+    """The indices of a request's rows and values, which are all the same unless the call is packed."""
 
     index: Any  # int64: of its output, its positions and its workspace
     row: Any  # int64: of its target rows and draft tokens
@@ -109,7 +109,7 @@ class Request(NamedTuple):
 class RowContext(NamedTuple):
     """One offset of one request."""
 
-    request: Request
+    request: RequestIndex
     offset: Any
     token: Any  # the draft there, -1 for none
     key: Any  # (seed, position of offset 0), see `philox`
@@ -133,7 +133,7 @@ class Distribution(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What is known of a row before its cutoff is."""
+    """The maximum and distribution of a row before truncation, and its limits."""
 
     block_max: Any  # [MAX_BLOCKS] the largest logit of each block
     p: Distribution  # before truncation
@@ -160,7 +160,7 @@ class Normalizer(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What gives max(0, p - q), with the logits of both rows; in block verification max(0, p - q / c)."""
+    """The numbers that give max(0, p - q) from the logits of both rows; in block verification max(0, p - q / c)."""
 
     row_max: Any  # of p
     draft_max: Any  # of q
@@ -169,7 +169,7 @@ class Residual(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What decides about a draft x, and what is drawn from if it is rejected."""
+    """The terms that decide about a draft x, and the residual that is drawn from if it is rejected."""
 
     log_p: Any  # of x
     log_q: Any

@@ -25,13 +25,13 @@ IDS = tl.constexpr(8192)
 
 
 @triton.jit
-def map_kernel(inputs, workspace, sizes, tuning):
+def map_kernel(inputs, workspace, sizes, config):
     """Store the draft's id of each of `SPAN` tokens of the target.
 
     Of equal ids the first counts; one that is no token counts for none. A program looks through all ids for those of its own
     tokens, whose entries it has cleared itself: else another launch would have to clear them before.
     """
-    admit_next_launch(tuning.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
     vocabulary, draft_ids_ptr = inputs.draft_vocabulary, workspace.draft_ids_ptr
     first = tl.program_id(0) * SPAN
     end = tl.minimum(first + SPAN, sizes.vocab_size)

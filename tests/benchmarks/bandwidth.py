@@ -11,7 +11,7 @@ try:
     import triton.language as tl
 
     from specdecode.kernels.arguments import Constant, Pointer
-    from specdecode.kernels.launch import Plan, admit_next_launch, await_launch, can_overlap
+    from specdecode.kernels.launch import Part, Plan, admit_next_launch, await_launch, can_overlap
 except ImportError:  # then nothing here is called: this module is only collected
     triton = None
 
@@ -112,7 +112,7 @@ if triton is not None:
 
     @triton.jit
     def is_last_unpublished(count_ptr, programs):
-        """Count a program in as `stops.is_last` does, but do not wait until what it wrote can be seen."""
+        """Count a program in as `first_rejected.is_last` does, but do not wait until what it wrote can be seen."""
         tl.debug_barrier()
         return tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1
 
@@ -120,10 +120,10 @@ if triton is not None:
 def do_nothing(launches: int) -> Callable[[], list[torch.Tensor]]:
     """Return a function that allocates what a verification step of one request does, and launches kernels without work."""
     device = torch.device("cuda", torch.cuda.current_device())
-    plan = Plan(device, {"workspace": (torch.int32, 8192)}, zeros=0)
+    plan = Plan(device, {}, {"memory": Part(torch.int32, "8192")})
     for launch in range(launches):
-        nothing = Nothing(plan.part("workspace"), can_overlap(device))
-        plan.add(nothing_kernel, 1, (nothing,), num_warps=4, follows=launch > 0)
+        nothing = Nothing(plan.part("memory"), can_overlap(device))
+        plan.add(nothing_kernel, "1", (nothing,), num_warps=4, follows=launch > 0)
 
     def call() -> list[torch.Tensor]:
         output = [

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler
-from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.vllm import DraftVerification, logger
-from specdecode.integrations.vllm.needs import needs_of
+from specdecode.integrations.engine import Fallbacks
+from specdecode.integrations.vllm import DraftVerification, TokenSampling, logger
 from tests.benchmarks.inputs import Inputs
 
 
@@ -33,22 +32,24 @@ def vllm_call(
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler as VllmRejectionSampler
 
     batch, num_draft_tokens, vocab = inputs.draft_logits.shape
-    sampler = Sampler.__new__(Sampler)
+    sampler_kind, kind = Sampler, VllmRejectionSampler
+    if provider != "vllm":
+        method = {"verifier": RejectionSampler(provider)}
+        sampler_kind = type("Sampler", (TokenSampling, Sampler), method)
+        kind = type("RejectionSampler", (DraftVerification, VllmRejectionSampler), method)
+    sampler = sampler_kind.__new__(sampler_kind)
     sampler.__dict__ |= {
         "sampling_states": states(batch, vocab, inputs.temperature, inputs.draft_logits.device, truncation),
         "needs_logits_processing": np.full(batch, inputs.temperature != 1 or bool(truncation)),
-        "other_processing": np.zeros(batch, dtype=bool),
+        "known": None,
         "logits_processors": [],
         "thinking_budget_state": Namespace(apply=lambda logits, context: None),
         "logprobs_mode": "raw_logprobs",
         "return_sampling_mask": False,
         "use_fp64_gumbel": False,
     }
-    sampler.needs = needs_of(sampler, np.arange(batch))
-    kind = VllmRejectionSampler
     if provider != "vllm":
-        verifier = {"verifier": RejectionSampler(provider)}
-        kind = type("RejectionSampler", (DraftVerification, VllmRejectionSampler), verifier)
+        sampler.needs = sampler.sampling_needs(np.arange(batch))
     verification = kind.__new__(kind)
     verification.__dict__ |= {
         "sampler": sampler,

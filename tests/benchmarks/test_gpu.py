@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from specdecode import RejectionSampler, backends, sample
-from specdecode.batch import SamplerOutput, VerificationBatch
+from specdecode.batch import SamplerOutput
+from specdecode.drafting import DraftOutput
 from tests.benchmarks import engines
 from tests.benchmarks.bandwidth import REPLAYS, Recording, median_us, quartiles, read_bandwidth
-from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, with_draft_vocabulary
+from tests.benchmarks.inputs import ROWS, VOCAB, Inputs, describe, spread, verification, with_draft_vocabulary
 from tests.benchmarks.providers import FAST, PROVIDERS, SLOW, Verifier, flashinfer, sglang
+from tests.support.batches import verification_batch
 
 WHY_NOT = backends.obstacle(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -274,6 +276,20 @@ def test_truncation_in_engines(benchmark, request, inputs, engine, truncation, e
     measure(benchmark, recording)
 
 
+def drafts_that_are_accepted(narrow: Inputs, ids: Tensor, method: str) -> tuple[int, DraftOutput]:
+    """Return the first seed that has an accepted draft, and its drafts by the target's ids.
+
+    The first draft of a single request is rejected with probability 1 - sum min(p, q), about .2.
+    """
+    sampler = RejectionSampler(method, backend="eager")
+    for seed in range(100):
+        draft = narrow.drafts(method, seed)
+        draft = draft._replace(token_ids=ids[draft.token_ids])
+        if verification(narrow, sampler, draft, seeds=seed, draft_vocab_ids=ids)().num_accepted.any():
+            return seed, draft
+    raise AssertionError("no draft is accepted with any of 100 seeds")
+
+
 @pytest.mark.parametrize("inputs", PACKED, indirect=True, ids=str)
 @pytest.mark.parametrize("provider", FAST[:4])
 @pytest.mark.parametrize("rows", ["its own", "spread before the call", "spread by the call"])
@@ -282,8 +298,8 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
     benchmark.group = f"draft vocabulary of 32,000, {request.node.callspec.params['inputs']}"
     benchmark.extra_info |= {"provider": f"{provider}, rows {rows}", "environment": environment}
     verifier, (narrow, ids) = PROVIDERS[provider], with_draft_vocabulary(inputs, 32_000)
-    draft = narrow.drafts(verifier.method)
-    token_ids, few = ids[draft.token_ids], narrow.draft_logits
+    seed, draft = drafts_that_are_accepted(narrow, ids, verifier.method)
+    few = narrow.draft_logits
     vocab = narrow.target_logits.shape[-1]
     whole = spread(few, ids, vocab) if rows == "spread before the call" else None
 
@@ -294,9 +310,9 @@ def test_draft_vocabularies_on_the_gpu(benchmark, request, inputs, provider, row
             options["draft_vocab_ids"] = ids
         else:
             draft_logits = spread(few, ids, vocab) if whole is None else whole
-        options |= {"temperature": inputs.temperature, "seeds": 0}
+        options |= {"temperature": inputs.temperature, "seeds": seed}
         return RejectionSampler(verifier.method, backend=backend)(
-            narrow.target_logits, token_ids, draft_logits, **options
+            narrow.target_logits, draft.token_ids, draft_logits, **options
         )
 
     output, expected = call(), call("eager", "its own")
@@ -365,12 +381,12 @@ def test_sampling_on_the_gpu(benchmark, rows, provider, bytes_per_second, enviro
 
 
 def plan_of(monkeypatch, call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the plan that a call runs, and the numbers of the call."""
+    """Return the plan that a call runs, and the values of the call, see `Plan.values`."""
     from specdecode.kernels.launch import Plan
 
     plans, run = [], Plan.run
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "run", lambda plan, *given: (plans.append((plan, given[1])), run(plan, *given)))
+        patch.setattr(Plan, "run", lambda plan, *given: (plans.append((plan, plan.values(*given))), run(plan, *given)))
         call()
     return plans[0]
 
@@ -417,27 +433,26 @@ LARGE = [Shape(batch, drafts, "bfloat16", 0.7) for batch, drafts in ((128, 3), (
 
 
 def reading_that_decides_nothing(monkeypatch, call: Callable[[], Any], output: SamplerOutput) -> dict[str, float]:
-    """Time a large batch's launch that reads, given where requests stop, and counts that nobody completes.
+    """Time a large batch's launch that reads, given each request's first rejected row, and counts that nobody completes.
 
     As it is but for that, and where programs do not wait, before they count themselves in, until their writes can be seen.
     """
     import triton
 
     from specdecode.kernels import read
-    from specdecode.kernels.formulas import value_of
-    from specdecode.kernels.stops import FIELDS, STOP
+    from specdecode.kernels.first_rejected import FIELDS, FIRST_REJECTED
     from tests.benchmarks.bandwidth import is_last_unpublished
 
-    (plan, numbers), empty = plan_of(monkeypatch, call), torch.empty
-    length = value_of(plan.length, numbers)
+    (plan, values), empty = plan_of(monkeypatch, call), torch.empty
+    length = values["length"]
     requests, most = len(output.num_accepted), output.token_ids.shape[1] - 1
     workspace = torch.full((length,), -(2**30), dtype=torch.int32, device="cuda")
     state = workspace[: requests * FIELDS.value].zero_().view(requests, FIELDS.value)
-    state[:, STOP.value] = most - output.num_accepted
+    state[:, FIRST_REJECTED.value] = most - output.num_accepted
     launches = plan.launches
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *size, **like: workspace if size == (length,) else empty(*size, **like))
-        patch.setattr(plan, "zeros", 0)
+        patch.setitem(plan.definitions, "zeros", "0")
         patch.setattr(plan, "launches", launches[:1])
         patch.setattr(plan, "ready", [])
         patch.setattr(plan, "fill", None)
@@ -466,7 +481,7 @@ def test_reading_alone(benchmark, monkeypatch, request, inputs, provider, bytes_
     check(inputs, verifier, output)
     draft = inputs.drafts(verifier.method)
     with_draft = (None, None) if verifier.method == "strict" else (inputs.draft_logits, draft.logsumexp)
-    batch = VerificationBatch.check(inputs.target_logits, draft.token_ids, *with_draft, inputs.temperature, 0, None)
+    batch = verification_batch(inputs.target_logits, draft.token_ids, *with_draft, inputs.temperature, 0, None)
     offsets = torch.arange(inputs.draft_logits.shape[1], device="cuda")
     told = batch._replace(draft_token_ids=torch.where(offsets < output.num_accepted[:, None], draft.token_ids, -1))
     calls = {

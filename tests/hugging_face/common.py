@@ -74,25 +74,6 @@ def mistral():
     return build(transformers.MistralForCausalLM, config)
 
 
-def lfm2(**options):
-    """Attention among short convolutions."""
-    config = transformers.Lfm2Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_hidden_layers=3,
-        layer_types=["conv", "full_attention", "conv"],
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **options,
-    )
-    return build(transformers.Lfm2ForCausalLM, config, scale=0.8)
-
-
 def bert(model_class, is_decoder):
     config = transformers.BertConfig(
         vocab_size=VOCAB,
@@ -211,51 +192,23 @@ def with_config(model, **fields):
     return model
 
 
-ADJUSTED = {
+FIELDS = {
     "repetition_penalty": {"repetition_penalty": 1.9},
-    "penalty_after_bias": {"repetition_penalty": 1.9, "sequence_bias": [[[0], 5.0]]},  # padding is 0
-    "suppress_tokens": {"suppress_tokens": [1, 3, 4]},
     "begin_suppress_tokens": {"begin_suppress_tokens": [0, 1, 2, 4, 5]},
     "min_new_tokens": {"min_new_tokens": 7, "eos_token_id": [1, 2, 3, 4]},
     "min_length": {"min_length": 13, "eos_token_id": [1, 2, 3, 4]},
-    "forced_eos_token_id": {"forced_eos_token_id": 6},
-    "bad_tokens": {"bad_words_ids": [[4], [5], [7]], "eos_token_id": 7},
-    "token_bias": {"sequence_bias": [[[2], 4.0], [[5], -9.0], [[3], float("-inf")]]},
-    "forced_bos_token_id": {"forced_bos_token_id": 6, "begin_suppress_tokens": [1, 2, 3]},
-    "forced_in_spite_of_others": {
-        "forced_eos_token_id": 6,
-        "min_new_tokens": NEW,
-        "bad_words_ids": [[6]],
-        "sequence_bias": [[[6], float("-inf")]],
-        "eos_token_id": 7,
-    },
-    "all": {
-        "repetition_penalty": 1.4,
-        "sequence_bias": [[[2], 0.5], [[3], -0.5]],
-        "bad_words_ids": [[0]],
-        "suppress_tokens": [4],
-        "begin_suppress_tokens": [5],
-        "min_new_tokens": 5,
-        "forced_eos_token_id": 6,
-        "eos_token_id": 7,
-    },
-}
-"""Fields that become adjustments, so that no processor is called."""
-
-PROCESSED = {
+    "forced_bos_token_id": {"forced_bos_token_id": 6},
+    "forced_eos_token_id": {"forced_eos_token_id": [6, 5]},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "bad_words_ids": {"bad_words_ids": [[4], [5], [1, 2]]},
-    "sequence_bias": {"sequence_bias": [[[2], 4.0], [[4, 5], -9.0]]},
-    "forced_to_one_of_two": {"forced_eos_token_id": [6, 5]},
+    "sequence_bias": {"sequence_bias": [[[0], 4.0], [[4, 5], -9.0]]},  # padding is 0
     "exponential_decay": {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 7},
     "several": {
         "repetition_penalty": 1.4,
         "no_repeat_ngram_size": 3,
         "suppress_tokens": [4],
+        "remove_invalid_values": True,
         "renormalize_logits": True,
     },
 }
-"""Fields for which processors are called, because the sampler has nothing that does the same."""
-
-FIELDS = ADJUSTED | PROCESSED
 """Fields that change logits, with values that change the text of at least one prompt."""

@@ -105,17 +105,9 @@ class TestPadding:
             assert padding.any()
             assert (output.sequences[:, -padding.shape[1] :][padding] == expected).all()
 
-    @pytest.mark.parametrize("pad", [VOCAB, -100])
-    def test_of_no_token_is_refused_where_it_would_be_written(self, pad):
-        target, ids = with_config(TARGETS["llama"], eos_token_id=5, pad_token_id=pad), torch.tensor(PROMPTS[:1])
-        message = rf"^generation_config: expected pad_token_id to be in \[0, 8\), .* got {pad}"
-        with pytest.raises(ValueError, match=message):
-            ragged(target, PromptLookup())
-        with pytest.raises(ValueError, match=message):
-            generate(target, None, ids, num_return_sequences=2, max_new_tokens=4)
-        assert generate(target, None, ids, max_new_tokens=4).num_generated >= 1
-        assert ragged(target, None, eos_token_id=[]).num_generated.tolist() == [NEW] * len(PROMPTS)
-        target.generation_config.pad_token_id = [6, 7]
+    def test_is_one_token(self):
+        target = with_config(TARGETS["llama"])
+        target.generation_config.pad_token_id = [6, 7]  # which transformers' class does not take as an argument
         with pytest.raises(TypeError, match=r"^generation_config: expected pad_token_id to be one id, got \[6, 7\]"):
             ragged(target, None)
 

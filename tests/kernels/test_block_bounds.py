@@ -14,7 +14,7 @@ from specdecode.kernels import residual
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.block_bounds import block_of, keys_of, most_of, ranked, residual_bounds, score_of
 from specdecode.kernels.distribution import combine
-from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.probabilistic import log_ratio
 from specdecode.kernels.request import LARGEST_TEMPERATURE, load_key, locate
 from specdecode.kernels.residual import ROW, load_both, residual_sums, select_residual_block
 from specdecode.kernels.rows import whole_draft_row_at, whole_target_row_at
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 @triton.jit
-def search_kernel(inputs, workspace, sizes, tuning, found):
+def search_kernel(inputs, workspace, sizes, config, found):
     index = tl.program_id(0).to(tl.int64)
     request = locate(index, inputs.packing, sizes)
     temperature = tl.load(inputs.requests.temperature_ptr + index)
@@ -56,11 +56,11 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     p = combine(load_statistics(target_statistics(workspace, request, 0, sizes), True, sizes), row, temperature, sizes)
     q_statistics = load_statistics(draft_statistics(workspace, request, 0, sizes), True, sizes)
     q = combine(q_statistics, draft_row, temperature, sizes)
-    residual = Residual(p.row_max, q.row_max, log_quotient(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
+    residual = Residual(p.row_max, q.row_max, log_ratio(q.sumexp, p.sumexp), tl.full([], ROW, tl.int32))
     sums_ptr = found.sums_ptr + index * sizes.num_blocks
-    for first in range(0, sizes.num_blocks, tuning.BLOCKS):
-        blocks = first + tl.arange(0, tuning.BLOCKS)
-        target, draft = load_both(inputs, rows, blocks, tuning.LANES)
+    for first in range(0, sizes.num_blocks, config.BLOCKS):
+        blocks = first + tl.arange(0, config.BLOCKS)
+        target, draft = load_both(inputs, rows, blocks, config.BLOCK_N)
         tl.store(sums_ptr + blocks, residual_sums(target, draft, residual, temperature), mask=blocks < sizes.num_blocks)
     tl.debug_barrier()
     blocks = tl.arange(0, sizes.MAX_BLOCKS)
@@ -70,7 +70,7 @@ def search_kernel(inputs, workspace, sizes, tuning, found):
     holds = (sums <= bounds) & (bounds <= most_of(keys, sizes).to(tl.float32, bitcast=True))
     tl.store(found.holds_ptr + index, tl.min(tl.where(blocks < sizes.num_blocks, holds, True).to(tl.int32), 0))
     exponentials = noise_at(context, inputs.requests, sizes).exponentials
-    searched = select_residual_block(context, exponentials, (p, residual), rows, inputs, sizes, tuning)
+    searched = select_residual_block(context, exponentials, (p, residual), rows, inputs, sizes, config)
     tl.store(found.blocks_ptr + 2 * index, searched)
     mass = sum_in_order(sums)
     tl.store(found.blocks_ptr + 2 * index + 1, tl.where(mass > 0, select_block(sums, exponentials), -1))
@@ -81,15 +81,15 @@ def search(batch, *, top: int, columns: int, max_blocks: int | None = None):
     steps = Steps("probabilistic", batch.to(DEVICE), **FEW)
     steps.run(steps.launches[0])
     requests, sizes = len(batch.seeds), steps.bundle("sizes")
-    tuning = steps.bundle("tuning", kernels.plan.emit_kernel)
-    tuning = tuning._replace(TOP=top, BLOCKS=columns, LANES=128 if ON_GPU else 512)
+    config = steps.bundle("config", kernels.plan.emit_kernel)
+    config = config._replace(TOP=top, BLOCKS=columns, BLOCK_N=128 if ON_GPU else 512)
     if max_blocks is not None:
         sizes = sizes._replace(MAX_BLOCKS=max_blocks)
     integers = torch.full((requests, 3), -2, dtype=torch.int32, device=DEVICE)
     sums = torch.full((requests, sizes.num_blocks), torch.nan, device=DEVICE)
     blocks, holds = integers[:, :2].contiguous(), integers[:, 2].contiguous()
     found = Found(sums, blocks, holds)
-    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, tuning, found)
+    steps.run_kernel(search_kernel, requests, ["inputs", "workspace"], sizes, config, found)
     assert (holds == 1).all()
     assert torch.equal(blocks[:, 0], blocks[:, 1])
 

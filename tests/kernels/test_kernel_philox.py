@@ -13,7 +13,7 @@ from reference import philox as reference
 from specdecode.kernels.arguments import Constant, Int32, Int64, Pointer, Requests
 from specdecode.kernels.philox import accept_uniform, exponential, philox4x32, uniform
 from specdecode.kernels.request import load_key
-from specdecode.kernels.values import Request
+from specdecode.kernels.values import RequestIndex
 from tests.support.kernels import DEVICE, run_kernel
 
 SEEDS = [0, 2**32 - 1, 2**32, -1, -(2**63)]
@@ -40,7 +40,7 @@ def draw_kernel(numbers):
     request = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, numbers.COUNT)
     index = tl.load(numbers.index_ptr + places)
-    key = load_key(numbers.requests, Request(request, request, request, 0, 0))
+    key = load_key(numbers.requests, RequestIndex(request, request, request, 0, 0))
     words = philox4x32(key[0], index, key[1] + numbers.offset, numbers.domain)
     first, second = numbers.count * 2 * request, numbers.count * (2 * request + 1)
     tl.store(numbers.words_ptr + first + places, words[0].to(tl.int64))

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from specdecode import AcceptanceSchedule, RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels.arguments import Pointer
-from specdecode.kernels.probabilistic import log_quotient
+from specdecode.kernels.probabilistic import log_ratio
 from specdecode.kernels.request import is_trusted
 from specdecode.kernels.residual import one_minus_exp2
 from tests.conftest import ON_GPU, combine
 from tests.support import distributions
+from tests.support.batches import verification_batch
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
@@ -44,7 +44,7 @@ def numbers_kernel(numbers):
     x = tl.load(numbers.x_ptr + places)
     tl.store(numbers.trusted_ptr + places, is_trusted(x).to(tl.int32))
     tl.store(numbers.made_ptr + places, one_minus_exp2(-tl.abs(x)))
-    tl.store(numbers.made_ptr + 64 + places, log_quotient(3 + x, x * 0 + 3))
+    tl.store(numbers.made_ptr + 64 + places, log_ratio(3 + x, x * 0 + 3))
 
 
 def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -57,9 +57,9 @@ def made_of(values: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_small_differences_keep_their_relative_precision():
-    _, (shortfalls, quotients), x = made_of([2.0**-k for k in range(1, 22)] + [-(2.0**-k) for k in range(1, 22)])
+    _, (shortfalls, log_ratios), x = made_of([2.0**-k for k in range(1, 22)] + [-(2.0**-k) for k in range(1, 22)])
     np.testing.assert_allclose(shortfalls, -np.expm1(-abs(x) * np.log(2)), rtol=2**-17)
-    np.testing.assert_allclose(quotients, np.log1p(x / 3), rtol=2**-17)
+    np.testing.assert_allclose(log_ratios, np.log1p(x / 3), rtol=2**-17)
 
 
 def test_a_logsumexp_is_trusted_only_if_float32_holds_it_to_a_hundred_thousandth():
@@ -129,7 +129,7 @@ def test_no_impossible_token_is_drawn_where_what_is_left_is_tiny(gap, large):
     ids = torch.full((requests, 1), 3)
     for draft_logits in (draft.to(DEVICE), None):
         method, schedule = ("synthetic", NEVER) if draft_logits is not None else ("probabilistic", None)
-        batch = VerificationBatch.check(target.to(DEVICE), ids.to(DEVICE), draft_logits, None, 1.0, 0, None)
+        batch = verification_batch(target.to(DEVICE), ids.to(DEVICE), draft_logits, None, 1.0, 0, None)
         output = kernels.verify(method, batch, schedule, large=large)
         assert set(output.token_ids.unique().tolist()) <= {3, 1500, -1}
 
@@ -140,7 +140,7 @@ def test_where_nothing_is_left_of_p_it_is_drawn_from(large):
     target, draft = torch.full((2, 2, 2064), -torch.inf, device=DEVICE), torch.zeros(2, 1, 2064, device=DEVICE)
     target[..., 1500], draft[..., 1500] = 0, torch.inf
     ids = torch.full((2, 1), 1500, device=DEVICE)
-    batch = VerificationBatch.check(target, ids, draft, None, 1.0, 0, None)
+    batch = verification_batch(target, ids, draft, None, 1.0, 0, None)
     assert kernels.verify("synthetic", batch, NEVER, large=large).token_ids.tolist() == [[1500, -1]] * 2
 
 

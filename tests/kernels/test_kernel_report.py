@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
 from tests.contract.cases import on
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 from tests.support.kernels import (
     DEVICE,
@@ -27,7 +27,7 @@ def arguments_of(kind: str, batch: Case, of: str | None, options: Any, count: in
     numbers = plain.temperature, plain.seeds, plain.positions
     tensors = plain.target_logits, plain.draft_token_ids, plain.draft_logits, plain.draft_logsumexp, *numbers
     asked = {"logprobs": of, "top_logprobs": count, "kept_sets": True}
-    return method, VerificationBatch.check(*tensors, **on(DEVICE, options), **asked, **more), schedule
+    return method, verification_batch(*tensors, **on(DEVICE, options), **asked, **more), schedule
 
 
 def made_by(call: Callable[[], Any]) -> list:

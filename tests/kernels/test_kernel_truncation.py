@@ -17,7 +17,6 @@ from reference.sampling import Sampling, cutoff, truncate
 from reference.sampling import sample as sample_row
 from specdecode import RejectionSampler, SamplerOutput, backends, eager, kernels
 from specdecode import Sampling as PackageSampling
-from specdecode.batch import RowBatch, VerificationBatch
 from specdecode.kernels.arguments import Pointer
 from specdecode.kernels.rows import whole_row
 from specdecode.kernels.truncation import kernel as truncation
@@ -28,6 +27,7 @@ from tests.conftest import ON_GPU
 from tests.contract.cases import ORDINARY, on, run
 from tests.support import distributions
 from tests.support.addresses import reads_and_writes_inside
+from tests.support.batches import row_batch, verification_batch
 from tests.support.differential import FLOAT32_BAND, Case, case
 from tests.support.kernels import (
     DEVICE,
@@ -59,7 +59,7 @@ def verify(method: str, batch: Case, way: str, **options: Any) -> SamplerOutput:
 
 
 def drawn(logits: Tensor, temperature: float, options: dict) -> Any:
-    return kernels.sample(RowBatch.check(logits, temperature, 5, None, **options), SELECT)
+    return kernels.sample_rows(row_batch(logits, temperature, 5, None, **options), SELECT)
 
 
 @pytest.mark.parametrize("dtype", small(torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -273,8 +273,8 @@ def test_groups_with_nan_are_cut_as_those_with_infinity(every, options):
     row = torch.randn(3000, generator=torch.Generator().manual_seed(every))
     row[::every] = torch.nan
     rows = torch.stack([row, row.nan_to_num(-torch.inf)]).to(DEVICE)
-    checked = RowBatch.check(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
-    for got in kernels.sample(checked, SELECT):
+    checked = row_batch(rows, 1.0, torch.full((2,), 5, device=DEVICE), None, **options)
+    for got in kernels.sample_rows(checked, SELECT):
         assert got[0] == got[1]
 
 
@@ -357,7 +357,7 @@ def test_a_draft_is_not_rejected_early_because_of_a_token_that_min_p_leaves_out_
     assert np.log(np.float32(min_p)) > np.float32(-1 / 128)  # so p(1200) is less than min_p, if only just
     rows = [row.to(DEVICE, torch.bfloat16).expand(6, *row.shape) for row in (target, draft)]
     ids = torch.full((6, 1), 3, device=DEVICE)
-    checked = VerificationBatch.check(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
+    checked = verification_batch(rows[0], ids, rows[1], None, 1.0, 0, None, min_p=min_p)
     for large in (False, True):
         assert kernels.verify("probabilistic", checked, large=large).num_accepted.tolist() == [1] * 6
 
@@ -366,10 +366,10 @@ def test_a_drafting_step_returns_what_is_kept():
     batch = case(6, 1, 2064, torch.bfloat16, seed=3)
     options = TRUNCATIONS["each request's own"]
     rows = batch.target_logits[:, 0]
-    checked = RowBatch.check(
+    checked = row_batch(
         rows.to(DEVICE), batch.temperature.to(DEVICE), batch.seeds.to(DEVICE), None, **on(DEVICE, options)
     )
-    _, logsumexp, cutoffs = kernels.sample(checked, SELECT)
+    _, logsumexp, cutoffs = kernels.sample_rows(checked, SELECT)
     assert (batch.temperature == 0).any()
     for index in range(6):
         sampling = Sampling(float(batch.temperature[index]), **of_request(options, index))
@@ -433,7 +433,7 @@ def test_auto_is_eager_where_kernels_cannot_truncate(backend, monkeypatch):
     ):
         batch = case(1, drafts, 20, torch.float32)
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, 0.8, 5, None
-        checked = VerificationBatch.check(*tensors, **options)
+        checked = verification_batch(*tensors, **options)
         if is_possible:
             assert backends.to_verify(backend, "probabilistic", checked) is kernels, (drafts, options)
         elif backend == "auto":
@@ -455,5 +455,5 @@ def test_drafts_of_the_targets_temperature_are_known_by_where_it_is(monkeypatch)
         (buffer[:2], 0.8, eager),
     ):
         tensors = batch.target_logits, batch.draft_token_ids, batch.draft_logits, None, temperature, 5, None
-        checked = VerificationBatch.check(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
+        checked = verification_batch(*tensors, top_k=3, draft_sampling=PackageSampling(of_drafts))
         assert backends.to_verify("auto", "probabilistic", checked) is backend, (temperature, of_drafts)

@@ -16,13 +16,12 @@ import torch
 import triton
 
 from specdecode import RejectionSampler, kernels
-from specdecode.batch import VerificationBatch
 from specdecode.kernels import launch
 from specdecode.kernels.arguments import AlignedPointer, Constant, Float32, Int32, Int64, Pointer, Stride
-from specdecode.kernels.call import plan_step
-from specdecode.kernels.formulas import Argument, Number, Writer, ceil_div, value_of
-from specdecode.kernels.launch import Launch, Plan
-from specdecode.kernels.signature import Signature
+from specdecode.kernels.call import plan_of
+from specdecode.kernels.launch import Launch, Part, Plan
+from specdecode.kernels.signature import Signature, Symbol, with_values
+from tests.support.batches import verification_batch
 from tests.support.differential import case
 from tests.support.kernels import DEVICE, KINDS, Steps, checked, forget_plans, strided, verify
 
@@ -49,8 +48,8 @@ class Outer(NamedTuple):
 
 
 def outer(ptr=torch.bfloat16, stride=1, aligned=True, other=None, count=3, large=2**40, size=8) -> Outer:
-    inner = Inner(Argument("logits", ptr), stride, aligned)
-    return Outer(inner, other and Argument("other", other), count, large, Number("scale"), size)
+    inner = Inner(Symbol("logits", ptr), stride, aligned)
+    return Outer(inner, other and Symbol("other", other), count, large, Symbol("scale"), size)
 
 
 def test_a_signature_says_types_constants_and_what_is_aligned():
@@ -76,37 +75,22 @@ def test_a_variant_depends_on_types_constants_and_alignment_and_on_no_number():
     assert key not in keys
 
 
-def test_what_compiled_kernels_are_given_follows_the_bundles():
+def test_what_compiled_kernels_are_given_follows_the_bundles(recorded):
     tensors = {"other": torch.zeros(1, dtype=torch.int32), "logits": torch.zeros(2)}
-    bundles = outer(other=torch.int32, count=Number("rows") * 2, size=8), Inner(None, 1, False)
-    fill = Writer().function([*tensors, "scale", "rows"], bundles)
+    parts = {"first": Part(torch.int32, "3 * rows"), "second": Part(torch.int64, "rows")}
+    plan = Plan(torch.device("cpu"), {"twice": "rows * 2"}, parts, zeros="rows")
+    bundles = outer(other=torch.int32, count=Symbol("twice + 1"), size=8), Inner(plan.part("second"), 1, False)
+    plan.add(mock.Mock(arg_names=["a", "b"]), ("twice", "rows", "1"), bundles, num_warps=4)
     other, logits = (tensor.data_ptr() for tensor in tensors.values())
-    for rows in (3, 5):
-        want = (((logits, 1, True), other, 2 * rows, 2**40, 0.7, 8), (None, 1, False))
-        assert fill(*tensors.values(), 0.7, rows) == want
-
-
-def test_a_formula_is_a_number_in_each_call_and_no_plan_can_branch_on_one():
-    batch, drafts = Number("batch"), Number("num_draft_tokens")
-    rows = batch * (drafts + 1)
-    formulas = (
-        rows,
-        ceil_div(rows, 8),
-        Number(min, (rows, 100)),
-        rows % 2 + 3 * batch - 1,
-        rows & -8,
-    )
-    fill = Writer().function(["batch", "num_draft_tokens"], formulas)
-    for values in ({"batch": 5, "num_draft_tokens": 3}, {"batch": 70, "num_draft_tokens": 1}):
-        b, k = values.values()
-        n = b * (k + 1)
-        want = n, -(-n // 8), min(n, 100), n % 2 + 3 * b - 1, n // 8 * 8
-        assert fill(b, k) == want
-        assert tuple(value_of(formula, values) for formula in formulas) == want
-    with pytest.raises(TypeError, match="a plan cannot depend on a number of a call"):
-        assert rows
-    with pytest.raises(TypeError):
-        assert rows > 8
+    for rows in (3, 50):
+        memory = torch.zeros(1000, dtype=torch.int32)
+        with mock.patch.object(plan, "allocate", return_value=memory) as allocate:
+            plan.run(tensors, {"scale": 0.7, "rows": rows})
+        second = -(-3 * rows // 32) * 32  # in cache lines
+        allocate.assert_called_once_with(second + -(-2 * rows // 32) * 32, rows)
+        assert recorded.made[-1].grid == (2 * rows, rows, 1)
+        inner, outside = (logits, 1, True), (memory.data_ptr() + 4 * second, 1, False)
+        assert recorded.made[-1].values == ((inner, other, 2 * rows + 1, 2**40, 0.7, 8), outside)
 
 
 class Recorded:
@@ -152,18 +136,18 @@ def test_a_compiled_kernel_is_given_what_an_interpreted_one_is(recorded, kind, d
     """Addresses in place of tensors; by the first call with a plan and by those after it, of other sizes too."""
     for requests, vocab in ((2, 2064), (2, 2064), (150, 4112), (1, 16)):
         steps = Steps(kind, case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=large)
-        plan, numbers = steps.plan, steps.numbers
+        plan, numbers, values = steps.plan, steps.numbers, steps.values
         recorded.made.clear()
         recorded.compiled.clear()
-        workspace = torch.zeros(value_of(plan.length, numbers), dtype=torch.int32, device=DEVICE)
+        workspace = torch.zeros(values["length"], dtype=torch.int32, device=DEVICE)
         with mock.patch.object(torch, "empty", return_value=workspace) as empty:
             plan.run(steps.tensors, numbers)
         assert empty.call_args.args == (len(workspace),)
-        interpreted = {**steps.tensors, **plan.views(workspace, numbers), **numbers}
+        interpreted = values | plan.views(workspace, values)
         assert [made.kernel for made in recorded.made] == [each.kernel for each in steps.launches]
         for made, each in zip(recorded.made, steps.launches):
-            assert made.grid == tuple(value_of(number, interpreted) for number in each.grid)
-            wanted, got = flat(launch.filled(bundle, interpreted) for bundle in each.bundles), flat(made.values)
+            assert made.grid == tuple(eval(number, plan.functions, interpreted) for number in each.grid)
+            wanted, got = flat(with_values(bundle, interpreted) for bundle in each.bundles), flat(made.values)
             assert len(got) == len(wanted)
             for value, other in zip(got, wanted):
                 if isinstance(other, torch.Tensor):
@@ -246,7 +230,7 @@ def calls_of(method: str, most: int, packed: bool, **options) -> dict:
         else:
             tensors, where = (target[:n], ids[:n], draft[:n], None), {}
         of_requests = numbers if packed else [None if number is None else number[:n] for number in numbers]
-        batch = VerificationBatch.check(*tensors, *of_requests, **options, **where)
+        batch = verification_batch(*tensors, *of_requests, **options, **where)
         calls[n] = partial(kernels.verify, method, batch)
     return calls
 
@@ -258,11 +242,11 @@ def test_a_size_never_seen_before_plans_and_compiles_nothing(recorded, method, p
     calls = calls_of(method, 200, packed, **options)
     for large, many in itertools.product((False, True), repeat=2):
         calls[7](large=large, many=many)
-    known, compiled = plan_step.cache_info().currsize, len(recorded.compiled)
+    known, compiled = plan_of.cache_info().currsize, len(recorded.compiled)
     with mock.patch.object(Plan, "prepare", side_effect=AssertionError("a plan is prepared")):
         for call in calls.values():
             call()
-    assert (plan_step.cache_info().currsize, len(recorded.compiled)) == (known, compiled)
+    assert (plan_of.cache_info().currsize, len(recorded.compiled)) == (known, compiled)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
@@ -312,12 +296,12 @@ def test_plans_keep_no_tensor_alive(recorded, monkeypatch):
     del batch, output, drawn
     gc.collect()
     assert [tensor() for tensor in held if tensor() is not None] == []
-    assert plan_step.cache_info().currsize == 2
+    assert plan_of.cache_info().currsize == 2
 
 
 def test_kernels_with_more_arguments_are_compiled_first_and_returned_in_their_place(monkeypatch):
     begun, one_thread = [], partial(launch.concurrent.futures.ThreadPoolExecutor, 1)
-    launches = [Launch(mock.Mock(arg_names=["a"]), (1, 1, 1), (outer(stride=n),), {}) for n in (1, 2)]
+    launches = [Launch(mock.Mock(arg_names=["a"]), ("1", "1", "1"), (outer(stride=n),), {}) for n in (1, 2)]
     monkeypatch.setattr(Launch, "compile", lambda each, device: begun.append(each) or each)
     monkeypatch.setattr(launch.concurrent.futures, "ThreadPoolExecutor", lambda _: one_thread())
     monkeypatch.setattr(launch, "is_interpreted", lambda: False)

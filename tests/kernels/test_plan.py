@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from specdecode import RejectionSampler, kernels
-from specdecode.kernels import block, launch, residual, stops
+from specdecode.kernels import block, first_rejected, launch, residual
 from specdecode.kernels.arguments import BlockDecision, Searching
-from specdecode.kernels.formulas import value_of
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.signature import Signature
 from tests.support.differential import case
@@ -24,14 +23,14 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
     steps = Steps("block", case(requests, drafts, vocab, torch.bfloat16).to(DEVICE), large=True)
     blocks = -(-vocab // 1024)
     assert {name: len(part) for name, part in steps.parts.items()} == {
-        "state": requests * (stops.FIELDS.value + drafts + 1),
+        "state": requests * (first_rejected.FIELDS.value + drafts + 1),
         "statistics": requests * (2 * drafts + 1) * 2 * blocks,
         "terms": requests * (drafts + 1) * block.TERMS.value,
         "listed": requests * drafts * residual.LIST_FIELDS.value,
         "residual_sums": requests * drafts * blocks,
     }
-    workspace = torch.zeros(value_of(steps.plan.length, steps.numbers), dtype=torch.int32, device=DEVICE)
-    views = steps.plan.views(workspace, steps.numbers)
+    workspace = torch.zeros(steps.values["length"], dtype=torch.int32, device=DEVICE)
+    views = steps.plan.views(workspace, steps.values)
     for number, view in enumerate(views.values(), start=1):
         view.view(torch.int32).add_(number)
         assert (view.data_ptr() - workspace.data_ptr()) % 128 == 0
@@ -41,13 +40,13 @@ def test_the_parts_of_the_workspace_do_not_overlap_and_are_as_long_as_they_are_s
 
 def test_residuals_are_summed_in_one_order_wherever_that_is_done():
     """Else the last bit of a sum would depend on the size of the batch, and with it, rarely, a token."""
-    lanes = set()
+    widths = set()
     for way in WAYS:
         for kind in ("block", "probabilistic"):
             plan = Steps(kind, case(3, 2, 5000, torch.bfloat16).to(DEVICE), **way).plan
             bundles = [bundle for _, _, bundles, _ in plan.launches for bundle in bundles]
-            lanes |= {bundle.LANES for bundle in bundles if isinstance(bundle, (BlockDecision, Searching))}
-    assert len(lanes) == 1
+            widths |= {bundle.BLOCK_N for bundle in bundles if isinstance(bundle, (BlockDecision, Searching))}
+    assert len(widths) == 1
 
 
 LIMITS = [
@@ -74,7 +73,7 @@ def test_a_batch_is_large_from_so_many_rows_to_read_on(kind, requests, drafts):
         decides_block = [
             bundle for launch in chosen.launches for bundle in launch.bundles if isinstance(bundle, BlockDecision)
         ]
-        found.append(not decides_block[1].SUMS if kind == "block" else chosen.zeros != 0)
+        found.append(not decides_block[1].SUMS if kind == "block" else chosen.definitions["zeros"] != "0")
     assert found == [False, True]
 
 

@@ -7,12 +7,12 @@ import torch
 
 from reference import oracle
 from specdecode import RejectionSampler, kernels
-from specdecode.batch import RowBatch
 from specdecode.kernels import call, plan
 from specdecode.kernels.request import LARGEST_TEMPERATURE
 from specdecode.kernels.rows import SMALLEST
 from specdecode.noise import SELECT
 from tests.conftest import ON_GPU
+from tests.support.batches import row_batch
 from tests.support.differential import FLOAT32_BAND, assert_same_tokens, case
 from tests.support.kernels import (
     DEVICE,
@@ -41,7 +41,7 @@ def test_the_ways_of_few_and_of_many_requests_give_the_same_bits(kind, vocab):
 
 @pytest.mark.parametrize(("kind", "drafts", "stop"), [("deterministic", 35, 33), ("block", 34, 34), ("strict", 28, 28)])
 def test_drafts_beyond_those_that_are_handled_at_once_are_verified_too(kind, drafts, stop):
-    """32 ids are loaded at once, 28 rows have stop bits, and block verification handles 32 rows at once where it can."""
+    """32 ids are loaded at once, 28 rows have row bits, and block verification handles 32 rows at once where it can."""
     batch = case(1, drafts, 40, torch.float32, greedy=1, seed=3)
     batch.draft_token_ids[:] = batch.target_logits[:, :drafts].argmax(2)
     batch.draft_token_ids[:, stop:] += 1
@@ -119,7 +119,7 @@ def test_temperatures_that_float32_cannot_hold_become_the_nearest_that_it_can(ex
     def run(temperature):
         if form == "tensor":
             temperature = torch.full((8,), temperature, dtype=torch.float64, device=DEVICE)
-        return kernels.sample(RowBatch.check(logits, temperature, 0, None), SELECT)[:2]
+        return kernels.sample_rows(row_batch(logits, temperature, 0, None), SELECT)[:2]
 
     token_ids, logsumexp = run(extreme)
     wanted = (logits.double() / limit).logsumexp(1).float()  # infinite for the smallest

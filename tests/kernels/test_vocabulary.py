@@ -97,8 +97,8 @@ def test_places_are_those_of_the_first_ids(dtype):
     with mock.patch.object(Plan, "run", lambda plan, *values: calls.append((plan, *values))):
         kernels.verify("probabilistic", batch._replace(draft_vocab_ids=ids))
     ((plan, tensors, others),) = calls
-    parts = {name: part.fill_(3) for name, part in parts_of(plan, others).items()}
-    run(plan.launches[:1], {**tensors, **parts}, others)
+    parts = {name: part.fill_(3) for name, part in parts_of(plan, plan.values(tensors, others)).items()}
+    run(plan.launches[:1], {**tensors, **parts}, others, plan)
     want = target_to_draft(ids, vocab)
     assert 0 < (want < 0).sum() < vocab
     assert torch.equal(parts["draft_ids"], want.where(want >= 0, NO_ID.value).int())

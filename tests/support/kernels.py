@@ -15,10 +15,12 @@ from specdecode import AcceptanceSchedule, RejectionSampler, kernels
 from specdecode.batch import VerificationBatch
 from specdecode.kernels import bundles
 from specdecode.kernels.arguments import Sizes
-from specdecode.kernels.call import plan_step
-from specdecode.kernels.formulas import Argument, value_of
+from specdecode.kernels.call import plan_of
 from specdecode.kernels.launch import Launch, Plan
+from specdecode.kernels.signature import Symbol
+from specdecode.noise import BLOCK_SIZE
 from tests.conftest import ON_GPU
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -71,7 +73,7 @@ def checked(kind: str, batch: Case) -> tuple[str, VerificationBatch, AcceptanceS
     """The method, the checked arguments and the schedule of a kind of call."""
     method, draft_logits, logsumexp = given(kind, batch)
     numbers = batch.temperature, batch.seeds, batch.positions
-    arguments = VerificationBatch.check(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
+    arguments = verification_batch(batch.target_logits, batch.draft_token_ids, draft_logits, logsumexp, *numbers)
     return method, arguments, SCHEDULE if method == "synthetic" else None
 
 
@@ -116,7 +118,7 @@ def memory_of(value: float) -> Iterator[None]:
 
 
 def forget_plans() -> None:
-    plan_step.cache_clear()
+    plan_of.cache_clear()
 
 
 @contextmanager
@@ -132,7 +134,8 @@ def planned_with(module: Any, **constants: Any) -> Iterator[None]:
 
 def sizes_of(batch: int, num_draft_tokens: int, vocab_size: int) -> Sizes:
     """The bundle of sizes of a call."""
-    return bundles.sizes_of(batch, num_draft_tokens, vocab_size, *bundles.class_of(num_draft_tokens, vocab_size))
+    of_class = bundles.class_of(num_draft_tokens, vocab_size)
+    return Sizes(batch, num_draft_tokens, vocab_size, -(-vocab_size // BLOCK_SIZE), *of_class)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,11 +153,12 @@ class Steps:
             self.output = kernels.verify(*arguments, **options)
         ((self.plan, self.tensors, self.numbers),) = calls
         self.launches = list(self.plan.launches)
-        self.parts = parts_of(self.plan, self.numbers)
+        self.values = self.plan.values(self.tensors, self.numbers)
+        self.parts = parts_of(self.plan, self.values)
         for part in self.parts.values():
             part.fill_(torch.nan if part.dtype == torch.float32 else -1)
         if "state" in self.parts:
-            self.parts["state"][: value_of(self.plan.zeros, self.numbers)] = 0
+            self.parts["state"][: self.values["zeros"]] = 0
 
     def bundle(self, name: str, kernel: Any = None) -> Any:
         """A bundle that a launch is given, of a kernel or of any, by the name of its parameter, e.g. `sizes`."""
@@ -164,59 +168,61 @@ class Steps:
             for parameter, bundle in zip(launch.kernel.arg_names, launch.bundles)
             if parameter == name and kernel in (None, launch.kernel)
         )
-        return with_numbers(found, {**self.tensors, **self.numbers})
+        return with_numbers(found, self.values)
 
     def run(self, *launches: Launch) -> "Steps":
         """Make launches, of this call or others with its arguments."""
-        run(launches, {**self.tensors, **self.parts}, self.numbers)
+        run(launches, {**self.tensors, **self.parts}, self.numbers, self.plan)
         return self
 
     def run_kernel(self, kernel: Any, programs: int, names: list[str], *bundles: NamedTuple) -> None:
         """Launch a kernel of a test with some of the bundles of this call, and with others."""
         values: dict[str, Any] = {}
         more = [named(bundle, values) for bundle in bundles]
-        launch = Launch(kernel, (programs, 1, 1), (*map(self.bundle, names), *more), {"num_warps": 8})
-        run([launch], {**self.tensors, **self.parts, **values}, self.numbers)
+        launch = Launch(kernel, (str(programs), "1", "1"), (*map(self.bundle, names), *more), {"num_warps": 8})
+        run([launch], {**self.tensors, **self.parts, **values}, self.numbers, self.plan)
 
 
-def parts_of(plan: Plan, numbers: dict[str, Any]) -> dict[str, Tensor]:
-    """The parts of the workspace of a call with these numbers, each in memory of its own."""
+def parts_of(plan: Plan, values: dict[str, Any]) -> dict[str, Tensor]:
+    """The parts of the workspace of a call, each in memory of its own, given the values of `Plan.values`."""
     return {
-        name: torch.zeros(value_of(length, numbers), dtype=dtype, device=DEVICE)
+        name: torch.zeros(eval(length, {}, values), dtype=dtype, device=DEVICE)
         for name, (dtype, length) in plan.parts.items()
     }
 
 
-def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float]) -> None:
-    plan = Plan(torch.device(DEVICE, 0) if ON_GPU else torch.device(DEVICE), {}, zeros=0)
+def run(launches: Any, tensors: dict[str, Any], numbers: dict[str, float], of: Plan | None = None) -> None:
+    """Make launches, whose expressions may use the definitions of the plan that they are of."""
+    device = torch.device(DEVICE, 0) if ON_GPU else torch.device(DEVICE)
+    plan = Plan(device, {} if of is None else of.definitions, {})
+    plan.functions = {} if of is None else of.functions
     plan.launches = list(launches)
     plan.run(tensors, numbers)
 
 
 def run_kernel(kernel: Any, programs: int, *bundles: NamedTuple, num_warps: int = 8) -> None:
-    """Launch a kernel of a test, given bundles that hold tensors in place of arguments."""
+    """Launch a kernel of a test, given bundles that hold tensors in place of symbols."""
     values: dict[str, Any] = {}
     given = tuple(named(bundle, values) for bundle in bundles)
-    launch = Launch(kernel, (programs, 1, 1), given, {"num_warps": num_warps})
+    launch = Launch(kernel, (str(programs), "1", "1"), given, {"num_warps": num_warps})
     run([launch], values, {})
 
 
 def with_numbers(value: Any, values: dict[str, Any]) -> Any:
     """A bundle of a plan with the numbers that a call has."""
-    return (
-        type(value)(*[with_numbers(field, values) for field in value])
-        if isinstance(value, tuple)
-        else value_of(value, values)
-    )
+    if isinstance(value, tuple):
+        return type(value)(*[with_numbers(field, values) for field in value])
+    is_number = isinstance(value, Symbol) and value.dtype is None
+    return eval(value.expression, {}, values) if is_number else value
 
 
 def named(value: Any, values: dict[str, Any]) -> Any:
-    """Replace the tensors of a bundle by arguments, and note these."""
+    """Replace the tensors of a bundle by symbols, and note the tensors."""
     if isinstance(value, Tensor):
         name = f"test_{len(values)}"
         values[name] = value
-        return Argument(name, value.dtype)
-    if isinstance(value, tuple) and not isinstance(value, Argument):
+        return Symbol(name, value.dtype)
+    if isinstance(value, tuple):
         return type(value)(*[named(field, values) for field in value])
     return value
 

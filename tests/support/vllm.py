@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from specdecode import RejectionSampler, SamplerOutput
-from specdecode.integrations.adapters import Fallbacks
+from specdecode.integrations.engine import Fallbacks
 from specdecode.integrations.vllm import DraftVerification, TokenSampling
 from specdecode.integrations.vllm.compat import PARALLEL
 from specdecode.integrations.vllm.grammars import KeptGrammars
+from specdecode.integrations.vllm.sampling import SlotValues
+from specdecode.integrations.vllm.steps import Step
 
 METHODS = ["probabilistic", "block", "strict"]
 LEFT = object()
@@ -233,18 +235,37 @@ def processed(states):
     return apply_sampling_params
 
 
+class BareSampler(TokenSampling):
+    """A sampler that was told of no request: what is in its states' slots counts."""
+
+    known = None
+
+    @property
+    def needs(self):
+        return (self.noted | self.sampling_needs(slice(None))).astype(np.uint8)
+
+    def slot_values(self):
+        return SlotValues(*[getattr(self.sampling_states, name).gpu for name in SlotValues._fields])
+
+
+def bare_sampler(states, method="strict", kind=BareSampler):
+    kind, slots = type("Sampler", (kind,), {"verifier": RejectionSampler(method)}), len(states.seeds.np)
+    sampler = kind.__new__(kind)
+    sampler.__dict__ |= {
+        "sampling_states": states,
+        "noted": np.zeros(slots, dtype=np.uint8),
+        "needs_logits_processing": np.ones(slots, dtype=bool),  # of temperature, too: not looked at
+        "logprobs_mode": "raw_logprobs",
+        "return_sampling_mask": False,
+        "apply_sampling_params": processed(states),
+    }
+    return sampler
+
+
 def rejection_sampler(method, states, num_draft_tokens, **members):
-    sampler = Namespace(
-        sampling_states=states,
-        other_processing=np.zeros(len(states.seeds.np), dtype=bool),
-        needs_logits_processing=np.ones(len(states.seeds.np), dtype=bool),  # of temperature, too: not looked at
-        logprobs_mode="raw_logprobs",
-        return_sampling_mask=False,
-        apply_sampling_params=processed(states),
-    )
     result = Verifying.__new__(Verifying)
     result.__dict__ |= {
-        "sampler": sampler,
+        "sampler": bare_sampler(states, method),
         "fallbacks": Fallbacks(logging.getLogger("vllm.specdecode")),
         "verifier": RejectionSampler(method),
         "num_speculative_steps": num_draft_tokens,
@@ -275,6 +296,12 @@ def step(drafts, logits, slots, positions):
         "seq_lens_upper_bound_np": np.array(positions) + 9,
         "verify_draft_sampled": fed,
     }
+
+
+def step_of_rows(row_slots, slots, slots_np, positions, fed, offsets):
+    """The part of a step that masks depend on; the rest is empty."""
+    none = fed[:0]
+    return Step(none, None, fed, positions, none, slots, slots_np, row_slots, offsets, slots_np, fed)
 
 
 def emitted(token_ids, num_tokens):

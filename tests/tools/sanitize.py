@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from specdecode import AcceptanceSchedule, Adjustments, RejectionSampler, backends, sample
-from specdecode.batch import VerificationBatch
 from specdecode.kernels import plan as planning
-from specdecode.kernels.call import plan_step
-from specdecode.kernels.formulas import Writer, value_of
-from specdecode.kernels.launch import Plan, compile_all
+from specdecode.kernels.call import plan_of
+from specdecode.kernels.launch import Plan
 from tests.benchmarks.realistic import realistic_rows
 from tests.support.adjusted import SOME, adjustments_for
+from tests.support.batches import verification_batch
 from tests.support.differential import Case, case
 from tests.support.packing import fed_positions, in_slots, packed_rows, with_counts
 
@@ -82,20 +81,25 @@ def with_hostile_half(batch: Case) -> Case:
     return batch
 
 
+RUN = Plan.run
+APART: dict[Plan, Plan] = {}
+"""For each plan one of the same launches, whose workspace is given with the tensors of a call."""
+
+
 def run_in_parts(plan: Plan, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     """Run a plan with a workspace that is not one piece: so what is written beyond a part is seen."""
-    lengths = {name: value_of(length, numbers) for name, (_, length) in plan.parts.items()}
+    values = plan.values(tensors, numbers)
     parts = {
-        name: torch.empty(lengths[name], dtype=dtype, device=plan.device) for name, (dtype, _) in plan.parts.items()
+        name: torch.empty(eval(length, plan.functions, values), dtype=dtype, device=plan.device)
+        for name, (dtype, length) in plan.parts.items()
     }
-    zeros = value_of(plan.zeros, numbers)
-    if zeros:
-        assert zeros == len(parts["state"])
+    if values["zeros"]:
+        assert values["zeros"] == len(parts["state"])
         parts["state"].zero_()
-    if plan.fill is None:
-        plan.ready = compile_all(plan.launches, plan.device)
-        plan.fill = Writer().function([*tensors, *parts, *numbers], plan.filled_in)
-    plan.launch(plan.fill(*tensors.values(), *parts.values(), *numbers.values()))
+    if plan not in APART:
+        APART[plan] = Plan(plan.device, plan.definitions, {})
+        APART[plan].functions, APART[plan].launches = plan.functions, plan.launches
+    RUN(APART[plan], tensors | parts, numbers)
 
 
 def own_vocabulary(rows: Tensor, vocab: int) -> dict[str, Tensor]:
@@ -155,7 +159,7 @@ class Calls:
         """Verify a batch on the device, by the kernels' own entry."""
         if not self.is_due():
             return
-        checked = VerificationBatch.check(**{**OPTIONAL, **self.on(call)})
+        checked = verification_batch(**{**OPTIONAL, **self.on(call)})
         schedule = SCHEDULE if method == "synthetic" else None
         backends.choose("triton", checked.target_logits).verify(method, checked, schedule, **way)
 
@@ -286,7 +290,7 @@ def main(device: str, part: int = 0, parts: int = 1) -> int:
     calls.realistic()
     calls.many_requests()
     planning.SUM_PROGRAMS = 1  # as if there were many requests
-    plan_step.cache_clear()
+    plan_of.cache_clear()
     calls.many_requests()
     return calls.count
 

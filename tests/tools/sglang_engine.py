@@ -1,8 +1,15 @@
-"""An engine of SGLang whose verification can be changed while it runs, and what times it: for `check_sglang`.
+"""SGLang's engine with both verifications, for `check_engine`.
 
-SGLang's scheduler is a process of its own. It loads this file as a plug-in, by an entry point that `write_plugin` makes. It
-looks in a small file, `Control`, for what it has to do. The variable `SPECDECODE_CHECK_SGLANG` names that file; without it
-nothing is changed.
+It makes random models, unless `--target DIR --draft-model DIR` names others. One more comparison is
+
+- `time`: tokens a second of both, measured as `tests.benchmarks.serving` does: a few steps with one, as many with the other,
+  in one run; the time that `eagle_sample` takes the host and the device.
+
+A step that this package left to SGLang is an error.
+
+SGLang's scheduler is a process of its own. It loads this file as a plug-in, by an entry point that `write_plugin` makes. A
+small file, `Control`, says who verifies. The variable `SPECDECODE_CHECK_SGLANG` names that file; without it nothing is
+changed.
 """
 
 import argparse
@@ -10,28 +17,42 @@ import faulthandler
 import json
 import mmap
 import os
-import shutil
 import struct
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.benchmarks.serving import ORDER, SKIPPED, STRETCH
+from tests.benchmarks.serving import (
+    ORDER,
+    SAMPLING,
+    SKIPPED,
+    STRETCH,
+    compared,
+    in_process,
+    random_models,
+)
+from tests.tools.check_engine import OURS, RUNNING, Results, Served, Texts, parts_at, prompts_of
 
 VARIABLE = "SPECDECODE_CHECK_SGLANG"
-OURS, SGLANG, IN_TURN = MODES = "ours", "sglang", "in turn"
+_, SGLANG, IN_TURN = MODES = OURS, "sglang", "in turn"
 FIELDS = "mode", "held", "asked"
 HOLD, PATIENCE = 15, 120
 """Seconds for which a prefill waits at most, and that the engine may take for one call."""
 DRAFTS = {"standalone": "STANDALONE", "eagle": "EAGLE"}
-RUNNING, MOST_TOKENS, PORT = 256, 640, 31_000
-"""Requests that run at once, tokens that each may have on average, and where the engine listens."""
+MOST_TOKENS, PORT = 640, 31_000
+"""Tokens that each request may have on average, and where the engine listens."""
 GRAPHS = 1, 2, 4, 8, 16, 32, 64, 128, 192, 256
 """Requests of the batches that have a CUDA graph."""
-Texts = list[list[int]]
+SIZES = 151_936, 1024, 8
+"""Tokens, width and layers of the random target."""
+CASES = dict(list(SAMPLING.items())[:3])
+ROUNDS, LONG = 3, 512
+"""Of what is timed: how often the requests are served, and how many tokens each emits."""
 
 
 def write_plugin(folder: Path) -> None:
@@ -68,7 +89,7 @@ class Control:
         struct.pack_into("i", self.memory, 4 * FIELDS.index(field), value)
 
     def report(self, number: int) -> Path:
-        """Return where a report is, once it is written."""
+        """Return the path of a report."""
         return self.path.with_suffix(f".{number}")
 
 
@@ -244,41 +265,49 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
 class SwitchedEngine:
     """An engine of SGLang, and what tells its scheduler which verification to use."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    name, tokens = SGLANG, 96
+
+    def __init__(self, options: argparse.Namespace, directory: TemporaryDirectory[str]) -> None:
         import sglang
 
-        self.folder, self.control = folder, Control(folder / "control")
+        self.directory, self.control = directory, Control(Path(directory.name) / "control")
+        self.repeats, self.samples, self.requests = not options.drawn, options.samples, options.requests
         self.engine = sglang.Engine(
             model_path=str(options.target),
             speculative_draft_model_path=str(options.draft_model),
             **engine_arguments(options),
         )
 
-    def serve(self, mode: str, prompts: Texts, sampling: dict[str, Any], tokens: int, held: bool = False) -> list[Any]:
-        """Return what the engine returns of requests under one verification, each of so many tokens.
-
-        Args:
-            mode: one of `MODES`.
-            prompts: one a request.
-            sampling: how all of them sample.
-            tokens: how many each emits.
-            held: start no prefill before all of them wait.
-        """
+    def serve(self, mode: str, prompts: Texts, sampling: dict[str, Any], tokens: int, held: bool = False) -> Served:
+        """Serve requests under one verification, see `check_engine.Engine`; the mode may be `IN_TURN`, too."""
         self.control["mode"], self.control["held"] = MODES.index(mode), len(prompts) * held
         params = [sampling | {"max_new_tokens": tokens, "ignore_eos": True} for _ in prompts]
         timer = threading.Timer(PATIENCE, self.give_up)
         timer.daemon = True
         timer.start()
         try:
-            ids = [list(prompt) for prompt in prompts]
-            results: list[Any] = self.engine.generate(input_ids=ids, sampling_params=params)
-            return results
+            results = self.engine.generate(input_ids=[list(prompt) for prompt in prompts], sampling_params=params)
         finally:
             timer.cancel()
             self.control["held"] = 0
+        return Served([each["output_ids"] for each in results], {"acceptance length": acceptance_length(results)})
+
+    def samplings(self) -> dict[str, dict[str, Any]]:
+        """Return the kinds of requests whose tokens are compared."""
+        return dict(list(CASES.items())[1:])
+
+    def gaps(self, prompts: Texts, texts: Texts, others: Texts) -> list[Any]:
+        """Return the index at which each pair of different texts parts."""
+        return [parts_at(text, other) for text, other in zip(texts, others) if text != other]
+
+    def errors(self) -> list[str]:
+        """Return the steps that were left to SGLang, and the verification that no step had."""
+        report = self.report()
+        errors = [f"{count} steps left to SGLang: {reason}" for reason, count in report["fallbacks"].items()]
+        return errors + [f"{mode}: no step verified" for mode in (OURS, SGLANG) if not report["verified"].get(mode)]
 
     def report(self) -> dict[str, Any]:
-        """Return what was measured since the last report; the scheduler looks for the question when it verifies."""
+        """Return the figures since the last report; the scheduler looks for the question when it verifies."""
         self.control["asked"] += 1
         path = self.control.report(self.control["asked"])
         self.serve(OURS, [[5] * 8], {"temperature": 0.0}, 6)
@@ -296,20 +325,123 @@ class SwitchedEngine:
         """End all processes."""
         print(f"the engine has not answered for {PATIENCE} s", flush=True)
         faulthandler.dump_traceback()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.directory.cleanup()
         self.close(1)
         os._exit(1)
 
     def close(self, status: int) -> None:
-        """End SGLang's processes; this one too, with the status, if they do not end."""
+        """End SGLang's processes; this one too, with the status, if its threads or they do not end."""
         timer = threading.Timer(20, os._exit, [status])
         timer.daemon = True
         timer.start()
         self.engine.shutdown()
-        timer.cancel()
 
 
 def acceptance_length(results: list[Any]) -> float:
     """Return the mean number of tokens that a verification emits."""
     tokens, steps = (sum(each["meta_info"][key] for each in results) for key in ("completion_tokens", "spec_verify_ct"))
     return float(round(tokens / steps, 3))
+
+
+def timed(engine: SwitchedEngine) -> Results:
+    """Measure both in turn: medians of each, and the ratio of tokens a second with its interval."""
+    for requests in engine.requests:
+        for name, sampling in CASES.items():
+            prompts, steps = prompts_of(requests), list[dict[str, Any]]()
+            for mode in (OURS, SGLANG):
+                engine.serve(mode, prompts, sampling, 24, held=True)
+            for i in range(ROUNDS):
+                engine.serve(IN_TURN, prompts, sampling, LONG, held=True)
+                own = counted(engine.report()["steps"], requests)
+                steps += [step | {"stretch": step["stretch"] + 1000 * i} for step in own]
+            yield f"{requests} requests, {name}", {"requests": requests} | compared(steps, peer=SGLANG)
+
+
+COMPARISONS = {"time": timed}
+
+
+# ---- A run -----------------------------------------------------------------------------------------------------------
+
+
+def models(folder: Path, draft: str) -> tuple[Path, Path]:
+    """Write a random target, and a draft that agrees with it in part."""
+    target, standalone = random_models(folder, *SIZES)
+    return target, standalone if draft == "standalone" else eagle_head(standalone, folder / "eagle")
+
+
+def eagle_head(draft: Path, folder: Path) -> Path:
+    """Write a standalone draft as an EAGLE head, which has its embeddings and output from the target.
+
+    The head has no norm before its first attention and none before its output. Both are folded into its weights: hidden
+    states are `scale` times the draft's, which makes the last ones as large as a norm would. It ignores the target's.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(draft, dtype=torch.bfloat16).to("cuda")
+    config = json.loads((draft / "config.json").read_text())
+    ids = torch.randint(2, min(1000, config["vocab_size"]), (8, 64), device="cuda")
+    last = []
+    model.model.norm.register_forward_hook(lambda module, inputs, output: last.append(inputs[0].float()))
+    with torch.no_grad():
+        model.model(ids)
+        embedded = model.model.embed_tokens(ids).float().pow(2).mean().sqrt().item()
+    scale = 1 / last[0].pow(2).mean().sqrt().item()
+    state = {}
+    for name, value in load_file(draft / "model.safetensors").items():
+        if not name.startswith("model.layers.") or name == "model.layers.0.input_layernorm.weight":
+            continue
+        factor = scale if "o_proj" in name or "down_proj" in name else 1.0
+        if name.startswith("model.layers.0.self_attn") and "o_proj" not in name:
+            factor = 1 / (scale * embedded)
+        state[name.removeprefix("model.")] = (value.float() * factor).bfloat16().contiguous()
+    width = config["hidden_size"]
+    state["fc.weight"] = torch.cat([scale * torch.eye(width), torch.zeros(width, width)], 1).bfloat16()
+    state["fc.bias"] = torch.zeros(width).bfloat16()
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle"]}))
+    return folder
+
+
+def default_comparisons() -> list[str]:
+    """Return the comparisons of a run that names none."""
+    return ["greedy", "tokens"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of an engine of SGLang."""
+    parser.add_argument("--draft", choices=DRAFTS, required=True)
+    parser.add_argument("--drawn", action="store_true", help="draw drafts, by an EAGLE head: rejection sampling")
+    parser.add_argument("--method", choices=("probabilistic", "strict", "block"), default="probabilistic")
+    parser.add_argument("--num-draft-tokens", type=int, default=3, help="drafts of a request")
+    parser.add_argument("--requests", type=int, nargs="+", default=(1, 32, 256), help="of what is timed")
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--target", type=Path)
+    parser.add_argument("--draft-model", type=Path, help="beside --target")
+
+
+def start(options: argparse.Namespace) -> SwitchedEngine:
+    """Start an engine, whose processes find the plug-in."""
+    if options.drawn and options.draft == "standalone":
+        raise SystemExit("--drawn: expected --draft eagle, SGLang draws no others")
+    if (options.target is None) != (options.draft_model is None):
+        raise SystemExit("--target, --draft-model: expected both or neither")
+    directory = TemporaryDirectory()
+    folder = Path(directory.name)
+    if options.target is None:
+        options.target, options.draft_model = in_process(models, folder, options.draft)
+    (folder / "plug-in").mkdir()
+    write_plugin(folder / "plug-in")
+    paths = [str(folder / "plug-in"), os.getcwd()]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, paths[0])  # SGLang's processes are given this process's path
+    os.environ |= {"SPECDECODE_SGLANG": options.method, VARIABLE: str(folder / "control")}
+    engine = SwitchedEngine(options, directory)
+    try:
+        engine.report()  # raises an error if the plug-ins do not work
+    except RuntimeError:
+        engine.close(1)
+        raise
+    return engine

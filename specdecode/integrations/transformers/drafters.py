@@ -1,8 +1,8 @@
-"""What drafts: a draft model, prompt lookup, or nothing."""
+"""Drafters: a draft model, prompt lookup, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,74 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdecode import RejectionSampler
-from specdecode.integrations.transformers.generation_config import Processors
-from specdecode.integrations.transformers.lookup import PromptLookup
+from specdecode.arguments import check_count
 from specdecode.integrations.transformers.models import CachedModel
-from specdecode.integrations.transformers.requests import Alignment, Batch
+from specdecode.integrations.transformers.processors import Processors
+from specdecode.integrations.transformers.requests import Batch
 from specdecode.integrations.transformers.stops import Stops
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Draft what followed the last tokens when they occurred before: a drafter without a model.
+
+    Of all suffixes of `min_ngram` to `max_ngram` tokens that occurred before, the longest is used, and its latest
+    occurrence. A continuation that reaches the end of the sequence goes on with its own first tokens, so loops are drafted
+    at full length.
+
+    Args:
+        max_ngram: the longest suffix to look for, at least 1.
+        min_ngram: the shortest suffix to look for, from 1 to `max_ngram`. With 1 a single repeated token is enough to draft.
+            From 2 on fewer steps have drafts, and more of these are accepted.
+
+    Raises:
+        TypeError: an argument is not an int.
+        ValueError: `max_ngram` or `min_ngram` is less than 1, or `min_ngram` is more than `max_ngram`.
+
+    Example:
+        >>> import torch
+        >>> from specdecode.integrations.transformers import PromptLookup
+        >>> tokens = torch.tensor([[5, 6, 7, 8, 5, 6], [0, 0, 1, 2, 3, 4]])
+        >>> PromptLookup().propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)
+        tensor([[ 7,  8,  5,  6,  7],
+                [-1, -1, -1, -1, -1]])
+        >>> PromptLookup(min_ngram=3).propose(tokens, lengths=torch.tensor([6, 4]), num_draft_tokens=5)[0]
+        tensor([-1, -1, -1, -1, -1])
+
+    Source: Saxena, prompt lookup decoding (2023).
+    """
+
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("max_ngram", self.max_ngram)
+        if check_count("min_ngram", self.min_ngram) > self.max_ngram:
+            raise ValueError(f"min_ngram: expected at most max_ngram = {self.max_ngram}, got {self.min_ngram}")
+
+    def propose(self, token_ids: Tensor, lengths: Tensor, num_draft_tokens: int) -> Tensor:
+        """Return the drafts of each row.
+
+        Args:
+            token_ids: [batch, width] int64, right-aligned.
+            lengths: [batch] int64: how many of a row's last columns are its tokens.
+            num_draft_tokens: K.
+
+        Returns:
+            [batch, K] int64: drafts, or a row of -1 where nothing was found.
+        """
+        width = token_ids.shape[1]
+        columns = torch.arange(width, device=token_ids.device)
+        source = torch.full_like(lengths, -1)  # the column after the best occurrence
+        for size in range(self.min_ngram, min(self.max_ngram, width - 1) + 1):  # a longer match replaces a shorter one
+            windows = token_ids[:, :-1].unfold(1, size, 1)  # [batch, width - size, size]
+            starts = columns[: width - size]
+            matches = (windows == token_ids[:, None, -size:]).all(-1) & (starts >= (width - lengths)[:, None])
+            latest = torch.where(matches, starts, -1).amax(1)
+            source = torch.where(latest >= 0, latest + size, source)
+        offsets = torch.arange(num_draft_tokens, device=token_ids.device) % (width - source)[:, None]
+        drafts = token_ids.gather(1, (source[:, None] + offsets).clamp(min=0))
+        return torch.where(source[:, None] >= 0, drafts, -1)
 
 
 class Drafts(NamedTuple):
@@ -27,39 +90,32 @@ class Drafts(NamedTuple):
 
 
 class Drafter:
-    """Drafts nothing; the others do."""
+    """No drafter, and the interface of the others."""
 
-    models: Sequence[CachedModel] = ()
+    @property
+    def models(self) -> list[CachedModel]:
+        """The draft model, if there is one."""
+        return []
 
     def draft(self, batch: Batch, most: Tensor, num_draft_tokens: int) -> Drafts:
         """Return drafts for each request.
 
         Args:
             batch: the requests.
-            most: [requests] int64: the most drafts that each may have. Drafts end earlier where the text would end.
+            most: [requests] int64: the most drafts of each. Drafts end earlier where the text would end.
             num_draft_tokens: the largest of these numbers.
         """
         return Drafts(batch.tokens[:, :0])
 
-    def realign(self, alignment: Alignment) -> None:
-        """Move cached columns to their places in the next step."""
 
-
+@dataclass
 class LookupDrafter(Drafter):
-    """Drafts by prompt lookup; where nothing is found for any request, it returns no drafts.
+    """Drafts by prompt lookup; where nothing is found for any request, it returns no drafts."""
 
-    Args:
-        lookup: how it looks.
-        vocab_size: how many tokens the target has. A prompt may hold others, which are not drafted.
-        stops: what ends a text.
-        with_stop: whether a token that ends the text may be drafted.
-    """
-
-    def __init__(self, lookup: PromptLookup, vocab_size: int, stops: Stops, with_stop: bool) -> None:
-        self.lookup = lookup
-        self.vocab_size = vocab_size
-        self.stops = stops
-        self.with_stop = with_stop
+    lookup: PromptLookup
+    vocab_size: int  # of the target; a prompt may hold other tokens, which are not drafted
+    stops: Stops
+    with_stop: bool  # whether a token that ends the text may be drafted
 
     def draft(self, batch: Batch, most: Tensor, num_draft_tokens: int) -> Drafts:
         found = self.lookup.propose(batch.tokens, batch.lengths, num_draft_tokens)
@@ -70,37 +126,23 @@ class LookupDrafter(Drafter):
         return Drafts(found if (found >= 0).any() else batch.tokens[:, :0])
 
 
+@dataclass
 class ModelDrafter(Drafter):
-    """Drafts with a draft model, token by token.
+    """Drafts with a draft model, token by token."""
 
-    Args:
-        model: the draft model.
-        sampler: the sampler that will verify the drafts.
-        processors: the logits processors, or the adjustments in their place, which are applied to rows of both models.
-        vocab_size: how many tokens the target has.
-        stops: what ends a text.
-        with_stop: whether a token that ends the text may be drafted.
-    """
+    model: CachedModel
+    sampler: RejectionSampler  # which will verify the drafts
+    processors: Processors
+    vocab_size: int  # of the target
+    stops: Stops
+    with_stop: bool  # whether a token that ends the text may be drafted
 
-    def __init__(
-        self,
-        model: CachedModel,
-        sampler: RejectionSampler,
-        processors: Processors,
-        vocab_size: int,
-        stops: Stops,
-        with_stop: bool,
-    ) -> None:
-        self.model = model
-        self.models = [model]
-        self.sampler = sampler
-        self.processors = processors
-        self.vocab_size = vocab_size
-        self.stops = stops
-        self.with_stop = with_stop
+    @property
+    def models(self) -> list[CachedModel]:
+        return [self.model]
 
     def draft(self, batch: Batch, most: Tensor, num_draft_tokens: int) -> Drafts:
-        tokens, logits, drawn, kept = batch.tokens, [], [], []
+        tokens, rows, drawn, kept = batch.tokens, [], [], []
         drafts = most > 0  # which requests draft on
         for i in range(num_draft_tokens):
             row = self.row(tokens, batch, i, drafts)
@@ -115,28 +157,21 @@ class ModelDrafter(Drafter):
             kept.append(token[:, 0].masked_fill(~(drafts if self.with_stop else drafts & ~ends), -1))
             drafts = drafts & ~ends & (most > i + 1)
             tokens = torch.cat([tokens, token], dim=1)
-            logits.append(row)
-        self.drafted = tokens, batch.lengths + num_draft_tokens
+            rows.append(row)
         token_ids = torch.stack(kept, dim=1) if kept else tokens[:, :0]
-        if not logits or self.sampler.method == "strict":  # which does not use them
+        if not rows or self.sampler.method == "strict":  # which needs no draft logits
             return Drafts(token_ids)
         logsumexp = torch.stack([step.logsumexp for step in drawn], dim=1)
         cutoffs = [step.cutoff for step in drawn if step.cutoff is not None]
         cutoff = torch.stack(cutoffs, dim=1) if cutoffs else None
-        return Drafts(token_ids, torch.stack(logits, dim=1), logsumexp, cutoff)
+        return Drafts(token_ids, torch.stack(rows, dim=1), logsumexp, cutoff)
 
-    def row(self, tokens: Tensor, batch: Batch, num_drafts: int, drafts: Tensor) -> Tensor:
-        """Return the rows that follow these tokens, [requests, vocab].
+    def row(self, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
+        """Return the draft model's processed rows that follow `tokens`, [requests, target vocab].
 
-        They are padded or cut to the target's vocabulary, then processed, as verification will do with the same rows. A
-        token that the draft model lacks has logit -inf: it is never drafted.
+        A token that the draft model lacks has logit -inf: it is never drafted.
         """
         row = self.model.logits(tokens, batch.lengths + num_drafts, keep=1)[:, 0]
         missing = self.vocab_size - row.shape[-1]
         row = F.pad(row, (0, missing), value=-torch.inf) if missing > 0 else row[:, : self.vocab_size]
-        return self.processors(row, tokens, batch, num_drafts, drafts)
-
-    def realign(self, alignment: Alignment) -> None:
-        if self.model.cache.recurrent and max(alignment.ends) > self.model.cache.num_columns:
-            self.model.logits(*self.drafted, keep=1)  # the last draft was accepted: its state is needed
-        self.model.realign(alignment)
+        return self.processors.process_row(row, tokens, batch, num_drafts, used)

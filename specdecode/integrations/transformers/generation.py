@@ -1,4 +1,4 @@
-"""`generate`, the way in."""
+"""`generate`, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from specdecode import AcceptanceStats, RejectionSampler, Sampling
-from specdecode.checks import check_seeds, seed_each
-from specdecode.integrations.transformers.arguments import (
-    check_max_new_tokens,
-    check_num_return_sequences,
-    check_options,
-    check_prompts,
-    check_sampling,
-    check_token_types,
+from specdecode.arguments import (
+    Sizes,
+    check_count,
+    check_number,
+    check_seeds,
+    check_tensor,
+    check_truncation,
+    check_type,
+    seed_each,
+)
+from specdecode.integrations.transformers.drafters import Drafter, LookupDrafter, ModelDrafter, PromptLookup
+from specdecode.integrations.transformers.generation_config import (
+    check_config,
     find_pad_id,
     find_stop_ids,
-    on,
-    streaming,
-)
-from specdecode.integrations.transformers.drafters import Drafter, LookupDrafter, ModelDrafter
-from specdecode.integrations.transformers.generation_config import (
-    Processors,
-    check_config,
     merged_config,
+    merged_max_new_tokens,
+    merged_num_return_sequences,
     merged_sampling,
 )
-from specdecode.integrations.transformers.lookup import PromptLookup
 from specdecode.integrations.transformers.loop import Loop
 from specdecode.integrations.transformers.models import CachedModel
 from specdecode.integrations.transformers.outputs import GenerationOutput, Step
-from specdecode.integrations.transformers.requests import Request, map_tensors
+from specdecode.integrations.transformers.processors import Processors
+from specdecode.integrations.transformers.requests import Batch, Request, map_tensors
 from specdecode.integrations.transformers.stops import Stops, find_stop_strings
 from specdecode.sampler import Method
 
@@ -72,20 +72,17 @@ def generate(
 
     A request's tokens depend on its prompt, temperature, top_k, top_p, min_p and seed, up to rounding in the models: not on
     the rest of the batch, nor on padding. With `method="strict"` they do not depend on the drafter either, and equal those
-    of `draft=None`. Temperature 0 is greedy decoding. The rows of the draft model are processed and truncated as those of
-    the target are.
+    of `draft=None`. Temperature 0 is greedy decoding.
 
-    The generation config decides what no argument says. What it adds to logits (such as `repetition_penalty`,
-    `no_repeat_ngram_size`, `bad_words_ids`, `suppress_tokens`, `sequence_bias`, `min_new_tokens` and `forced_eos_token_id`)
-    is applied to each row that can matter, with the tokens before that row, drafts included: by the sampler, as
-    [`Adjustments`][specdecode.Adjustments], or by transformers' logits processors. What cannot be honoured is refused by
-    name. Fields about speed, memory or what is drafted have no effect; the documentation lists them.
-
-    Both models must be in evaluation mode: call `.eval()`. In training mode dropout would change their distributions.
+    The generation config decides where an argument is None. Its fields that change logits (such as `repetition_penalty`,
+    `no_repeat_ngram_size`, `bad_words_ids` and `min_new_tokens`) are applied by transformers' logits processors, to each row
+    with the tokens before that row, drafts included. Rows of the draft model are processed and truncated in the same way.
+    Fields that are not supported raise an error that names them. Fields about speed, memory or what is drafted have no
+    effect; the documentation lists them.
 
     Args:
-        target: Hugging Face causal language model that caches keys and values; sliding windows are fine, and so are the
-            recurrent layers of many hybrid models.
+        target: Hugging Face causal language model in evaluation mode, whose cache holds only keys and values, with full,
+            sliding-window or chunked attention.
         draft: such a model with the target's tokenizer, a `PromptLookup`, or None to sample token by token. Vocabulary
             sizes may differ by 1 %, because one tokenizer is padded to several sizes.
         input_ids: [batch, prompt] int64, padded on the left.
@@ -98,21 +95,21 @@ def generate(
         temperature: float or [batch]; 0 = greedy. None = 0 if the config says `do_sample=False`, else the config's
             temperature, else 1.
         top_k: as for [`RejectionSampler`][specdecode.RejectionSampler.__call__]: int or [batch] integers; 0 = all tokens,
-            None = as the config says, else all tokens.
-        top_p: likewise: float or [batch]; 1 = all tokens, None as for `top_k`.
-        min_p: likewise: float or [batch]; 0 = all tokens, None as for `top_k`.
+            None = the config's, else all tokens.
+        top_p: float or [batch]; 1 = all tokens, None as for `top_k`.
+        min_p: float or [batch]; 0 = all tokens, None as for `top_k`.
         seeds: [batch] int64, or one int s meaning s, s + 1, ...; None = drawn from torch's default generator.
         eos_token_id: stop token or tokens; None = those of the config, whose ids outside the vocabulary, such as -1, stop
             nothing; [] = none.
         on_step: called with a `Step` for every request and step, as soon as its tokens are known.
-        generation_config: what to do where no argument says it. The target's own `generation_config` fills in the fields
-            that this one leaves out (None), and is used alone by default.
+        generation_config: used where an argument is None. The target's own `generation_config` fills in the fields that are
+            None here, and is used alone by default.
         logits_processor: functions of (input_ids, scores), such as a `LogitsProcessorList`, applied after those of the
             config. They are given [rows, length] int64 tokens without padding and [rows, vocab] scores, and return scores
             of the same shape. They must decide by these alone, row by row: which rows come together is not defined.
         num_return_sequences: how often each prompt is continued, each time with a seed of its own: `seeds` is then
             [batch * num_return_sequences] or an int, and a [batch] tensor for another argument holds for all continuations
-            of a prompt. None = as the config says, else 1.
+            of a prompt. None = the config's, else 1.
         streamer: such as a `TextStreamer`, for one request: given the prompt, then each new token, as by transformers. See
             `on_step` for several.
         accept_stop_tokens: False = end a request's drafts before a token that ends the text. Only for a synthetic sampler,
@@ -124,13 +121,14 @@ def generate(
         token_type_ids: ignored, so that `**tokenizer(...)` can be passed; refused if a model reads them.
 
     Returns:
-        The sequences, what kind of token each new token is, and acceptance statistics.
+        The sequences, the kind of each new token, and acceptance statistics.
 
     Raises:
         TypeError: an argument of the wrong type or dtype, or a model that is not a causal language model.
-        ValueError: an argument is out of range or does not fit the others, the config asks for what is not supported, a
-            model is in training mode, has a state that cannot go back, too few positions, or logits of another width than
-            its embeddings, or all logits of the target in a row are NaN or -inf.
+        ValueError: an argument is out of range or does not fit the others, the config asks for something that is not
+            supported, a model is in training mode, has a cache of other states than keys and values, takes no position_ids,
+            has too few positions, or logits of another width than its embeddings, or all logits of the target in a row are
+            NaN or -inf.
 
     Example:
         >>> import torch
@@ -149,53 +147,116 @@ def generate(
     sampler = method if isinstance(method, RejectionSampler) else RejectionSampler(method)
     check_options(sampler, num_draft_tokens, on_step, accept_stop_tokens)
     target_model = CachedModel("target", target)
-    config = merged_config(target, generation_config)
     draft_model = None if draft is None or isinstance(draft, PromptLookup) else CachedModel("draft", draft)
     device, vocab_size = target.device, target_model.vocab_size
 
+    config = merged_config(target, generation_config)
     prompts = check_prompts(input_ids, attention_mask, target_model.num_embeddings)
-    max_new_tokens = check_max_new_tokens(max_new_tokens, max_length, config, input_ids.shape[1])
-    models = [target_model, *([draft_model] if draft_model else [])]
-    check_fit(models, prompts, max_new_tokens)
-    check_token_types(token_type_ids, models)
+    max_new_tokens = merged_max_new_tokens(config, max_new_tokens, max_length, input_ids.shape[1])
+    longest_prompt = int(prompts.sum(1).max())
+    for model in (target_model, draft_model):
+        if model is not None:
+            model.check_lengths(longest_prompt + max_new_tokens)
+            model.check_vocab_size(vocab_size)
+            model.check_token_types(token_type_ids)
+
     sampling = merged_sampling(config, Sampling(temperature, top_k, top_p, min_p))  # type: ignore[arg-type]
     check_config(config, sampling)
-    copies = check_num_return_sequences(num_return_sequences, config, sampling)
+    copies = merged_num_return_sequences(config, num_return_sequences, sampling)
     repeat = partial(torch.repeat_interleave, repeats=copies, dim=0)
     sampling = map_tensors(repeat, check_sampling(sampling, len(input_ids), vocab_size, device))
     input_ids, prompts = repeat(input_ids), repeat(prompts)
-    seeds = seed_each(check_seeds(on(device, seeds), len(input_ids), device), len(input_ids), device)
+    seeds = seeds.to(device) if isinstance(seeds, Tensor) else seeds
+    seeds = seed_each(check_seeds(seeds, len(input_ids), device), len(input_ids), device)
+
     stop_ids = find_stop_ids(config, eos_token_id, vocab_size)
     stops = Stops(stop_ids, find_stop_strings(config, stop_strings, tokenizer), device)
-    is_padded = len(input_ids) > 1 and bool(stops)  # some texts may end before others
-    pad_id = find_pad_id(config, stop_ids, target_model.num_embeddings, is_padded)
+    pad_id = find_pad_id(config, stop_ids)
+    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stops, sampler)
 
-    processors = Processors(target, config, logits_processor, prompts, max_new_tokens, stop_ids, vocab_size, device)
-    drafter: Drafter
+    drafter = Drafter()
     if draft_model is not None:
         drafter = ModelDrafter(draft_model, sampler, processors, vocab_size, stops, accept_stop_tokens)
-    else:
-        drafter = Drafter() if draft is None else LookupDrafter(draft, vocab_size, stops, accept_stop_tokens)
-    loop = Loop(
-        target=target_model,
-        drafter=drafter,
-        sampler=sampler,
-        num_draft_tokens=num_draft_tokens,
-        stops=stops,
-        processors=processors,
-        stats=None if draft is None else AcceptanceStats(num_draft_tokens, device=device),
-        on_step=streaming(streamer, input_ids, on_step),
-    )
-    requests = [Request(row, length, length + max_new_tokens) for row, length in enumerate(prompts.sum(1).tolist())]
-    loop.decode_all(requests, input_ids.masked_fill(~prompts, 0).to(device), sampling, seeds)
+    elif draft is not None:
+        drafter = LookupDrafter(draft, vocab_size, stops, accept_stop_tokens)
+    stats = None if draft is None else AcceptanceStats(num_draft_tokens, device=device)
+    on_step = streaming(streamer, input_ids, on_step)
+    loop = Loop(target_model, drafter, sampler, num_draft_tokens, stops, processors, stats, on_step)
+    lengths = prompts.sum(1)
+    requests = [Request(row, length, length + max_new_tokens) for row, length in enumerate(lengths.tolist())]
+    tokens = input_ids.masked_fill(~prompts, 0)[:, -longest_prompt:].to(device)
+    batch = Batch(requests, tokens, lengths.to(device), sampling, seeds)
+    while batch.requests:
+        batch = loop.step(batch)
     if streamer is not None:
         streamer.end()  # type: ignore[no-untyped-call]
     return loop.output(input_ids, requests, pad_id)
 
 
-def check_fit(models: Sequence[CachedModel], prompts: Tensor, max_new_tokens: int) -> None:
-    """Refuse requests that are too long for a model, and a draft model with another vocabulary than the target's."""
-    lengths = prompts.sum(1).tolist()
-    for model in models:
-        model.check_lengths(min(lengths), max(lengths) + max_new_tokens)
-        model.check_vocab_size(models[0].vocab_size)
+def check_options(
+    sampler: RejectionSampler, num_draft_tokens: int, on_step: Callable[[Step], object] | None, accept_stop_tokens: bool
+) -> None:
+    """Check the arguments that depend on no model."""
+    check_count("num_draft_tokens", num_draft_tokens)
+    rates = num_draft_tokens if sampler.schedule is None else len(sampler.schedule.joint_rates)
+    if num_draft_tokens > rates:
+        raise ValueError(
+            f"num_draft_tokens: expected at most {rates}, as many as the method's schedule has rates, got {num_draft_tokens}"
+        )
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step: expected a function of a Step, got {type(on_step).__name__}")
+    if not accept_stop_tokens and sampler.method != "synthetic":
+        raise ValueError(f"accept_stop_tokens: False is only for method 'synthetic', got method {sampler.method!r}")
+
+
+def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> Tensor:
+    """Return the mask of tokens in the prompts, [batch, prompt] bool."""
+    check_type("input_ids", input_ids, (torch.int64,))
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(f"input_ids: expected shape [batch, prompt], neither of them 0, got {list(input_ids.shape)}")
+    mask = torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        dtypes = (torch.bool, torch.int32, torch.int64)
+        check_tensor("attention_mask", attention_mask, dtypes, tuple(input_ids.shape), input_ids.device)
+        mask = attention_mask.bool()
+        if (attention_mask != mask).any():
+            raise ValueError("attention_mask: expected 0 or 1 everywhere, got other numbers")
+        wrong = ~(mask[:, -1] & (mask[:, 1:] >= mask[:, :-1]).all(1))
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            got = f"{attention_mask[row].tolist()} in row {row}"
+            raise ValueError(f"attention_mask: expected padding on the left only, then at least one token, got {got}")
+    unknown = mask & ((input_ids < 0) | (input_ids >= num_embeddings))
+    if unknown.any():
+        raise ValueError(f"input_ids: expected ids in [0, {num_embeddings}), got {int(input_ids[unknown][0])}")
+    return mask
+
+
+def check_sampling(sampling: Sampling, batch: int, vocab_size: int, device: torch.device) -> Sampling:
+    """Return the sampling parameters on the device of the target, None where nothing is truncated."""
+    sampling = map_tensors(lambda value: value.to(device), sampling)
+    sizes = Sizes({"slot": batch}, device)
+    temperature = check_number("temperature", sampling.temperature, sizes)
+    return Sampling(temperature, *(check_truncation(sampling, sizes, vocab_size) or ()))
+
+
+def streaming(
+    streamer: BaseStreamer | None, input_ids: Tensor, on_step: Callable[[Step], object] | None
+) -> Callable[[Step], object] | None:
+    """Give the prompt to the streamer, and return an `on_step` that gives it the new tokens too."""
+    if streamer is None:
+        return on_step
+    if not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise TypeError(f"streamer: expected one with the methods put and end, got {type(streamer).__name__}")
+    if len(input_ids) > 1:
+        raise ValueError(f"streamer: expected one request, got {len(input_ids)}: use on_step")
+    put: Any = streamer.put
+    put(input_ids.cpu())
+
+    def stream(step: Step) -> None:
+        for token in step.token_ids:
+            put(torch.tensor([token], device="cpu"))
+        if on_step is not None:
+            on_step(step)
+
+    return stream

@@ -1,83 +1,40 @@
-"""What a generation config of transformers asks for: honoured as its own `generate` would, or refused by name.
+"""The generation config: each field is honoured as transformers' `generate` would, or refused by name, or has no effect.
 
-Temperature, top-k, top-p and min-p go to the sampler. Everything else that changes logits is a logits processor, built by
-transformers itself, or an adjustment in its place (see `adjustments`). A processor decides by the tokens before a position,
-so each row of a step is processed with its own prefix: the tokens so far and the drafts before that row. Rows of the draft
-model are processed alike. So the output has the distribution of the processed target. A row that cannot matter reaches no
-processor: its text may be one that the request cannot have, which a grammar, for one, would not know.
+Temperature, top-k, top-p and min-p go to the sampler. Other fields that change logits become logits processors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers import GenerationConfig
 
 from specdecode import Sampling
-from specdecode.integrations.transformers.adjustments import Adjuster
-from specdecode.integrations.transformers.requests import Batch
+from specdecode.arguments import check_count, shown
 
+# fmt: off
 HONOURED = {
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "do_sample",
-    "eos_token_id",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "num_return_sequences",
-    "pad_token_id",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "repetition_penalty",
-    "sequence_bias",
-    "stop_strings",
-    "suppress_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
+    "bad_words_ids", "begin_suppress_tokens", "do_sample", "eos_token_id", "exponential_decay_length_penalty",
+    "forced_bos_token_id", "forced_eos_token_id", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_return_sequences", "pad_token_id", "remove_invalid_values", "renormalize_logits",
+    "repetition_penalty", "sequence_bias", "stop_strings", "suppress_tokens", "temperature", "top_k", "top_p",
 }
 """Fields that are used here, or by the logits processors that transformers builds."""
 
 WITHOUT_EFFECT = {
-    "assistant_confidence_threshold",
-    "assistant_early_exit",
-    "assistant_lookbehind",
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "compile_config",
-    "continuous_batching_config",
-    "decoder_start_token_id",
-    "disable_compile",
-    "early_stopping",
-    "length_penalty",
-    "low_memory",
-    "max_cache_len",
-    "max_matching_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "prefill_chunk_size",
-    "prompt_lookup_num_tokens",
-    "return_dict_in_generate",
-    "speculation_type",
-    "target_lookbehind",
-    "transformers_version",
-    "use_cache",
-    "use_mtp",
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
+    "cache_implementation", "compile_config", "continuous_batching_config", "decoder_start_token_id", "disable_compile",
+    "early_stopping", "length_penalty", "low_memory", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "prefill_chunk_size", "prompt_lookup_num_tokens", "return_dict_in_generate",
+    "speculation_type", "target_lookbehind", "transformers_version", "use_cache", "use_mtp",
 }
-"""Fields that are not read. They change speed, memory or the form of the output, or belong to what is refused."""
+"""Fields that are not read. They change speed, memory or the form of the output, or belong to refused features."""
+# fmt: on
 
 REFUSED: dict[str, tuple[object, str]] = {
     "num_beams": (1, "beam search has no speculative form here"),
@@ -100,7 +57,7 @@ REFUSED: dict[str, tuple[object, str]] = {
     "output_attentions": (False, "the output holds no attentions"),
     "output_hidden_states": (False, "the output holds no hidden states"),
 }
-"""Fields that are not supported: the value besides None that asks for nothing, and a reason or a way out."""
+"""Fields that are not supported: the neutral value besides None, and a reason or an alternative."""
 
 REFUSED_IN_SAMPLING: dict[str, tuple[object, str]] = {
     "typical_p": (1, "use top_k, top_p or min_p"),
@@ -108,28 +65,11 @@ REFUSED_IN_SAMPLING: dict[str, tuple[object, str]] = {
     "epsilon_cutoff": (0, "use top_k, top_p or min_p"),
     "eta_cutoff": (0, "use top_k, top_p or min_p"),
 }
-"""Likewise, but greedy decoding does not use them."""
-
-QUANTIZED: dict[str, tuple[object, str]] = {
-    "cache_implementation": (None, "rounded keys and values change the distribution of the output")
-}
-"""Fields of which the value "quantized" alone is refused."""
-
-REFUSED_PROCESSORS = {
-    "AlternatingCodebooksLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperTimeStampLogitsProcessor",
-}
-"""Processors with state, or with an argument per row of a batch that does not change."""
+"""Fields that are not supported in sampling; greedy decoding does not use them."""
 
 
 def merged_config(target: Any, given: GenerationConfig | None) -> GenerationConfig:
-    """Return a copy of the config that was given; the target's own config fills in what it leaves out (None).
+    """Return a copy of the given config; the target's own config fills in fields that are None.
 
     Raises:
         TypeError: `given` is not a GenerationConfig.
@@ -149,10 +89,34 @@ def merged_config(target: Any, given: GenerationConfig | None) -> GenerationConf
     return merged
 
 
-def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
-    """Return how tokens are drawn: arguments win over the config, whose numbers are converted to Python's.
+def check_config(config: GenerationConfig, sampling: Sampling) -> None:
+    """Refuse fields that are not supported, and fields that a later version of transformers has added.
 
-    A config that says `do_sample=False` is greedy. One that does not say is sampled from: see the documentation.
+    Raises:
+        ValueError: such a field has a value that is not neutral.
+    """
+    known = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys()
+    refused = {
+        name: (default, "this version of specdecode does not know it")
+        for name, default in vars(GenerationConfig()).items()  # type: ignore[no-untyped-call]
+        if not name.startswith("_") and name not in known
+    }
+    refused |= REFUSED if is_greedy(sampling) else REFUSED | REFUSED_IN_SAMPLING
+    if config.cache_implementation == "quantized":
+        refused["cache_implementation"] = (None, "rounded keys and values change the distribution of the output")
+    for name, (neutral, hint) in refused.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"generation_config: {name} = {value!r} is not supported: {hint}. Set it to {neutral!r} in "
+                f"{'target.generation_config' if neutral is None else 'generation_config'} to generate without it"
+            )
+
+
+def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
+    """Return the sampling parameters: the arguments, with None filled in from the config.
+
+    A config with `do_sample=False` is greedy. One without `do_sample` is sampled from: see the documentation.
 
     Raises:
         ValueError: `min_p` and `top_p` come together and the config has one of them: transformers has another order.
@@ -164,8 +128,8 @@ def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
     names = ("top_k", "top_p", "min_p")
     values: Any = [getattr(config, name) if value is None else value for name, value in zip(names, truncation)]
     sampling = Sampling(temperature, *values)
-    cuts = [_is_active(sampling.top_p, 1), _is_active(sampling.min_p, 0)]
-    if all(cuts) and None in truncation[1:] and not is_greedy(sampling):
+    both = is_active(sampling.top_p, 1) and is_active(sampling.min_p, 0)
+    if both and None in truncation[1:] and not is_greedy(sampling):
         raise ValueError(
             f"generation_config: min_p = {sampling.min_p} and top_p = {sampling.top_p} together are not supported, because "
             "transformers applies min_p after top_p, and the sampler before it: pass both as arguments for the sampler's "
@@ -174,146 +138,75 @@ def merged_sampling(config: GenerationConfig, given: Sampling) -> Sampling:
     return sampling
 
 
+def is_active(value: float | Tensor | None, neutral: float) -> bool:
+    """Return whether a truncation parameter can leave tokens out."""
+    return isinstance(value, Tensor) or (value is not None and value != neutral)
+
+
 def is_greedy(sampling: Sampling) -> bool:
-    """Return whether no request can be sampled."""
+    """Return whether all requests are greedy."""
     return not isinstance(sampling.temperature, Tensor) and sampling.temperature == 0
 
 
-def check_config(config: GenerationConfig, sampling: Sampling) -> None:
-    """Refuse what cannot be honoured, and fields that a later version of transformers has added.
-
-    Raises:
-        ValueError: a field asks for something that is not supported.
-    """
-    known = HONOURED | WITHOUT_EFFECT | REFUSED.keys() | REFUSED_IN_SAMPLING.keys()
-    refused = {
-        name: (default, "this version of specdecode does not know it")
-        for name, default in vars(GenerationConfig()).items()  # type: ignore[no-untyped-call]
-        if not name.startswith("_") and name not in known
-    }
-    refused |= REFUSED if is_greedy(sampling) else REFUSED | REFUSED_IN_SAMPLING
-    refused |= QUANTIZED if config.cache_implementation == "quantized" else {}
-    for name, (neutral, hint) in refused.items():
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise ValueError(
-                f"generation_config: {name} = {value!r} is not supported: {hint}. Set it to {neutral!r} in "
-                f"{'target.generation_config' if neutral is None else 'generation_config'} to generate without it"
-            )
+def merged_max_new_tokens(
+    config: GenerationConfig, max_new_tokens: int | None, max_length: int | None, prompt_width: int
+) -> int:
+    """Return the most new tokens: from the arguments or else the config, whose max_new_tokens comes first."""
+    if max_new_tokens is None and max_length is None:
+        max_new_tokens = config.max_new_tokens
+        max_length = config.max_length if max_new_tokens is None else None
+    if max_new_tokens is not None and max_length is None:
+        return check_count("max_new_tokens", max_new_tokens)
+    if max_length is None or max_new_tokens is not None:
+        raise ValueError(
+            f"max_new_tokens: expected exactly one of it and max_length, got {max_new_tokens} and {max_length}"
+        )
+    if check_count("max_length", max_length) <= prompt_width:
+        raise ValueError(f"max_length: expected more than the {prompt_width} columns of input_ids, got {max_length}")
+    return max_length - prompt_width
 
 
-class Processors:
-    """The logits processors of a call, those of the config and those that were given.
-
-    A request's processors see its own tokens, without padding. Lengths in the config that count the columns of a padded
-    batch (`min_length`) count them here too.
-
-    Args:
-        target: the target model, whose method builds the processors of the config.
-        config: the merged config.
-        given: processors to apply after them; one of the same class replaces that of the config.
-        prompts: [batch, prompt] bool: which columns of the prompts are tokens.
-        max_new_tokens: the most new tokens per request.
-        stop_ids: the stop tokens.
-        vocab_size: how many tokens the target has.
-        device: where rows are processed.
-
-    Raises:
-        TypeError: `given` is not a list of functions.
-        ValueError: a processor is not supported, or the config's is given a wrong value.
-    """
-
-    def __init__(
-        self,
-        target: Any,
-        config: GenerationConfig,
-        given: Sequence[Any] | None,
-        prompts: Tensor,
-        max_new_tokens: int,
-        stop_ids: list[int],
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        custom = _check_processors(given)
-        if config.exponential_decay_length_penalty is not None and not stop_ids:
-            value = config.exponential_decay_length_penalty
-            raise ValueError(
-                f"generation_config: exponential_decay_length_penalty = {value} needs a stop token: pass eos_token_id"
-            )
-        base = copy.copy(config)
-        base.do_sample = False  # the sampler does what transformers' warpers do
-        base._eos_token_tensor = torch.tensor(stop_ids, device=device) if stop_ids else None
-        builder: Any = target if hasattr(target, "_get_logits_processor") else _Builder(target.config)
-        self.lists: dict[int, LogitsProcessorList] = {}
-        for length in set(prompts.sum(1).tolist()):
-            own = copy.copy(base)
-            own.max_length = length + max_new_tokens
-            padding = prompts.shape[1] - length
-            own.min_length = max(0, (own.min_length or 0) - padding) if own.min_new_tokens is None else 0
-            self.lists[length] = builder._get_logits_processor(
-                generation_config=own, input_ids_seq_length=length, logits_processor=custom, device=device
-            )
-        self.adjuster = Adjuster.find(self.lists, vocab_size, device)
-
-    def __bool__(self) -> bool:
-        """Return whether there are any."""
-        return any(self.lists.values())
-
-    def __call__(self, rows: Tensor, tokens: Tensor, batch: Batch, num_drafts: int, used: Tensor) -> Tensor:
-        """Return the processed rows, or rows that are adjusted instead.
-
-        Args:
-            rows: [requests, vocab] any float: the rows that follow `tokens`.
-            tokens: [requests, width] int64, right-aligned; every token is in the vocabulary.
-            batch: the requests.
-            num_drafts: how many drafts of the step are among the tokens of each.
-            used: [requests] bool: which rows can matter. No processor is given another one.
-
-        Returns:
-            [requests, vocab], in float32 if `rows` is of a shorter type; `rows` itself without processors.
-        """
-        if not self:
-            return rows
-        if self.adjuster is not None:
-            return self.adjuster.adjusted(rows, tokens, batch, num_drafts)
-        alike = defaultdict(list)  # rows that are processed in one call
-        for i, (request, is_used) in enumerate(zip(batch.requests, used.tolist())):
-            if is_used:
-                alike[request.prompt_length, request.length + num_drafts].append(i)
-        processed = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-        for (prompt_length, length), members in alike.items():
-            index = torch.tensor(members, device=rows.device)
-            processors: Any = self.lists[prompt_length]
-            scores = processors(tokens[index, tokens.shape[1] - length :], processed[index])
-            if not isinstance(scores, Tensor):
-                raise TypeError(f"logits_processor: expected scores to be returned, got {type(scores).__name__}")
-            if scores.shape != (len(members), rows.shape[1]):
-                expected, got = [len(members), rows.shape[1]], list(scores.shape)
-                raise ValueError(f"logits_processor: expected scores of shape {expected}, got {got}")
-            processed[index] = scores.to(processed.dtype)
-        return processed
+def merged_num_return_sequences(config: GenerationConfig, given: int | None, sampling: Sampling) -> int:
+    """Return the number of continuations of each prompt."""
+    copies = given if given is not None else config.num_return_sequences
+    copies = 1 if copies is None else check_count("num_return_sequences", copies)
+    if copies > 1 and is_greedy(sampling):
+        raise ValueError(
+            f"num_return_sequences: expected 1 with greedy decoding, where all would be the same, got {copies}: pass a "
+            "temperature, or do_sample=True in generation_config"
+        )
+    return copies
 
 
-class _Builder(GenerationMixin):
-    """Builds the processors for a target that is not a model of transformers, such as a wrapper."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-
-def _check_processors(given: Sequence[Any] | None) -> list[Any]:
-    processors = [] if given is None else given
-    if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
-        got = type(given).__name__
-        raise TypeError(f"logits_processor: expected a list of functions of (input_ids, scores) or None, got {got}")
-    for processor in processors:
-        if REFUSED_PROCESSORS & {base.__name__ for base in type(processor).__mro__}:
-            raise ValueError(
-                f"logits_processor: {type(processor).__name__} is not supported: expected processors that decide by their "
-                "two arguments alone, row by row, because rejected drafts are undone and requests leave the batch"
-            )
-    return list(processors)
+def find_stop_ids(config: GenerationConfig, eos_token_id: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+    """Return the stop tokens: the argument's, or the config's without ids outside the vocabulary."""
+    if eos_token_id is None:
+        return [token for token in read_ids(config, "eos_token_id") if 0 <= token < vocab_size]
+    is_id = isinstance(eos_token_id, Integral) and not isinstance(eos_token_id, bool)
+    stop_ids: Any = [eos_token_id] if is_id else eos_token_id
+    if not isinstance(stop_ids, Sequence) or any(not isinstance(token, Integral) for token in stop_ids):
+        raise TypeError(f"eos_token_id: expected an int, a sequence of ints or None, got {shown(eos_token_id)}")
+    unknown = [token for token in stop_ids if not 0 <= token < vocab_size]
+    if unknown:
+        raise ValueError(f"eos_token_id: expected ids in [0, {vocab_size}), got {unknown[0]}")
+    return [int(token) for token in stop_ids]
 
 
-def _is_active(value: float | Tensor | None, neutral: float) -> bool:
-    return isinstance(value, Tensor) or (value is not None and value != neutral)
+def find_pad_id(config: GenerationConfig, stop_ids: list[int]) -> int:
+    """Return the padding token of the output: the config's, where -1 means none, else the first stop token, else 0."""
+    own = read_ids(config, "pad_token_id")
+    if len(own) > 1:
+        raise TypeError(f"generation_config: expected pad_token_id to be one id, got {shown(config.pad_token_id)}")
+    return own[0] if own and own[0] != -1 else stop_ids[0] if stop_ids else 0
+
+
+def read_ids(config: GenerationConfig, name: str) -> list[int]:
+    """Return the token ids of a field: a number, a sequence, an array or a tensor, as transformers takes them."""
+    value = getattr(config, name)
+    try:
+        ids = torch.as_tensor([] if value is None else value, dtype=torch.float64, device="cpu").flatten().tolist()
+        if all(map(float.is_integer, ids)):
+            return list(map(int, ids))
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"generation_config: expected {name} to be an int, a sequence of ints or None, got {shown(value)}")

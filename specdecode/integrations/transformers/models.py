@@ -1,183 +1,131 @@
-"""A model with its cache: what it is given, and how it goes back to the last accepted token."""
+"""A target or draft model with its cache: which models are supported, and how rejected drafts leave the cache.
+
+The cache holds keys and values by column, so rejected drafts are removed by cutting their columns off. Models that keep
+anything else, such as the state of a recurrent layer, are refused: no column can be taken out of a state again.
+"""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, GenerationMixin
 
-from specdecode.integrations.transformers.caches import ModelCache
 from specdecode.integrations.transformers.requests import Alignment
-from specdecode.integrations.transformers.supported import (
-    cache_name,
-    check_model,
-    counts_columns,
-    logits_width,
-    num_positions,
-    num_rows,
-    rotary_growth,
-    rotary_switch,
-    sees_padding,
-)
+
+CACHED_BY_COLUMN = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Layer types, as model configs name them, that keep keys and values per token."""
 
 
 class CachedModel:
     """A model with its cache.
 
     Args:
-        name: what it is used as, "target" or "draft".
+        name: its role, "target" or "draft".
         model: a Hugging Face causal language model.
 
     Raises:
         TypeError: not such a model.
-        ValueError: such a model is not supported.
+        ValueError: the model is not supported.
     """
 
     def __init__(self, name: str, model: Any) -> None:
-        check_model(name, model)
-        text_config = model.config.get_text_config()
-        adapted = model.get_base_model() if hasattr(model, "get_base_model") else model  # by a PEFT adapter
+        if not callable(model) or not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise TypeError(f"{name}: expected a Hugging Face causal language model, got {type(model).__name__}")
+        adapted = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside a PEFT adapter
         self.name = name
         self.model = model
         self.parameters = inspect.signature(adapted.forward).parameters
-        self.cache_name = cache_name(self.parameters)
         self.takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
-        self.counts_columns = counts_columns(text_config, self.parameters)
-        self.sees_padding = sees_padding(text_config)
-        # What a model emits and what it takes can differ from each other and from its config.
+        self.cache_name = cache_name(self.parameters)
+        check_model(name, model, self.parameters)
+        # The sizes of the two embeddings can differ from each other and from the config.
         self.vocab_size = logits_width(model)
         self.num_embeddings: int = num_rows(model, "get_input_embeddings") or self.vocab_size
-        self.max_positions = num_positions(model)
-        self.rotary_switch = rotary_switch(text_config)
-        self.rotary_growth = rotary_growth(text_config)
-        self.last_position = 0  # that a token can have: check_lengths sets it
-        self.counts_padding = self.counts_columns
+        self.cache = DynamicCache()  # without the config: sliding-window layers then keep all columns
+        self.num_columns = 0
+        self.last_position = 0  # the last one that a token can have, set by check_lengths
         self.calls = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all columns."""
-        self.cache = ModelCache(self.model.config)
 
     def logits(self, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
-        """Return the logits of the last `keep` columns. The model is given the columns that its cache lacks.
+        """Return the logits of the last `keep` columns; the model reads the columns that its cache lacks.
 
         Args:
             tokens: [requests, width] int64, right-aligned.
             lengths: [requests] int64: how many of a row's last columns are its tokens.
-            keep: how many columns' logits to return.
+            keep: number of columns.
 
         Returns:
             [requests, keep, vocab] any float.
         """
-        if self.cache.recurrent and tokens.shape[1] - keep > self.cache.num_columns:
-            # The prompt comes in a pass of its own, so that there are states to go back to after it.
-            self.forward(self.cache, tokens[:, :-keep], lengths - keep, keep=1)
-        self.fed = tokens, lengths
-        self.cache.snapshot()
-        return self.forward(self.cache, tokens, lengths, keep)
-
-    def forward(self, cache: ModelCache, tokens: Tensor, lengths: Tensor, keep: int) -> Tensor:
-        """Give the model the columns that a cache lacks. Return the logits of the last `keep` of them."""
         width, device = tokens.shape[1], self.model.device
         positions = torch.arange(width, device=tokens.device) - (width - lengths)[:, None]
         # Columns past a request's own drafts can lie beyond its last position; their logits are not used.
-        position_ids = positions[:, cache.num_columns :].clamp(0, self.last_position)
+        position_ids = positions[:, self.num_columns :].clamp(0, self.last_position)
         options = {"position_ids": position_ids.to(device), "logits_to_keep": keep}
-        options = {name: value for name, value in options.items() if self.takes_any or name in self.parameters}
-        if cache.has_attention:  # nothing else ever has padding
-            options["attention_mask"] = (positions >= 0).long().to(device)
         output = self.model(
             # A draft model may lack tokens of the target: another token in their place costs only acceptance.
-            input_ids=tokens[:, cache.num_columns :].clamp(max=self.num_embeddings - 1).to(device),
+            input_ids=tokens[:, self.num_columns :].clamp(max=self.num_embeddings - 1).to(device),
+            attention_mask=(positions >= 0).long().to(device),
             use_cache=True,
-            **{self.cache_name: cache.past},
-            **options,
+            **{self.cache_name: self.cache},
+            **{name: value for name, value in options.items() if self.takes_any or name in self.parameters},
         )
         self.calls += 1
-        cache.num_columns = width
-        if not cache.is_filled():
-            raise ValueError(f"{self.name}: expected a model that fills its cache, got {type(self.model).__name__}")
-        return self.check_logits(output, len(tokens))[:, -keep:].to(tokens.device)
-
-    def check_logits(self, output: Any, num_requests: int) -> Tensor:
-        """Return the logits of a pass, [requests, columns, vocab]."""
+        self.num_columns = width
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != num_requests:
-            got = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or len(logits) != len(tokens):
             raise TypeError(
-                f"{self.name}: expected a Hugging Face causal language model, whose logits have shape [requests, tokens, "
-                f"vocab], got {type(self.model).__name__} with {got}"
+                f"{self.name}: expected a Hugging Face causal language model, with logits of shape [requests, tokens, "
+                f"vocab], got {type(self.model).__name__}"
             )
         if logits.shape[2] != self.vocab_size:
             raise ValueError(
-                f"{self.name}: expected logits of {self.vocab_size} tokens, as its output embedding or else its config "
-                f"says, got logits of {logits.shape[2]} tokens"
+                f"{self.name}: expected logits of {self.vocab_size} tokens, the size of its output embedding, got logits "
+                f"of {logits.shape[2]} tokens"
             )
-        return logits
+        if {layer.keys.shape[-2] for layer in self.filled_layers()} != {width}:
+            raise ValueError(f"{self.name}: expected a model that fills its cache, got {type(self.model).__name__}")
+        return logits[:, -keep:].to(tokens.device)
+
+    def filled_layers(self) -> list[Any]:
+        """Return the layers of the cache that hold keys and values; some models share them between layers."""
+        return [layer for layer in self.cache.layers if getattr(layer, "keys", None) is not None]
 
     def realign(self, alignment: Alignment) -> None:
-        """Move what is cached to its place in the next step, without rejected drafts.
+        """Move the cached columns to their places in the next step, without rejected drafts.
 
-        The model was not given the next step's last token yet.
+        The cache lacks the next step's last token. The cache of a draft model may lack the last draft too: if a request
+        accepted all drafts, that column is cut off for every request.
         """
-        self.cache.realign(alignment, self.states_at_ends(alignment) if self.cache.recurrent else [])
+        self.num_columns = min(alignment.width - 1, self.num_columns - alignment.max_shift)
+        for layer in self.filled_layers():
+            layer.keys = alignment(layer.keys, self.num_columns, dim=-2)
+            layer.values = alignment(layer.values, self.num_columns, dim=-2)
 
-    def states_at_ends(self, alignment: Alignment) -> list[Tensor]:
-        """Return the recurrent states of each request that goes on, after its last accepted draft."""
-        groups = defaultdict(list)  # requests that accepted equally many drafts are computed in one pass
-        for row, end in enumerate(alignment.ends):
-            groups[end].append(row)
-        states = [self.states_after(end, alignment, rows) for end, rows in groups.items()]
-        order = torch.tensor([row for rows in groups.values() for row in rows], device="cpu").argsort()
-        return [torch.cat(parts)[order.to(parts[0].device)] for parts in zip(*states)]
-
-    def states_after(self, end: int, alignment: Alignment, rows: list[int]) -> list[Tensor]:
-        """Return the recurrent states of some of the requests that go on, after their first `end` columns."""
-
-        def pick(values: Tensor) -> Tensor:
-            return alignment.select(values)[torch.tensor(rows, device=values.device)]
-
-        if end == self.cache.num_columns:
-            return [pick(state) for state in self.cache.states()]
-        start = max(columns for columns in self.cache.snapshots if columns <= end)
-        part = self.cache.part(pick, start)
-        if start < end:
-            tokens, lengths = map(pick, self.fed)
-            self.forward(part, tokens[:, :end], lengths - (tokens.shape[1] - end), keep=1)
-        return part.states()
-
-    def check_lengths(self, shortest_prompt: int, longest: int) -> None:
-        """Refuse requests that are too long, given the shortest prompt and the most tokens of any request."""
-        if self.max_positions is not None and longest > self.max_positions:
+    def check_lengths(self, longest: int) -> None:
+        """Raise if the longest request could have more tokens than the model has positions."""
+        most = num_positions(self.model.config.get_text_config())
+        if most is not None and longest > most:
             raise ValueError(
-                f"max_new_tokens: the {self.name} model has {self.max_positions} positions, but the longest request could "
-                f"have {longest} tokens"
+                f"max_new_tokens: the {self.name} model has {most} positions, or its rotary factors change beyond them, but "
+                f"the longest request could have {longest} tokens"
             )
-        self.last_position = max(0, longest - 2)  # the last token is not given to the model
-        grows = self.rotary_growth is not None and longest > self.rotary_growth
-        # Whether what a request is given depends on the columns of the others: they are generated one by one then.
-        self.counts_padding = self.counts_columns or grows
-        if self.rotary_switch is not None and shortest_prompt <= self.rotary_switch <= self.last_position:
+        self.last_position = max(0, longest - 2)  # the model does not read the last token
+
+    def check_token_types(self, token_type_ids: Tensor | None) -> None:
+        """Raise if the model reads token types; other models do not need them."""
+        if token_type_ids is not None and "token_type_ids" in self.parameters:
             raise ValueError(
-                f"max_new_tokens: the rotary factors of the {self.name} model (longrope) change beyond "
-                f"{self.rotary_switch} tokens, cached keys too: expected all requests to stay within, at most "
-                f"{self.rotary_switch + 1} tokens with the last new one, or all prompts to be longer, got a prompt of "
-                f"{shortest_prompt} tokens and a request of up to {longest}"
+                f"token_type_ids: expected None for a {self.name} model that reads them, {type(self.model).__name__}: pass "
+                "only input_ids and attention_mask"
             )
-
-    def most_drafts(self, length: int) -> int:
-        """Return the most drafts with which a request of so many tokens is scored as without any.
-
-        Rotary factors that grow with the longest position of a pass would be larger with drafts.
-        """
-        return sys.maxsize if self.rotary_growth is None else max(0, self.rotary_growth - length)
 
     def check_vocab_size(self, target_vocab_size: int) -> None:
+        """Raise if the vocabulary is another one than the target's."""
         if self.name == "target" and self.num_embeddings < self.vocab_size:
             raise ValueError(
                 f"{self.name}: expected an input embedding for each of the {self.vocab_size} tokens of its logits, got "
@@ -188,3 +136,94 @@ class CachedModel:
                 f"{self.name}: expected a model with the target's tokenizer, whose vocabulary is within 1 % of the target's "
                 f"{target_vocab_size} tokens, got {self.vocab_size} tokens"
             )
+
+
+def check_model(name: str, model: Any, parameters: Collection[str]) -> None:
+    """Refuse models whose caches cannot drop rejected drafts, or whose logits depend on more than the tokens before.
+
+    Raises:
+        TypeError: the model cannot generate text.
+        ValueError: the model is not supported. The message starts with `name` and says why.
+    """
+    text_config, got = model.config.get_text_config(), type(model).__name__
+    others = sorted(set(getattr(text_config, "layer_types", None) or ()) - CACHED_BY_COLUMN)
+    if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False) or others:
+        layers = f" with layers of type {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"{name}: expected a decoder whose cache holds only keys and values, because rejected drafts cannot be removed "
+            f"from any other state, got {got}{layers}"
+        )
+    if attends_ahead(model, text_config):
+        raise ValueError(
+            f"{name}: expected a causal model, got {got} that attends in both directions: set is_decoder=True in its "
+            "config if it was trained as a decoder"
+        )
+    if "shared_kv_states" in parameters or not getattr(model, "can_generate", lambda: True)():
+        raise TypeError(
+            f"{name}: expected a Hugging Face causal language model, got {got}, which cannot generate by itself"
+        )
+    if getattr(model, "training", False):
+        raise ValueError(
+            f"{name}: expected a model in evaluation mode, got {got} in training mode, where dropout changes its "
+            "distribution: call .eval() on it"
+        )
+    # Without position_ids a model counts padding as positions, except in BLOOM, where only distances matter (ALiBi).
+    if "input_ids" in parameters and "position_ids" not in parameters and text_config.model_type != "bloom":
+        raise ValueError(f"{name}: expected a model that takes position_ids, because requests are padded, got {got}")
+
+
+def cache_name(parameters: Collection[str]) -> str:
+    """Return the name of the cache argument: `cache` from transformers 5.24 on.
+
+    A wrapper that passes on any arguments does not name it; the model inside takes the usual name.
+    """
+    usual = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return next(name for names in (parameters, usual) for name in ("cache", "past_key_values") if name in names)
+
+
+def attends_ahead(model: Any, text_config: Any) -> bool:
+    """Return whether tokens attend to later ones, as in BERT without is_decoder."""
+    if getattr(text_config, "use_bidirectional_attention", None) in (True, "all"):
+        return True
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    encodes = any(getattr(module, "is_decoder", None) is False for module in modules)
+    return encodes and not any(getattr(module, "is_causal", False) is True for module in modules)
+
+
+def logits_width(model: Any) -> int:
+    """Return the number of tokens in a model's logits: the rows of its output embedding, or its config's number."""
+    return int(num_rows(model, "get_output_embeddings") or model.config.get_text_config().vocab_size)
+
+
+def num_rows(model: Any, getter: str) -> int | None:
+    """Return the number of tokens in an embedding of a model, None if unknown."""
+    try:
+        layer = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.is_floating_point():
+        return weight.shape[0]
+    return getattr(layer, "out_features", getattr(layer, "num_embeddings", None))  # packed weights have another shape
+
+
+def num_positions(text_config: Any) -> int | None:
+    """Return the number of positions of a model, None if unlimited: rotary factors or distances (ALiBi).
+
+    Rotary factors of the types "dynamic" and "longrope" change beyond a length, where cached keys would keep the old ones.
+    """
+    table: int | None = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None)
+    if not rope:
+        return table
+    own = getattr(text_config, "original_max_position_embeddings", None)
+    limits = []
+    for each in (
+        rope,
+        *(value for value in rope.values() if isinstance(value, dict)),
+    ):  # for all layers, or by their type
+        if each.get("rope_type") == "dynamic":
+            limits.append(table)
+        elif each.get("rope_type") == "longrope":
+            limits.append(each.get("original_max_position_embeddings") or own or table)
+    return min((limit for limit in limits if limit is not None), default=None)

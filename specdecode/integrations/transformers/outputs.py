@@ -1,20 +1,18 @@
-"""What `generate` returns, and what it says of each step."""
+"""What `generate` returns, and the report of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from specdecode import AcceptanceStats
 
 
 class TokenKind(IntEnum):
-    """What a generated token is."""
+    """Where a generated token comes from."""
 
     PLAIN = 0
     """Sampled from the target where nothing was drafted."""
@@ -30,13 +28,13 @@ class Step(NamedTuple):
     """What one step emitted for one request: the argument of `on_step`."""
 
     request: int
-    """Row of `sequences`: the row of `input_ids`, times `num_return_sequences`, plus which of these."""
+    """Row of `sequences`: the row of `input_ids`, times `num_return_sequences`, plus the number of the continuation."""
 
     token_ids: list[int]
     """New tokens, a stop token included: accepted drafts, then at most one other."""
 
     kinds: list[TokenKind]
-    """What each of them is."""
+    """The kind of each new token."""
 
     draft_token_ids: list[int]
     """All drafts, accepted or rejected."""
@@ -44,7 +42,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """What `generate` returns, with tensors on the device of `input_ids`."""
+    """The result of `generate`, with tensors on the device of `input_ids`."""
 
     sequences: Tensor
     """[batch, prompt + most new tokens] int64: the prompts as given, new tokens, then padding: the config's pad token, else
@@ -65,9 +63,3 @@ class GenerationOutput:
 
     draft_calls: int
     """Forward passes of the draft model; 0 where there is none."""
-
-
-def padded(rows: Sequence[Sequence[int]], value: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of several lengths as one tensor, [rows, longest row], filled up with `value`."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows], dtype=dtype, device="cpu")

@@ -31,15 +31,16 @@ class Request:
     """The state of one row of `input_ids`. It leaves the batch when it is finished."""
 
     row: int
-    length: int  # tokens so far, padding not counted
-    limit: int  # the most it may have
-    token_ids: list[int] = field(default_factory=list)
+    prompt_length: int  # padding not counted
+    limit: int  # the most tokens that it may have, prompt included
+    token_ids: list[int] = field(default_factory=list)  # new tokens
     kinds: list[TokenKind] = field(default_factory=list)
     finished: bool = False
-    prompt_length: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.prompt_length = self.length
+    @property
+    def length(self) -> int:
+        """The number of tokens so far, prompt included."""
+        return self.prompt_length + len(self.token_ids)
 
     def advance(self, token_ids: list[int], draft_ids: list[int], ends: list[bool]) -> Step:
         """Append what a step emitted, up to the first token that ends the text."""
@@ -51,13 +52,12 @@ class Request:
         step = Step(self.row, emitted[:end], [*[TokenKind.ACCEPTED] * num_accepted, last][:end], drafted)
         self.token_ids += step.token_ids
         self.kinds += step.kinds
-        self.length += len(step.token_ids)
         self.finished = end is not None or self.length >= self.limit
         return step
 
 
 class Batch(NamedTuple):
-    """The requests that are not finished, with what goes with each of them."""
+    """The requests that are not finished, and their tensors."""
 
     requests: list[Request]
     tokens: Tensor  # [requests, width] int64, right-aligned
@@ -65,14 +65,9 @@ class Batch(NamedTuple):
     sampling: Sampling
     seeds: Tensor  # [requests] int64
 
-    @property
-    def width(self) -> int:
-        """How many columns the tokens have."""
-        return self.tokens.shape[1]
-
 
 class Alignment:
-    """Which columns the next step keeps: those of the rows that are not finished, right-aligned again.
+    """The columns that the next step keeps: those of unfinished requests, right-aligned again.
 
     A row's padding on the left changes from old_width - before to width - after columns. So its new column j is column
     j + (old_width - before) - (width - after) of the old row, in the tokens and in every cache.
@@ -81,7 +76,7 @@ class Alignment:
         rows: the rows that are not finished.
         before: the length of every row before the step.
         after: the lengths of the rows that are not finished, after the step.
-        old_width: how many columns the tokens had, without drafts.
+        old_width: the number of columns without drafts, before the step.
         device: where the tokens are.
     """
 
@@ -91,19 +86,17 @@ class Alignment:
         self.width = max(after)
         shifts = [(old_width - before[row]) - (self.width - length) for row, length in zip(rows, after)]
         self.max_shift = max(shifts)
-        self.ends = [self.width - 1 + shift for shift in shifts]  # the old columns before each row's last new token
         self.is_crop = min(shifts) == self.max_shift
         self.rows = None if len(rows) == len(before) else torch.tensor(rows, device=device)
         columns = torch.arange(self.width, device=device) + torch.tensor(shifts, device=device)[:, None]
         self.columns = columns.clamp(min=0)  # padding may hold any column
-        self.is_new_padding = columns < 0
 
     def select(self, values: Tensor) -> Tensor:
         """Return the rows of requests that are not finished."""
         return values if self.rows is None else values[self.rows.to(values.device)]
 
     def __call__(self, values: Tensor, num_columns: int, dim: int) -> Tensor:
-        """Return the first `num_columns` new columns. `dim` is the dimension of columns, 0 that of requests."""
+        """Return the first `num_columns` new columns, along dimension `dim`; dimension 0 is the requests."""
         values = self.select(values)
         if self.is_crop:
             return values.narrow(dim, self.max_shift, num_columns)
@@ -114,5 +107,5 @@ class Alignment:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], sampling: Sampling) -> Sampling:
-    """Return what `function` makes of the tensors in `sampling`; numbers stay as they are."""
+    """Return the sampling parameters with `function` applied to tensors; numbers stay as they are."""
     return Sampling._make(function(value) if isinstance(value, Tensor) else value for value in sampling)

@@ -10,31 +10,27 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from specdecode.checks import shown
+from specdecode.arguments import shown
 
 NO_TOKEN = torch.iinfo(torch.int32).max
 """In place of padding: the criterion takes ids beyond its vocabulary for tokens that are in no string."""
 
 
 class Stops:
-    """Tell which tokens end a text.
+    """The stop tokens and stop strings of a call.
 
     Args:
         stop_ids: the stop tokens.
-        criterion: looks for stop strings; None: there are none.
-        device: where the stop tokens are compared.
+        criterion: finds stop strings, None if there are none.
+        device: where tokens are compared.
     """
 
     def __init__(self, stop_ids: list[int], criterion: StopStringCriteria | None, device: torch.device) -> None:
         self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.criterion = criterion
 
-    def __bool__(self) -> bool:
-        """Return whether anything ends a text before its last token."""
-        return self.stop_ids.numel() > 0 or self.criterion is not None
-
     def __call__(self, tokens: Tensor, lengths: Tensor, new_token_ids: Tensor) -> Tensor:
-        """Return which new tokens end the text before them.
+        """Return the mask of new tokens that end the text.
 
         A stop string ends a text with the token that completes it. It may have begun in the prompt.
 
@@ -62,7 +58,7 @@ class Stops:
 def find_stop_strings(
     config: GenerationConfig, stop_strings: str | Sequence[str] | None, tokenizer: Any
 ) -> StopStringCriteria | None:
-    """Return what looks for the stop strings of the argument, or else of the config; None: there are none.
+    """Return transformers' criterion for the stop strings of the argument or else the config, None without any.
 
     Raises:
         TypeError: `stop_strings` is not a string or a sequence of strings, or `tokenizer` is no tokenizer.

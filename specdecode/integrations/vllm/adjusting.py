@@ -1,12 +1,12 @@
-"""What changes the logits of requests, and is applied by the sampler from vLLM's own state by slot.
+"""Penalties, biases and masks of requests, which the sampler applies from vLLM's own state by slot.
 
-vLLM keeps it in logits processors, and applies these to a float32 copy of a step's logits. Here all of it is
+vLLM keeps them in logits processors, and applies these to a float32 copy of a step's logits. Here all of it is
 `specdecode.Adjustments`, and nothing is copied: penalties, biases, and a mask of each row's tokens, for lists of allowed
 tokens, minimum lengths, bad words, thinking budgets and grammars. Other processors need vLLM's copy.
 """
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +15,18 @@ from specdecode import Adjustments
 from specdecode.adjustments import WORD
 from specdecode.integrations.vllm.compat import unknown_attributes
 from specdecode.integrations.vllm.grammars import StepGrammar
-
-
-class StepRows(NamedTuple):
-    """The rows of a step, by the names that vLLM's logits processors know."""
-
-    expanded_idx_mapping: Tensor  # [num_rows] the slot of each row's request
-    idx_mapping: Tensor  # [batch] each request's slot
-    idx_mapping_np: Any  # the same on the host
-    pos: Tensor  # [num_rows] the position of the token that is fed at each row
-    input_ids: Tensor  # [num_rows] that token: a request's last, then its drafts
-    expanded_local_pos: Tensor  # [num_rows] each row's place in its request
+from specdecode.integrations.vllm.steps import Step
 
 
 class Known:
-    """The logits processors of vLLM whose work is done here.
+    """The logits processors of vLLM that are applied here.
 
     Args:
         penalties: its `PenaltiesState`.
         bias: its `LogitBiasState`.
         bad_words: its `BadWordsState`.
         thinking: its `ThinkingBudgetState`, which vLLM does not count among its processors.
-        vocab_size: how many tokens there are.
+        vocab_size: number of tokens.
     """
 
     def __init__(self, penalties: Any, bias: Any, bad_words: Any, thinking: Any, *, vocab_size: int) -> None:
@@ -47,26 +37,34 @@ class Known:
         self.mask_memory: Tensor | None = None
 
     def add_request(self, slot: int, params: Any) -> tuple[bool, bool, bool]:
-        """Let all know a request; return whether it has penalties or biases, and limits of its tokens.
+        """Pass a request to all processors.
 
-        And whether it may keep stop tokens before its least length, if a grammar leaves no other.
+        Returns:
+            Whether it has penalties or biases; whether its tokens are limited; whether it may keep stop tokens before its
+            minimum length, if a grammar allows no other.
         """
         self.added = self.limits = None
+        bias = self.bias
         has_penalties = bool(self.penalties.add_request(slot, params))
-        self.bias.add_request(slot, params)
+        bias.add_request(slot, params)
         has_words = bool(self.bad_words.add_request(slot, params))
         has_budget = bool(self.thinking.add_request(slot, params))
-        has_lists = self.bias.num_allowed_token_ids.np[slot] > 0 or self.bias.num_stop_token_ids.np[slot] > 0
-        has_bias = self.bias.num_logit_bias.np[slot] > 0
-        restores = self.bias.restore_when_all_masked.np[slot] > 0
-        return has_penalties or bool(has_bias), bool(has_lists) or has_words or has_budget, bool(restores)
+        has_bias, has_list, has_stops, restores = (
+            bool(each.np[slot] > 0)
+            for each in (
+                bias.num_logit_bias,
+                bias.num_allowed_token_ids,
+                bias.num_stop_token_ids,
+                bias.restore_when_all_masked,
+            )
+        )
+        return has_penalties or has_bias, has_list or has_stops or has_words or has_budget, restores
 
     def adjustments(self, allowed_mask: Tensor | None) -> Adjustments:
-        """Return penalties and biases, by slot, beside a mask if there is one.
+        """Return all penalties and biases by slot, with a mask if there is one.
 
         vLLM keeps small values in the host's memory: they are copied to the device, again only after a request has come.
-
-        All of it is passed if any request of a step needs any: each selection would need kernels of its own.
+        All are passed if any request of a step needs one: each selection would need kernels of its own.
         """
         if self.added is None:
             names = "repetition_penalty", "frequency_penalty", "presence_penalty"
@@ -74,33 +72,32 @@ class Known:
             most = max(1, int(self.bias.num_logit_bias.np.max()))
             ids, bias = self.bias.logit_bias_token_ids.gpu[:, :most], self.bias.logit_bias.gpu[:, :most]
             is_there = torch.arange(most, device=ids.device) < self.bias.num_logit_bias.gpu[:, None]
-            ids = ids.masked_fill(~is_there, -1)  # behind them are those of requests that were in the slot before
+            ids = ids.masked_fill(~is_there, -1)  # the rest is left over from earlier requests of the slot
             seen = self.penalties.prompt_bin_mask, self.penalties.output_bin_counts
             self.added = Adjustments._make([*penalties, *seen, ids, bias.clone(), None])
         return self.added._replace(allowed_mask=allowed_mask)
 
     def masks_of(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return memory of masks, [num_rows, words], which the next step, of the same stream, uses again."""
+        """Return memory for masks, [num_rows, words]; the next step uses it again, in the same stream."""
         if self.mask_memory is None or len(self.mask_memory) < num_rows:
             self.mask_memory = torch.empty(num_rows, -(-self.vocab_size // WORD), dtype=torch.int32, device=device)
         return self.mask_memory[:num_rows]
 
-    def limited_tokens(self, rows: StepRows, grammar: StepGrammar | None = None) -> Tensor:
-        """Return the masks of a step's rows."""
+    def limited_tokens(self, step: Step, grammar: StepGrammar | None = None) -> Tensor:
+        """Return the masks of a step's rows, [num_rows, words]."""
         masking: Any = importlib.import_module("specdecode.integrations.vllm.masking")  # which needs Triton
         if self.limits is None:
             self.limits = self.limits_by_slot(masking)
-        # Of no rows vLLM does nothing but note where requests have last begun and ended to think.
-        self.thinking.apply(rows.pos.new_empty((0, self.vocab_size), dtype=torch.float32), rows)
-        words = self.masks_of(len(rows.pos), rows.pos.device)
-        where = masking.Rows(rows.expanded_idx_mapping, rows.pos, rows.expanded_local_pos, rows.input_ids)
-        masking.mask_rows(words, where, *self.limits, grammar, self.vocab_size)
+        # Without rows vLLM only notes where requests last began and ended to think.
+        self.thinking.apply(step.pos.new_empty((0, self.vocab_size), dtype=torch.float32), step)
+        words = self.masks_of(len(step.pos), step.pos.device)
+        masking.mask_rows(words, step, *self.limits, grammar, self.vocab_size)
         if grammar is not None:
             grammar.used()
         return words
 
     def limits_by_slot(self, masking: Any) -> tuple[Any, Any]:
-        """Return what limits the tokens of requests."""
+        """Return the kernel's `Limits` and `Thinking`; no `Thinking` if budgets are switched off."""
         bias, words, thinking, states = self.bias, self.bad_words, self.thinking, self.bad_words.req_states
         budget = thinking.thinking_token_budget.gpu if thinking.enabled else None
         lists = bias.num_allowed_token_ids, bias.num_stop_token_ids, bias.min_lens, bias.restore_when_all_masked
@@ -117,7 +114,7 @@ class Known:
 
 
 def known_processors(sampler: Any) -> Known | None:
-    """Return the processors of vLLM that are known, or None if any is not what it was in the versions that were run."""
+    """Return the known processors of a sampler, or None if one of them differs from the versions that were run."""
     processors = getattr(sampler, "logits_processors", ())
     states: list[Any] = [getattr(sampler, "penalties_state", None)]
     for kind in ("LogitBiasState", "BadWordsState"):

@@ -1,21 +1,27 @@
-"""What this package knows of vLLM, and how it notices a vLLM that does more.
+"""The names of vLLM that are known here, and checks for others.
 
-A later version may apply a new rule in a method that is replaced here. It must not be dropped: so the names that vLLM's own
-methods consult are compared with those of the versions that were run. If there is another one, all steps are left to vLLM.
+A later version may apply a new rule in a method that is replaced here, and the rule must not be dropped. So the names that
+vLLM's own methods consult are compared with those of the versions that were run. One unknown name leaves all steps to vLLM.
 """
 
 import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from specdecode.integrations.engine import switched_on, unknown_reason
 
 RUNNER = "vllm.v1.worker.gpu.model_runner"
 PARALLEL = "vllm.distributed.parallel_state"
 
+INTERVAL = "SPECDECODE_VLLM_LOG_INTERVAL"
+logger = logging.getLogger("vllm.specdecode")  # below vLLM's logger, so that its handlers and level hold
+
 RUN_WITH = "0.33."
-"""How the versions start that this package was run with."""
+"""The prefix of the versions that this package was run with."""
 
 CONSULTED = {
     "_verify": {
@@ -48,7 +54,7 @@ CONSULTED = {
     },
     "_validate_spec_decode": {"VLLMValidationError", "_SAMPLING_EPS", "logit_bias", "min_p"},
 }
-"""The names that vLLM's methods consult; `add_request` is that of sampling states."""
+"""The names that vLLM's methods consult; `add_request` is the method of sampling states."""
 
 ARGUMENTS = {
     *("target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping", "expanded_idx_mapping"),
@@ -68,8 +74,8 @@ ATTRIBUTES = {
         *("logprobs_mode", "compute_nans", "use_fp64_gumbel", "req_states", "sampling_states", "penalties_state"),
         *("logits_processors", "logprob_token_ids_state", "thinking_budget_state", "trace_replay_state"),
         *("needs_logits_processing", "num_speculative_tokens", "return_sampling_mask", "use_flashinfer"),
-        *("use_xpu_sampler", "other_processing", "needs", "shards_batches", "kinds", "copies", "applied"),
-        *("unknown", "known", "grammar", "reads_grammars"),
+        *("use_xpu_sampler", "needs", "shards_batches", "kinds", "copies", "unknown", "known", "grammar"),
+        "reads_grammars",
     },
     "SamplingStates": {
         *("max_num_reqs", "vocab_size", "temperature", "top_k", "top_p", "min_p", "seeds", "seeds_set", "num_logprobs"),
@@ -90,11 +96,11 @@ ATTRIBUTES = {
         *("reasoning_start_token_ids", "natural_reasoning_end_token_ids", "reasoning_end_token_ids"),
     },
 }
-"""What vLLM's objects hold, by class, and what `DraftVerification` and `TokenSampling` add."""
+"""The attributes of vLLM's objects, by class, with those that `DraftVerification` and `TokenSampling` add."""
 
 
 def group_of(sampler: Any) -> Any:
-    """Return vLLM's group of the ranks that verify the same requests, or None: there is none, or each verifies its own."""
+    """Return vLLM's group of the ranks that verify the same requests, or None if there is none or each verifies its own."""
     if getattr(sampler, "shards_batches", False):
         return None
     try:
@@ -105,7 +111,7 @@ def group_of(sampler: Any) -> Any:
 
 @functools.cache
 def version_of(package: str) -> str:
-    """Return the version of a package that is installed."""
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -122,7 +128,7 @@ def check_same_arguments(ours: Callable[..., Any], theirs: Callable[..., Any]) -
 
 
 def unknown_names(method: Callable[..., Any]) -> list[str]:
-    """Return the names that a method of vLLM consults, and that were not known when this was written."""
+    """Return the names that a method of vLLM consults and that are not in `CONSULTED`."""
     method = inspect.unwrap(method)
     known = CONSULTED[method.__name__]
     names = sorted(set(method.__code__.co_names) - known)
@@ -133,20 +139,11 @@ def unknown_names(method: Callable[..., Any]) -> list[str]:
 
 
 def unknown_attributes(holder: object, kind: str) -> list[str]:
-    """Return what an object of vLLM holds beyond what is known, unless it is switched off: None, False or 0."""
-    held = vars(holder)
-    new = sorted(set(held) - ATTRIBUTES[kind])
-    return [f"{kind}.{name}" for name in new if not (held[name] is None or is_zero(held[name]))]
-
-
-def is_zero(value: object) -> bool:
-    """Return whether a value is 0 or False."""
-    return isinstance(value, (int, float)) and value == 0
+    """Return the attributes of a vLLM object that are not in `ATTRIBUTES`, unless switched off: None, False or 0."""
+    new = {f"{kind}.{name}": value for name, value in sorted(vars(holder).items()) if name not in ATTRIBUTES[kind]}
+    return switched_on(new)
 
 
 def as_reason(names: Iterable[str]) -> str | None:
-    """Return why steps are left to vLLM if it has something new, or None."""
-    found = ", ".join(names)
-    return (
-        f"what vLLM {version_of('vllm')} has and this version of specdecode does not know ({found})" if found else None
-    )
+    """Return the reason to leave all steps to a vLLM that has unknown names, or None."""
+    return unknown_reason(f"what vLLM {version_of('vllm')} has and", names)

@@ -18,7 +18,7 @@ class StepGrammar:
     """The masks of a step's grammars, on the device: until it ends, whether they have been applied or not."""
 
     masks: Tensor  # [num_masks, width] int32
-    mapping: Tensor  # [num_masks] int32: of which request, times `stride`, plus the row's place in it
+    mapping: Tensor  # [num_masks] int32: the request's index times `stride`, plus the row's index in the request
     requests: Tensor  # [batch] int64: each request's slot
     stride: int  # how many masks there are of each request
     apply: Callable[[], None]  # does what vLLM's method does
@@ -76,7 +76,7 @@ class GrammarSteps:
 
     @property
     def reads_grammars(self) -> bool:
-        """Whether all is this package's that keeps the masks of grammars or reads them."""
+        """Whether every class that keeps or reads grammar masks is ours."""
         verification, is_kept = self.rejection_sampler, isinstance(self.structured_outputs_worker, KeptGrammars)
         is_read = getattr(self.sampler, "reads_grammars", False)
         return is_kept and is_read and (verification is None or hasattr(verification, "verifier"))

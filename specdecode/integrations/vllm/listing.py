@@ -1,7 +1,6 @@
-"""What vLLM returns of the rows of a step's tokens: processed log-probabilities and sampling masks, from what calls list.
+"""Processed log-probabilities and sampling masks of a step's rows, in vLLM's form.
 
-vLLM computes both from a copy of the step's logits. Here a call lists the likeliest tokens and the kept set of each row, and
-the lists are put in vLLM's form.
+vLLM computes both from a copy of the step's logits. Here a call lists the likeliest tokens and the kept set of each row.
 """
 
 import importlib
@@ -14,41 +13,41 @@ import torch
 from torch import Tensor
 
 from specdecode import SamplerOutput
+from specdecode.batch import MOST_TOP_LOGPROBS
 from specdecode.integrations.vllm.grammars import apply_grammar
-from specdecode.integrations.vllm.needs import LISTED_MODE, LOGPROBS
-from specdecode.report import MOST_TOP_LOGPROBS
+from specdecode.integrations.vllm.sampling import LISTED_MODE, LOGPROBS, TokenSampling
 
 
 class ListedRows:
-    """Mixed into vLLM's `RejectionSampler`: what it returns of rows is taken from what a call has listed of them."""
+    """Mixed into vLLM's `RejectionSampler`: it returns of rows what a call has listed."""
 
     listed: SamplerOutput | None = None
-    """Of the last call that listed anything; None if the last step was left to vLLM, or did not ask for it."""
+    """The output of the last step if it lists anything; None if it was left to vLLM."""
 
     num_listed: int = -1
-    """How many of the likeliest tokens vLLM returns of each row of the step, 0 if the emitted one alone; -1: none."""
+    """The number of likeliest tokens that vLLM returns of each row beside the emitted one; -1: no log-probabilities."""
 
     mask_outputs: list[SamplerOutput] | None = None
-    """The outputs that sampling masks are made of; None: vLLM makes them itself, or returns none."""
+    """The outputs from which sampling masks are made; None: vLLM makes them itself, or returns none."""
 
     # What vLLM's class has:
-    sampler: Any
+    sampler: TokenSampling
     num_speculative_steps: int
 
     @property
     def can_list(self) -> bool:
-        """Whether calls of the step can list what vLLM returns of rows, as far as that depends on the whole step."""
+        """Whether calls can list what vLLM returns of rows, as far as this depends on the whole step."""
         return 0 <= self.num_listed <= MOST_TOP_LOGPROBS and not self.sampler.return_sampling_mask
 
-    def asked_of(self, needs: int) -> dict[str, Any]:
-        """Return what a call is to list, given what its requests need."""
-        asked: dict[str, Any] = {}
+    def listing_of(self, needs: int) -> dict[str, Any]:
+        """Return the arguments by which a call lists, given its requests' needs in bits."""
+        listing: dict[str, Any] = {}
         if needs & LOGPROBS and self.sampler.logprobs_mode == LISTED_MODE and self.can_list:
-            asked = {"logprobs": "processed", "top_logprobs": self.num_listed}
-        return asked if self.mask_outputs is None else asked | {"kept_sets": True}
+            listing = {"logprobs": "processed", "top_logprobs": self.num_listed}
+        return listing if self.mask_outputs is None else listing | {"kept_sets": True}
 
     def keep(self, output: SamplerOutput) -> None:
-        """Keep what a call has listed until vLLM asks for it."""
+        """Keep a listing output until vLLM asks for it."""
         self.listed = output
         if self.mask_outputs is not None:
             self.mask_outputs.append(output)
@@ -77,7 +76,7 @@ class ListedRows:
 
     @contextmanager
     def making_sampling_masks(self, can_list: bool) -> Iterator[None]:
-        """Have calls list what sampling masks are made of, if they can, and vLLM make none."""
+        """Make calls list kept sets, if they can, and vLLM no sampling masks."""
         if not can_list:
             yield
             return
@@ -88,7 +87,7 @@ class ListedRows:
             self.mask_outputs, self.sampler.return_sampling_mask = None, True
 
     def with_sampling_masks(self, result: Any, slots: np.ndarray) -> Any:
-        """Return what `_verify_in_chunks` of vLLM returns, with the sampling masks of all chunks, if they were listed."""
+        """Return the result of vLLM's `_verify_in_chunks` with the sampling masks of all chunks, if they were listed."""
         if self.mask_outputs is None:
             return result
         kind = importlib.import_module("vllm.v1.worker.gpu.sample.output").SamplingMaskTensors
@@ -100,13 +99,13 @@ class ListedRows:
 
 
 def with_listed(tensors: Any, output: SamplerOutput, cu_num_logits: Tensor, count: int) -> Any:
-    """Return vLLM's log-probabilities with those that were listed in place of its own.
+    """Return vLLM's log-probabilities with the listed ones in their place.
 
     Args:
         tensors: vLLM's, of each row's token alone, which is 0 behind a request's last.
-        output: what was listed.
+        output: lists the likeliest tokens.
         cu_num_logits: [batch + 1] each request's first row.
-        count: how many of the likeliest tokens are asked for.
+        count: number of likeliest tokens asked for.
     """
     assert output.logprobs is not None
     starts, token_ids = cu_num_logits.long(), tensors.logprob_token_ids[:, :1]
@@ -128,14 +127,14 @@ def with_listed(tensors: Any, output: SamplerOutput, cu_num_logits: Tensor, coun
 
 
 def without_gaps(likeliest: Tensor, token_ids: Tensor) -> Tensor:
-    """Return lists of likeliest tokens with another token wherever there is none: vLLM gives each a log-probability of -inf.
+    """Return lists of likeliest tokens whose gaps are filled with other tokens: vLLM lists them with -inf.
 
     Args:
         likeliest: [rows, count] ids, all different, then -1.
         token_ids: [rows, 1] the rows' own tokens.
     """
     count = likeliest.shape[1]
-    others = torch.arange(2 * count + 1, device=likeliest.device)  # of which at most count + 1 are listed
+    others = torch.arange(2 * count + 1, device=likeliest.device)  # at most count + 1 of them are listed
     is_listed = (torch.cat([token_ids, likeliest], dim=1)[:, :, None] == others).any(dim=1)
     free = is_listed.to(torch.uint8).argsort(dim=1, stable=True)
     is_gap = likeliest < 0
@@ -147,8 +146,8 @@ def sampling_mask(output: SamplerOutput, vocab_size: int, width: int) -> tuple[T
 
     Args:
         output: of a call with `kept_sets`.
-        vocab_size: how many tokens there are.
-        width: the most tokens of which ids are returned.
+        vocab_size: number of tokens.
+        width: number of ids returned.
 
     Returns:
         Of all rows that requests may have: [rows, width] int32 ids in order, then -1; [rows, ceil(vocab_size / 8)] uint8

@@ -1,4 +1,4 @@
-"""Which tokens each row of a step may have, in bits: one kernel writes them from vLLM's own state.
+"""The masks of a step's rows, a bit for each token: one kernel writes them from vLLM's own state.
 
 vLLM sets the logits of tokens that a request may not have to -inf, some of them before it adds biases and penalties. These
 leave -inf as it is, so all of it may come last, as `Adjustments.allowed_mask`. In vLLM's order, for each row:
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specdecode import adjustments
 from specdecode.integrations.vllm.grammars import StepGrammar
+from specdecode.integrations.vllm.steps import Step
 
 WORD = tl.constexpr(adjustments.WORD)
 TILE = tl.constexpr(1024)
@@ -43,12 +44,12 @@ class Rows(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What limits the tokens of requests, by slot."""
+    """The limits of requests' tokens, by slot."""
 
     numbers: Tensor  # [num_slots, 7] int32: see `VALUES`
     allowed: Tensor  # [num_slots, ...] int32, ids
     allowed_stride: int
-    stops: Tensor  # likewise
+    stops: Tensor  # [num_slots, ...] int32, ids
     stops_stride: int
     bad_tokens: Tensor  # [num_slots, ...] int32: the tokens of all bad words, one word after the other
     bad_tokens_stride: int
@@ -60,7 +61,7 @@ class Limits(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """How requests think, and where they last began and ended to."""
+    """The marks of thoughts, and the last begin and end of each request's."""
 
     last_start: Tensor  # [num_slots] int32, -1 for never, in what is committed
     last_end: Tensor
@@ -73,7 +74,7 @@ class Thinking(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """What a kernel takes of a `StepGrammar`."""
+    """The tensors of a `StepGrammar`."""
 
     masks: Tensor
     mapping: Tensor
@@ -90,7 +91,7 @@ class Text(NamedTuple):
 
 @triton.jit
 def text_at(text, places, wanted):
-    """Return the tokens of a text at some places."""
+    """Return the tokens of a text at some indices."""
     offsets = places - text.num_committed
     committed = tl.load(text.ptr + places, mask=wanted & (offsets < 0), other=-1)
     return tl.where(offsets < 0, committed, tl.load(text.drafts_ptr + offsets, mask=wanted & (offsets >= 0), other=-1))
@@ -98,7 +99,7 @@ def text_at(text, places, wanted):
 
 @triton.jit
 def ends_with(text, length, ids_ptr, count):
-    """Return whether the first tokens of a text, so many, end with so many of a list."""
+    """Return whether the first `length` tokens of a text end with the first `count` ids of a list."""
     mismatch = (length < count).to(tl.int32)
     for first in range(0, count, LANES):
         lanes = first + tl.arange(0, LANES)
@@ -111,7 +112,7 @@ def ends_with(text, length, ids_ptr, count):
 
 @triton.jit
 def forced_token(text, length, slot, budget, thinking):
-    """Return the token that a thinking budget forces after the text of a length, -1 for none."""
+    """Return the token that a thinking budget forces after the first `length` tokens of a text, -1 for none."""
     last_start, last_end = tl.load(thinking.last_start + slot), tl.load(thinking.last_end + slot)
     for end in range(text.num_committed + 1, length + 1):  # the drafts may begin or end it
         begins = ends_with(text, end, thinking.start_ids, thinking.num_start)
@@ -130,7 +131,7 @@ def forced_token(text, length, slot, budget, thinking):
 
 @triton.jit
 def grammar_of(slot, offset, grammar, num_masks, mask_stride):
-    """Return which mask is a row's, -1 for none."""
+    """Return the index of a row's mask, -1 for none."""
     found = tl.full([], -1, tl.int32)
     for first in range(0, num_masks, LANES):
         lanes = first + tl.arange(0, LANES)
@@ -154,7 +155,7 @@ def change_bits(words_ptr, ids, ALLOWED: tl.constexpr, VOCAB_SIZE: tl.constexpr)
 
 @triton.jit
 def begin(words_ptr, allowed_ptr, num_allowed, masks_ptr, width, forced, VOCAB_SIZE: tl.constexpr):
-    """Write a row's words: a token that is forced, else those that a list and a grammar allow."""
+    """Write a row's words: a forced token, or without one the tokens that a list and a grammar allow."""
     for first in range(0, VOCAB_SIZE, TILE * WORD):
         places = first // WORD + tl.arange(0, TILE)
         rest = VOCAB_SIZE - places * WORD  # none of a word's bits is of a token beyond the vocabulary
@@ -245,18 +246,19 @@ def mask_rows_kernel(
 
 
 def mask_rows(
-    words: Tensor, rows: Rows, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
+    words: Tensor, step: Step, limits: Limits, thinking: Thinking | None, grammar: StepGrammar | None, vocab_size: int
 ) -> None:
     """Write the words of a step's rows.
 
     Args:
         words: [num_rows, ceil(vocab_size / 32)] int32, contiguous.
-        rows: of the step.
+        step: the step.
         limits: of all slots.
         thinking: None: no request has a budget.
         grammar: None: no request has one.
-        vocab_size: how many tokens there are.
+        vocab_size: number of tokens.
     """
+    rows = Rows(step.expanded_idx_mapping, step.pos, step.expanded_local_pos, step.input_ids)
     given, sizes = Grammar(limits.numbers, limits.numbers, rows.slots), (0, 0, 1)  # of a grammar's types, not looked at
     if grammar is not None:
         given, sizes = Grammar(grammar.masks, grammar.mapping, grammar.requests), (*grammar.masks.shape, grammar.stride)

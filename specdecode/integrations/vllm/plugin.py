@@ -1,19 +1,49 @@
-"""What the switch does in each process of vLLM: it replaces the sampler's classes, and lifts a refusal."""
+"""The plug-in in each process of vLLM: it replaces the sampler's classes, and lifts a refusal."""
 
 import functools
 import importlib
 from typing import Any
 
 from specdecode import RejectionSampler
-from specdecode.integrations.adapters import EngineMethod
-from specdecode.integrations.vllm.compat import RUNNER, as_reason, check_same_arguments, unknown_names
+from specdecode.integrations.engine import EngineMethod, log_interval
+from specdecode.integrations.vllm.compat import (
+    INTERVAL,
+    RUNNER,
+    as_reason,
+    check_same_arguments,
+    group_of,
+    logger,
+    unknown_names,
+)
 from specdecode.integrations.vllm.grammars import GrammarSteps, KeptGrammars
-from specdecode.integrations.vllm.reporting import AdvisedRunner, log_interval, logger
 from specdecode.integrations.vllm.sampling import TokenSampling
 from specdecode.integrations.vllm.verification import DraftVerification
 
 SERVED = "_specdecode_serves_all_parameters"
-"""The attribute of vLLM's configuration of drafts that says so."""
+"""The attribute of vLLM's configuration of drafts that marks engines with the refusal lifted."""
+
+GATHERED = (
+    "specdecode: vLLM gathers the logits of all requests on each of %d GPUs; --enable-batch-sharded-sampling saves the "
+    "gather: each GPU then verifies its own requests"
+)
+
+
+class AdvisedRunner:
+    """Mixed into vLLM's V2 model runner: it logs that a flag of vLLM saves the gather of logits, where that is so."""
+
+    # What vLLM's class has:
+    model: Any
+    rejection_sampler: Any
+    sampler: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, with vLLM's arguments."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        group, reports = group_of(self.sampler), getattr(self.rejection_sampler, "report", None) is not None
+        # Without this method of the model vLLM gathers in spite of the flag.
+        can_shard = hasattr(self.model, "compute_logits_local")
+        if reports and can_shard and group is not None and group.world_size > 1:
+            logger.info(GATHERED, group.world_size)
 
 
 def install(method: EngineMethod) -> None:
@@ -32,7 +62,7 @@ def install(method: EngineMethod) -> None:
         ImportError: vLLM is not installed, or is of a version whose classes take other arguments.
         ValueError: `SPECDECODE_VLLM_LOG_INTERVAL` has a wrong value.
     """
-    log_interval()
+    log_interval(INTERVAL)  # a wrong value raises before anything is replaced
     runner: Any = importlib.import_module(RUNNER)
     if issubclass(runner.RejectionSampler, DraftVerification):
         runner.RejectionSampler.verifier = runner.Sampler.verifier = RejectionSampler(method)
@@ -58,7 +88,7 @@ def install(method: EngineMethod) -> None:
 
 
 def unknown_rules(runner: Any) -> list[str]:
-    """Return the names that vLLM's methods consult and that are not known, of all whose work is done here instead."""
+    """Return the unknown names that vLLM's methods consult, over all methods whose work is done here instead."""
     states = importlib.import_module("vllm.v1.worker.gpu.sample.states").SamplingStates
     methods = [getattr(runner.RejectionSampler, name) for name in ("_verify", "_get_logprobs_tensors")]
     methods += [runner.Sampler.apply_sampling_params, runner.Sampler.sample, states.add_request]
@@ -68,8 +98,8 @@ def unknown_rules(runner: Any) -> list[str]:
 def lift_refusal() -> None:
     """Let vLLM serve `min_p` and `logit_bias` beside drafts.
 
-    It refuses them because its older model runner ignores them there. Here, and in what is left to the V2 model runner, they
-    are applied to every row.
+    It refuses them because its older model runner ignores them there. This package and the V2 model runner apply them to
+    every row.
     """
     parameters: Any = importlib.import_module("vllm.sampling_params").SamplingParams
     processor: Any = importlib.import_module("vllm.v1.engine.input_processor").InputProcessor

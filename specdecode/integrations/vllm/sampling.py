@@ -1,37 +1,56 @@
-"""The sampler of vLLM's V2 model runner: what it notes of requests, and the tokens of steps without drafts."""
+"""The sampler of vLLM's V2 model runner: what requests need, how they sample, and the tokens of steps without drafts."""
 
 import functools
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdecode import RejectionSampler
-from specdecode.integrations.vllm.adjusting import Known, StepRows, known_processors
-from specdecode.integrations.vllm.compiling import compile_all
+from specdecode import Adjustments, RejectionSampler, backends, eager
+from specdecode.arguments import check_verification
+from specdecode.batch import MOST_KEPT, MOST_TOP_LOGPROBS
+from specdecode.integrations.engine import warm_up
+from specdecode.integrations.vllm.adjusting import Known, known_processors
+from specdecode.integrations.vllm.compat import group_of, logger
 from specdecode.integrations.vllm.grammars import StepGrammar, apply_grammar
-from specdecode.integrations.vllm.needs import (
-    ADJUSTS,
-    LOGPROBS,
-    MASKS,
-    SlotValues,
-    adjusted,
-    needs_in,
-    needs_of,
-    of_processed,
-    requested,
-    views_of,
-    why_processed,
-)
+from specdecode.integrations.vllm.steps import Requests, Step
+
+PROCESSORS, TRUNCATES, LOGPROBS, ADJUSTS, UNLISTED, WIDE, MASKS = 1, 2, 4, 8, 16, 32, 64
+"""The needs of a request, in bits.
+
+| bit | the request |
+|---|---|
+| `PROCESSORS` | has logits processors that are not known here: it needs vLLM's copy of logits |
+| `TRUNCATES` | truncates, and is not greedy |
+| `LOGPROBS` | asks for log-probabilities |
+| `ADJUSTS` | has penalties or biases |
+| `UNLISTED` | asks for log-probabilities that calls do not list: of more than 20 tokens, or of a greedy request |
+| `WIDE` | may keep more than 1,024 tokens, too many for a listed kept set |
+| `MASKS` | has a list of allowed tokens, a minimum length, bad words or a thinking budget |
+"""
+
+LISTED_MODE = "processed_logprobs"
+"""The `logprobs_mode` whose log-probabilities calls list."""
+
+MOST_PREPARED = 0.25
+"""The largest share of requests that is split off: copies of their rows and draft rows take no more memory than vLLM's."""
 
 NO_NEED = SimpleNamespace(add_request=lambda request, params: False)
-"""In place of states of vLLM whose work is done here: requests need no processing."""
+"""Stands in for states of vLLM that are applied here: requests need no processing."""
 
-NOTHING = (False, False, False)
-"""What no processor that is known needs."""
+
+class SlotValues(NamedTuple):
+    """Sampling parameters and seeds by slot, [num_slots] each."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
 
 
 class TokenSampling:
@@ -42,8 +61,8 @@ class TokenSampling:
     """
 
     verifier: ClassVar[RejectionSampler]
-    unknown: ClassVar[str | None] = None
-    """Why all steps are left to vLLM: it may do what is not known here."""
+    unknown: str | None = None
+    """The reason to leave all steps to vLLM if it has unknown names."""
 
     keeps_grammars: ClassVar[bool] = False
     """Whether vLLM's masks of grammars may be kept for a step."""
@@ -63,8 +82,7 @@ class TokenSampling:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.other_processing = np.zeros_like(self.needs_logits_processing)
-        self.applied, self.needs = np.zeros((2, len(self.needs_logits_processing)), dtype=np.uint8)
+        self.needs = np.zeros(len(self.needs_logits_processing), dtype=np.uint8)
         config = kwargs.get("vllm_config", args[0] if args else None)
         self.shards_batches = bool(
             getattr(getattr(config, "parallel_config", None), "enable_batch_sharded_sampling", False)
@@ -72,26 +90,28 @@ class TokenSampling:
 
     @functools.cached_property
     def kinds(self) -> set[torch.dtype]:
-        """Of logits whose kernels are compiled."""
+        """The dtypes of logits whose kernels are compiled."""
         return set()
 
     @functools.cached_property
     def known(self) -> Known | None:
-        """The processors of vLLM whose work is done here."""
+        """The processors of vLLM that are applied here."""
         return known_processors(self)
 
     @functools.cached_property
     def reads_grammars(self) -> bool:
-        """Whether masks of grammars are read where steps are verified here: vLLM counts NaN after it has applied them."""
+        """Whether steps that are verified here read masks of grammars: vLLM counts NaN after it has applied them."""
         return self.keeps_grammars and self.known is not None and not getattr(self, "compute_nans", False)
 
     def takes(self, num_draft_tokens: int) -> bool:
         """Return whether a step of so many drafts is this package's, unless its requests need what vLLM does."""
         return self.unknown is None and (num_draft_tokens > 0 or self.verifier.method == "strict")
 
+    # ---- What requests need
+
     def add_request(self, req_idx: int, sampling_params: Any) -> None:
-        """Note what a request needs: vLLM's copy of logits, what is applied here, truncation, log-probabilities."""
-        # vLLM keeps one flag for all: so first let its method see no need but of what is not known.
+        """Note what a request needs."""
+        # vLLM keeps one flag for all processing: so its method first sees the unknown processors alone.
         known, states = self.known, self.sampling_states
         processors, thinking = getattr(self, "logits_processors", []), getattr(self, "thinking_budget_state", None)
         self.sampling_states = NO_NEED
@@ -104,20 +124,141 @@ class TokenSampling:
             self.sampling_states = states
             if known is not None:
                 self.logits_processors, self.thinking_budget_state = processors, thinking
-        adjusts, masks, restores = NOTHING if known is None else known.add_request(req_idx, sampling_params)
-        others = self.needs_logits_processing[req_idx] | (restores and not self.reads_grammars)
-        self.other_processing[req_idx] = others
-        self.applied[req_idx] = ADJUSTS * adjusts | MASKS * masks
-        needs_others = self.other_processing[req_idx] | adjusts | masks
-        self.needs_logits_processing[req_idx] = needs_others | states.add_request(req_idx, sampling_params)
-        self.needs[req_idx] = needs_of(self, np.array([req_idx]))[0]
+        adjusts = masks = restores = False
+        if known is not None:
+            adjusts, masks, restores = known.add_request(req_idx, sampling_params)
+        others = bool(self.needs_logits_processing[req_idx]) or (restores and not self.reads_grammars)
+        needs = PROCESSORS * others | ADJUSTS * adjusts | MASKS * masks
+        self.needs_logits_processing[req_idx] = states.add_request(req_idx, sampling_params) or needs > 0
+        self.needs[req_idx] = needs | self.sampling_needs(req_idx)
         self.copies = None
 
+    def sampling_needs(self, slots: Any) -> Any:
+        """Return the needs that follow from sampling parameters, in bits, of the request in a slot or in each of several."""
+        states = self.sampling_states
+        is_greedy, num_logprobs = states.temperature.np[slots] == 0, states.num_logprobs[slots]
+        truncates = (states.top_k.np[slots] != states.vocab_size) | (states.top_p.np[slots] != 1)
+        truncates = (truncates | (states.min_p.np[slots] != 0)) & ~is_greedy
+        logprobs = num_logprobs >= 0
+        # Of a greedy request vLLM lists the whole row, not truncated.
+        unlisted = logprobs & is_greedy | (num_logprobs > MOST_TOP_LOGPROBS)
+        wide = states.top_k.np[slots] > MOST_KEPT
+        return TRUNCATES * truncates | LOGPROBS * logprobs | UNLISTED * unlisted | WIDE * wide
+
+    def needs_in(self, slots: np.ndarray) -> int:
+        """Return the needs of any of the requests in some slots, in bits."""
+        return int(np.bitwise_or.reduce(self.needs[slots], initial=0))
+
+    def why_processed(self, needs: int, lists: bool = False) -> str | None:
+        """Return the reason why a step with these needs needs logits that vLLM has processed, or None.
+
+        Args:
+            needs: of the step's requests, in bits.
+            lists: whether calls may list what vLLM returns of rows.
+        """
+        if needs & PROCESSORS:
+            return "logits processors that specdecode does not know"
+        if needs & LOGPROBS and self.logprobs_mode in ("processed_logits", "processed_logprobs"):
+            is_listed = lists and self.logprobs_mode == LISTED_MODE and not needs & (UNLISTED | ADJUSTS | MASKS)
+            if not is_listed:
+                return f"logprobs_mode {self.logprobs_mode!r}"
+        if self.return_sampling_mask and not (lists and not needs & WIDE):
+            return "return_sampling_mask"
+        return None
+
+    # ---- How requests sample
+
     def slot_values(self) -> SlotValues:
-        """Return what requests sample by, in memory of the device; copied again only after a request has come."""
+        """Return sampling parameters and seeds in the device's memory, copied again only after a request has come.
+
+        vLLM's own tensors are views of the host's memory: each program of a kernel would read them over the bus.
+        """
         if self.copies is None:
-            self.copies = SlotValues(*[values.clone() for values in views_of(self.sampling_states)])
+            values = [getattr(self.sampling_states, name).gpu.clone() for name in SlotValues._fields]
+            self.copies = SlotValues(*values)
         return self.copies
+
+    def sampling_of(self, needs: int, step: Step) -> dict[str, Any]:
+        """Return the arguments by which a step's requests sample from raw logits, by slot: truncation and adjustments."""
+        return (self.truncated() if needs & TRUNCATES else self.whole()) | self.adjusted(needs, step)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the sampling arguments without truncation, which would cost time even if neutral."""
+        return {"temperature": self.slot_values().temperature}
+
+    def truncated(self) -> dict[str, Any]:
+        """Return the sampling arguments with all truncation: each selection would need kernels of its own."""
+        values = self.slot_values()
+        return {name: getattr(values, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+    def of_processed(self) -> dict[str, Any]:
+        """Return the sampling arguments for logits that vLLM has divided by the temperature and truncated."""
+        return {"temperature": (self.slot_values().temperature != 0).to(torch.float32)}
+
+    def adjusted(self, needs: int, step: Step) -> dict[str, Any]:
+        """Return the adjustments of a step's rows: masks, all penalties and biases, both, or nothing."""
+        known: Any = self.known
+        grammar, mask = self.grammar, None
+        if needs & MASKS or not (grammar is None or grammar.is_applied):
+            mask = known.limited_tokens(
+                step, grammar
+            )  # what is left of limits may depend on masks that have been applied
+        if needs & ADJUSTS:
+            return {"adjustments": known.adjustments(mask)}
+        return {} if mask is None else {"adjustments": Adjustments(allowed_mask=mask)}
+
+    # ---- Kernels
+
+    def listings(self) -> list[dict[str, Any]]:
+        """Return the selections of what calls may be asked to list."""
+        kept = [{"kept_sets": True}] if self.return_sampling_mask else []
+        if self.logprobs_mode != LISTED_MODE:
+            return kept
+        logprobs: list[dict[str, Any]] = [{"logprobs": "processed", "top_logprobs": count} for count in (0, 1)]
+        return [*logprobs, *kept, *[one | more for one in logprobs for more in kept]]
+
+    def compile_kernels(
+        self, verifier: RejectionSampler, as_call: Callable[[dict[str, Any]], dict[str, Any]], step: Step
+    ) -> tuple[str | None, str | None]:
+        """Compile the kernels of steps like one: truncated or not, with adjustments or not, with all listings.
+
+        Args:
+            verifier: compiles.
+            as_call: returns the arguments of its `packed`, given the sampling arguments.
+            step: the step.
+
+        Returns:
+            Why the kernels do not take steps that are not truncated, and truncated steps; None where they do.
+        """
+        start = time.monotonic()
+        calls = [as_call(self.whole()), as_call(self.truncated())]
+        num_draft_tokens, device = calls[0]["num_draft_tokens"], step.logits.device
+        others: list[dict[str, Any]] = [{}, *(self.listings() if num_draft_tokens > 0 else [])]
+        if self.known is not None:
+            mask = self.known.masks_of(len(step.logits), device)
+            added = self.known.adjustments(None), self.known.adjustments(mask), Adjustments(allowed_mask=mask)
+            # With sampling masks every step lists kept sets.
+            kept = {"kept_sets": True} if num_draft_tokens > 0 and self.return_sampling_mask else {}
+            others += [kept | {"adjustments": each} for each in added]
+        first = [call | {"row_starts": call["row_starts"][:2], "slots": call["slots"][:1]} for call in calls]
+        why_not = [why_not_by_kernels(verifier, call) for call in first]
+        kinds = [call | more for call, reason in zip(first, why_not) if reason is None for more in others]
+        if kinds and self.known is not None and device.type == "cuda":
+            self.known.limited_tokens(step.without_rows())  # the kernel that writes masks
+        warm_up(verifier, kinds, self.share)
+        which = f"up to {num_draft_tokens} drafts a request" if num_draft_tokens > 0 else "no drafts"
+        logger.info("specdecode: kernels for %s are compiled, in %.0f s", which, time.monotonic() - start)
+        return why_not[0], why_not[1]
+
+    def share(self) -> tuple[Any, ...]:
+        """Return the part of all ranks' kernels that this rank compiles before it looks for those of the others.
+
+        If they have no common cache of compiled kernels, as with vLLM's torch.compile, it compiles those, too.
+        """
+        group = group_of(self)
+        return () if group is None else (group.rank_in_group, group.world_size, group.barrier)
+
+    # ---- Steps without drafts
 
     def sample(
         self,
@@ -132,31 +273,58 @@ class TokenSampling:
         return_logprobs: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Draw one token per row, with vLLM's arguments and results."""
-        mappings = expanded_idx_mapping, idx_mapping, idx_mapping_np
-        tokens = pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np
+        slots = idx_mapping, idx_mapping_np, expanded_idx_mapping
         if self.verifier.method != "strict" or self.unknown is not None:
-            return super().sample(logits, *mappings, *tokens, return_logprobs)  # type: ignore[misc, no-any-return]
-        needs, values = needs_in(self, idx_mapping_np), self.slot_values()
-        if why_processed(self, needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
-            rows = StepRows(*mappings, pos, input_ids, expanded_local_pos)
-            sampling = requested(values, needs) | adjusted(self, needs, rows)
+            given = logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos
+            return super().sample(*given, seq_lens_upper_bound_np, return_logprobs)  # type: ignore[misc, no-any-return]
+        starts, lengths = torch.arange(len(logits) + 1, device=logits.device), seq_lens_upper_bound_np
+        step = Step(logits, None, input_ids, pos, starts, *slots, expanded_local_pos, lengths, input_ids)
+        needs = self.needs_in(idx_mapping_np)
+        if self.why_processed(needs & ~LOGPROBS | LOGPROBS * return_logprobs) is None:
+            sampling = self.sampling_of(needs, step)
         else:
             apply_grammar(self)
-            logits = self.apply_sampling_params(logits, *mappings, *tokens)
-            sampling = of_processed(values)
+            step = step._replace(logits=step.processed(self))
+            sampling = self.of_processed()
         call: dict[str, Any] = {
-            "target_logits": logits,
+            "target_logits": step.logits,
             "draft_token_ids": input_ids,  # not looked at: each row is its request's last
-            "row_starts": torch.arange(len(logits) + 1, device=logits.device),
+            "row_starts": starts,
             "num_draft_tokens": 0,
             "slots": expanded_idx_mapping,
-            "seeds": values.seeds,
+            "seeds": self.slot_values().seeds,
             "row_positions": pos,
         }
-        if logits.dtype not in self.kinds:
-            self.kinds.add(logits.dtype)
-            compile_all(self.verifier, call, self)
+        if step.logits.dtype not in self.kinds:
+            self.kinds.add(step.logits.dtype)
+            self.compile_kernels(self.verifier, lambda sampling: call | sampling, step)
         token_ids = self.verifier.packed(**call, **sampling).token_ids[:, 0]
         if return_logprobs:
             apply_grammar(self)
-        return token_ids, logits
+        return token_ids, step.logits
+
+
+def why_not_by_kernels(verifier: RejectionSampler, call: dict[str, Any]) -> str | None:
+    """Return the reason why the eager backend would verify a call, or None: it takes more time and memory than vLLM."""
+    logits = call["target_logits"]
+    backend = backends.choose(verifier.backend, logits)
+    if backend is not eager:
+        why_not: str | None = backend.why_not_verified(verifier.method, check_verification(**call))
+        return why_not
+    return None if logits.is_cpu else backends.obstacle(logits.device)
+
+
+def few_with_processors(step: Step, needs: np.ndarray, starts: np.ndarray | None) -> Requests | None:
+    """Return the requests of a step that need vLLM's copy of logits, if they are few and the host knows all rows.
+
+    Args:
+        step: the step.
+        needs: [batch] of its requests, in bits.
+        starts: [batch + 1] the first row of each request; None: the host does not know.
+    """
+    if starts is None or len(starts) != len(needs) + 1 or starts[-1] != len(step.logits):
+        return None
+    selected = (needs & PROCESSORS) > 0
+    if not 0 < selected.sum() <= len(selected) * MOST_PREPARED:
+        return None
+    return Requests.of(selected, starts, step.logits.device)

@@ -1,7 +1,7 @@
 """A step with drafts, in vLLM's arguments.
 
-vLLM hands over what it holds, and nothing of vocabulary size is copied: the rows of all requests are packed in one tensor,
-temperatures and seeds are by slot, lengths stay on the device.
+vLLM's tensors are used as they are, and nothing of vocabulary size is copied: the rows of all requests are packed in one
+tensor, temperatures and seeds are by slot, lengths stay on the device.
 
 | vLLM | the sampler's `packed` |
 |---|---|
@@ -10,46 +10,42 @@ temperatures and seeds are by slot, lengths stay on the device.
 | cached draft logits, before the temperature, not truncated | `draft_sampling`, where the target truncates |
 | no cached draft logits | `draft_logits=None`, a point mass |
 | cached draft logits of fewer tokens than the target has | `draft_vocab_ids`: the draft has the first of them |
-| the states of logits processors that are known, the masks of grammars | `adjustments`, if a request of the step has any |
+| the states of known logits processors, the masks of grammars | `adjustments`, if a request of the step has any |
 """
 
 import functools
 import os
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 import specdecode
-from specdecode import RejectionSampler, SamplerOutput
-from specdecode.integrations.adapters import Fallbacks
-from specdecode.integrations.calls import first_integers, verify_unchecked
-from specdecode.integrations.vllm.adjusting import StepRows
-from specdecode.integrations.vllm.compat import RUN_WITH, as_reason, unknown_attributes, version_of
-from specdecode.integrations.vllm.compiling import compile_all, kind_of
+from specdecode import RejectionSampler, SamplerOutput, Sampling
+from specdecode.integrations.engine import Fallbacks, Report, first_integers, log_interval, verify
+from specdecode.integrations.vllm.compat import (
+    INTERVAL,
+    RUN_WITH,
+    as_reason,
+    group_of,
+    logger,
+    unknown_attributes,
+    version_of,
+)
 from specdecode.integrations.vllm.grammars import apply_grammar
 from specdecode.integrations.vllm.listing import ListedRows
-from specdecode.integrations.vllm.needs import (
-    LOGPROBS,
-    TRUNCATES,
-    adjusted,
-    for_drafts,
-    needs_in,
-    of_processed,
-    requested,
-    values_of,
-    why_processed,
-    with_masked_drafts,
-)
-from specdecode.integrations.vllm.reporting import (
-    Report,
-    log_interval,
-    logger,
-    reports_here,
-)
-from specdecode.integrations.vllm.splitting import Prepared, joined, prepared_in, verify_prepared, without
+from specdecode.integrations.vllm.sampling import LOGPROBS, TRUNCATES, TokenSampling, few_with_processors
+from specdecode.integrations.vllm.steps import Requests, Step, kind_of
 
 LEFT_TO_VLLM = "vLLM verifies such a step, by its own method and noise"
+PREPARED = "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that"
+
+NO_FINITE_LOGIT = (
+    "specdecode: %d requests had a row without a finite logit, all NaN or masked, and emitted token 0 there; "
+    "VLLM_COMPUTE_NANS_IN_LOGITS=1 lets vLLM count NaN, VLLM_RAISE_ON_LOGIT_NANS=1 lets it stop"
+)
 
 
 class DraftVerification(ListedRows):
@@ -57,14 +53,14 @@ class DraftVerification(ListedRows):
 
     verifier: ClassVar[RejectionSampler]
     unknown: str | None = None
-    """Why all steps are left to vLLM: it may do what is not known here."""
+    """The reason to leave all steps to vLLM if it has unknown names."""
 
     fallbacks: Fallbacks
     report: Report | None = None
     """None: another rank reports the same steps."""
 
     host_starts: np.ndarray | None = None
-    """Where the rows of each request start, and those of the last end; None: the host does not know."""
+    """The first row of each request, and the end of the last; None: the host does not know."""
 
     # What vLLM's class has:
     fly_window_size: int
@@ -73,6 +69,8 @@ class DraftVerification(ListedRows):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not isinstance(self.sampler, TokenSampling):
+            self.unknown = f"a sampler of another class ({type(self.sampler).__name__})"
         self.unknown = self.unknown or as_reason(
             [
                 *unknown_attributes(self, "RejectionSampler"),
@@ -82,19 +80,20 @@ class DraftVerification(ListedRows):
         )
         self.sampler.unknown = self.unknown  # it draws for 'strict'
         self.fallbacks = Fallbacks(logger)
-        if reports_here(self.sampler):
+        group = group_of(self.sampler)
+        if group is None or group.rank_in_group == 0:  # other ranks would report the same steps
             is_prepared = self.verifier.method == "strict" and self.other_rule() is None
             how = "of them from logits that vLLM prepared" if is_prepared else "left to vLLM"
-            self.report = Report(self.fallbacks, log_interval(), how)
+            self.report = Report(self.fallbacks, log_interval(INTERVAL), how, NO_FINITE_LOGIT)
             self.log_start()
 
     def log_start(self) -> None:
-        """Log the method, the versions, and what is left to vLLM by configuration."""
+        """Log the method, the versions, and the steps left to vLLM by configuration."""
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("vllm", "torch", "triton"))
         of = "the logits of " if self.verifier.method == "strict" else ""  # it verifies the copy that vLLM prepares
         if rule := self.other_rule():
             left = f"all steps, with {rule}"
-        elif why := why_processed(self.sampler, LOGPROBS, lists=True):
+        elif why := self.sampler.why_processed(LOGPROBS, lists=True):
             left = f"{of}steps with log-probabilities, with {why}"
         else:
             left = "nothing"
@@ -118,6 +117,8 @@ class DraftVerification(ListedRows):
                 "vLLM draws with other noise in steps without drafts and in those left to it; not so with method 'strict'"
             )
 
+    # ---- A step
+
     def _verify(
         self,
         logits: Tensor,
@@ -132,102 +133,45 @@ class DraftVerification(ListedRows):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Verify one step, with vLLM's arguments and results.
-
-        Args:
-            logits: [num_rows, vocab] in the model's dtype; grammar masks are applied, or kept by the sampler.
-            draft_logits: [max_requests, num_draft_tokens, vocab] by slot, as the draft model wrote them; None means that
-                drafts are deterministic.
-            draft_sampled: [num_rows] the token that was fed at each row: a request's last token, then its drafts.
-            pos: [num_rows] the positions of these.
-            cu_num_logits: [batch + 1] each request's first row. Only the device may know its values.
-            idx_mapping: [batch] each request's slot.
-            idx_mapping_np: the same on the host.
-            expanded_idx_mapping: [num_rows] the slot of each row's request.
-            expanded_local_pos: [num_rows] each row's place in its request.
-            seq_lens_upper_bound_np: for vLLM's logits processors.
-            verify_draft_sampled: [num_rows] `draft_sampled` with -1 for drafts that a grammar forbids.
+        """Verify one step, with vLLM's arguments, see `Step`, and results.
 
         Returns:
             The logits that log-probabilities are computed from; [batch, num_draft_tokens + 1] int64 token ids; [batch]
-            int32, how many of them each request emits.
+            int32 number of tokens.
         """
         rows = logits, draft_logits, draft_sampled, pos, cu_num_logits
         mappings = idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos
-        given = *rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled
+        given = Step(*rows, *mappings, seq_lens_upper_bound_np, verify_draft_sampled)
         is_strict, self.listed = self.verifier.method == "strict", None
-        drafts, draft_rows = verify_draft_sampled[1:], None if is_strict else draft_logits
-        where = draft_rows, pos, cu_num_logits, idx_mapping
-        step_rows = StepRows(expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos)
-        kind = kind_of(logits, draft_rows)
-        if kind not in self.kinds and self.other_rule() is None:
-            self.prepare(kind, self.call_of(logits, drafts, *where))
-        needs, asked, prepared = self.asked_and_prepared(logits, idx_mapping_np)
-        rule, processed = self.why_left(needs, kind, self.can_list)
-        if rule is not None or (processed is not None and not is_strict):
-            return self.leave(rule or str(processed), given)
-        if processed is None:
-            sampling = requested(values_of(self.sampler), needs) | adjusted(self.sampler, needs, step_rows) | asked
-        else:  # only strict: it promises that the noise is the same in every step
-            logits, sampling = self.processed(processed, given)
-            kind = kind_of(logits, draft_rows)
-        if draft_rows is not None and verify_draft_sampled.data_ptr() != draft_sampled.data_ptr():
-            drafts = with_masked_drafts(drafts, draft_sampled[1:], logits, sampling.get("adjustments"))
-        call = self.call_of(logits, drafts, *where)
-        if kind not in self.kinds:  # as the copy of vLLM's is
-            self.prepare(kind, call)
-        if prepared is None:
-            output = self.output_of(call, for_drafts(sampling, draft_rows), kind)
-            if asked and processed is None:
-                self.keep(output)
-        else:
-            output = self.output_of(without(call, prepared), for_drafts(sampling, draft_rows), kind)
-            output = joined(output, verify_prepared(self, prepared, given), prepared)
-        return self.verified(logits, output)
-
-    def asked_and_prepared(self, logits: Tensor, slots: np.ndarray) -> tuple[int, dict[str, Any], Prepared | None]:
-        """Return what a step needs, what calls are to list of it, and the requests that vLLM prepares rows for."""
-        needs = needs_in(self.sampler, slots)
-        asked = self.asked_of(needs)
-        prepared = None if asked else prepared_in(self.sampler, slots, self.host_starts, logits)
-        if prepared is not None:
-            needs = needs & LOGPROBS | needs_in(self.sampler, np.delete(slots, prepared.on_host))
-        if prepared is not None or "logprobs" in asked:
+        if (rule := self.other_rule()) is not None:
+            return self.leave(rule, given)
+        step = given._replace(draft_logits=None) if is_strict else given
+        self.compile_once(step)
+        needs = self.sampler.needs_in(idx_mapping_np)
+        listing = self.listing_of(needs)
+        # A call that lists returns one output for all rows, so such a step is not split.
+        few = None if listing else few_with_processors(step, self.sampler.needs[idx_mapping_np], self.host_starts)
+        if few is not None:
+            needs = needs & LOGPROBS | self.sampler.needs_in(np.delete(idx_mapping_np, few.on_host))
+        if few is not None or "logprobs" in listing:
             apply_grammar(self.sampler)
-        return needs, asked, prepared
-
-    def verified(self, logits: Tensor, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
-        """Count a step that was verified here; return what `_verify` does."""
-        if self.report is not None:
-            self.report.verified(output)
-        return logits, output.token_ids, output.num_tokens
-
-    def output_of(self, call: dict[str, Any], sampling: dict[str, Any], kind: Any) -> SamplerOutput:
-        """Verify a step by this package's sampler; what has been checked in a step of its kind is not checked again."""
-        asked = [name in sampling for name in ("top_p", "logprobs", "kept_sets")]
-        added = [each is None for each in sampling.get("adjustments", ())]
-        checked = kind, *asked, *added
-        if checked not in self.checked:
-            self.checked.add(checked)
-            return self.verifier.packed(**call, **sampling)
-        return verify_unchecked(self.verifier, {**call, **sampling})
-
-    def leave(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Let vLLM verify a step by its own method, and count it."""
-        self.fallbacks.add(reason, LEFT_TO_VLLM)
-        apply_grammar(self.sampler)
-        if self.report is not None:
-            self.report.tick()
-        return super()._verify(*given)  # type: ignore[misc, no-any-return]
-
-    def processed(self, reason: str, given: tuple[Any, ...]) -> tuple[Tensor, dict[str, Any]]:
-        """Let vLLM process the logits of a step; return them, and how requests sample from them."""
-        self.fallbacks.add(reason, "vLLM prepares a copy of the logits for such a step, and 'strict' verifies that")
-        apply_grammar(self.sampler)
-        logits, _, fed, pos, _, idx_mapping, idx_mapping_np, expanded_idx_mapping, *more = given
-        where = expanded_idx_mapping, idx_mapping, idx_mapping_np
-        logits = self.sampler.apply_sampling_params(logits, *where, pos, fed, *more[:2])
-        return logits, of_processed(values_of(self.sampler))
+        reason = self.why_not(step.kind, needs, self.can_list)
+        if reason is None:
+            sampling = self.sampler.sampling_of(needs, step) | listing
+        elif is_strict:  # it promises that the noise is the same in every step
+            step, sampling = self.processed(reason, step), self.sampler.of_processed()
+            few, listing = None, {}
+        else:
+            return self.leave(reason, given)
+        call = self.as_call(step, sampling)
+        if few is None:
+            output = self.output_of(call, step.kind)
+        else:  # without a slot nothing of a request is read
+            call["slots"] = call["slots"].index_fill(0, few.indices, -1)
+            output = joined(self.output_of(call, step.kind), self.verify_processed(step, few), few)
+        if listing:
+            self.keep(output)
+        return self.as_result(step, output)
 
     def _verify_in_chunks(
         self,
@@ -241,76 +185,31 @@ class DraftVerification(ListedRows):
         verify_draft_sampled: Tensor | None = None,
     ) -> Any:
         """Verify a batch, with vLLM's arguments and results: all at once where vLLM would divide it to bound its copy."""
-        slots, draft_rows = input_batch.idx_mapping_np, None if self.verifier.method == "strict" else draft_logits
-        kind, returns_masks, is_ours = kind_of(logits, draft_rows), self.sampler.return_sampling_mask, False
+        tokens = draft_logits, draft_sampled, pos
+        limits = max_chunk_logits, max_num_logprobs, verify_draft_sampled
+        verify_chunks = functools.partial(super()._verify_in_chunks, logits, input_batch, *tokens)  # type: ignore[misc]
+        if self.other_rule() is not None:
+            return verify_chunks(*limits)
+        slots, is_strict = input_batch.idx_mapping_np, self.verifier.method == "strict"
+        kind = kind_of(logits, None if is_strict else draft_logits)
+        returns_masks, is_ours = self.sampler.return_sampling_mask, False
         is_divided = len(logits) > max_chunk_logits and max_num_logprobs < 0
         if is_divided or returns_masks:
-            is_ours = self.why_left(needs_in(self.sampler, slots), kind, lists=True) == (None, None)
+            is_ours = self.why_not(kind, self.sampler.needs_in(slots), lists=True) is None
         if is_divided and is_ours:
             max_chunk_logits = len(logits)
-        where = draft_logits, draft_sampled, pos, max_chunk_logits, max_num_logprobs, verify_draft_sampled
         if len(logits) <= max_chunk_logits and not getattr(self, "enable_adaptive_verification", False):
-            self.host_starts = input_batch.cu_num_logits_np  # not so if the device alone knows where rows are
+            self.host_starts = input_batch.cu_num_logits_np  # otherwise the device alone knows the rows
         self.num_listed = max_num_logprobs
         with self.making_sampling_masks(returns_masks and is_ours and kind in self.kinds):
             try:
-                return self.with_sampling_masks(super()._verify_in_chunks(logits, input_batch, *where), slots)  # type: ignore[misc]
+                result = verify_chunks(max_chunk_logits, max_num_logprobs, verify_draft_sampled)
+                return self.with_sampling_masks(result, slots)
             finally:
                 self.host_starts, self.num_listed = None, -1
 
-    @functools.cached_property
-    def kinds(self) -> dict[Any, tuple[str | None, str | None]]:
-        """Kinds of steps whose kernels are compiled, and why the kernels do not take those not truncated, and truncated."""
-        return {}
-
-    @functools.cached_property
-    def checked(self) -> set[Any]:
-        """Kinds of steps whose arguments have been checked: vLLM's are of the same types in each, and fit together."""
-        return set()
-
-    def prepare(self, kind: Any, call: dict[str, Any]) -> None:
-        """Compile all kernels of its kind at the first call: vLLM's own warm-up makes that."""
-        self.kinds[kind] = compile_all(self.verifier, call, self.sampler)
-
-    def call_of(
-        self,
-        logits: Tensor,
-        draft_token_ids: Tensor,
-        draft_logits: Tensor | None,
-        pos: Tensor,
-        cu_num_logits: Tensor,
-        idx_mapping: Tensor,
-    ) -> dict[str, Any]:
-        """Return the arguments of the sampler's `packed`, but how requests sample."""
-        call = {
-            "target_logits": logits,
-            "draft_token_ids": draft_token_ids,
-            "row_starts": cu_num_logits,
-            "draft_logits": draft_logits,
-            "num_draft_tokens": self.num_speculative_steps,
-            "slots": idx_mapping,
-            "seeds": values_of(self.sampler).seeds,
-            "row_positions": pos,
-        }
-        if draft_logits is not None and draft_logits.shape[-1] != logits.shape[-1]:
-            call["draft_logits"] = draft_logits[..., : logits.shape[-1]]  # beyond it a draft is no token of the target
-            if draft_logits.shape[-1] < logits.shape[-1]:
-                call["draft_vocab_ids"] = first_integers(draft_logits.shape[-1], logits.device)
-        return call
-
-    def why_left(self, needs: int, kind: Any, lists: bool = False) -> tuple[str | None, str | None]:
-        """Return why vLLM has to verify a step, and else why it has to process the step's logits; None: it has not."""
-        rule = self.other_rule()
-        if rule is not None:
-            return rule, None
-        processed = why_processed(self.sampler, needs, lists)
-        if processed is None:
-            why_not = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
-            processed = None if why_not is None else f"rows that the kernels do not take ({why_not})"
-        return None, processed
-
     def other_rule(self) -> str | None:
-        """Return why vLLM accepts drafts, or draws tokens, by a rule that this package does not have, or None."""
+        """Return the reason to leave all steps to vLLM, or None: it accepts drafts by a rule that is not supported here."""
         if self.watermark_key is not None:
             return "watermarks"
         if self.synthetic_conditional_rates is not None:
@@ -318,3 +217,105 @@ class DraftVerification(ListedRows):
         if self.fly_window_size > 0:
             return "rejection_sample_method 'fly'"
         return self.unknown
+
+    def why_not(self, kind: Hashable, needs: int, lists: bool = False) -> str | None:
+        """Return the reason why a step cannot be verified from the model's logits, or None.
+
+        Args:
+            kind: of the step.
+            needs: of its requests, in bits.
+            lists: whether calls may list what vLLM returns of rows.
+        """
+        if reason := self.other_rule() or self.sampler.why_processed(needs, lists):
+            return reason
+        limit = self.kinds.get(kind, (None, None))[bool(needs & TRUNCATES)]
+        return None if limit is None else f"rows that the kernels do not take ({limit})"
+
+    def leave(self, reason: str, given: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Let vLLM verify a step by its own method, and count it."""
+        self.fallbacks.add(reason, LEFT_TO_VLLM)
+        apply_grammar(self.sampler)
+        if self.report is not None:
+            self.report.tick()
+        return super()._verify(*given)  # type: ignore[misc, no-any-return]
+
+    def processed(self, reason: str, step: Step) -> Step:
+        """Return a step with logits that vLLM has processed, and count it."""
+        self.fallbacks.add(reason, PREPARED)
+        apply_grammar(self.sampler)
+        step = step._replace(logits=step.processed(self.sampler))
+        self.compile_once(step)
+        return step
+
+    def as_call(self, step: Step, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the sampler's `packed` for a step whose requests sample like this."""
+        vocab, draft_logits = step.logits.shape[-1], step.draft_logits
+        call = sampling | {
+            "target_logits": step.logits,
+            "draft_token_ids": step.drafts(sampling.get("adjustments")),
+            "row_starts": step.cu_num_logits,
+            "draft_logits": draft_logits,
+            "num_draft_tokens": self.num_speculative_steps,
+            "slots": step.idx_mapping,
+            "seeds": self.sampler.slot_values().seeds,
+            "row_positions": step.pos,
+        }
+        if draft_logits is None:
+            return call
+        if "top_p" in sampling:  # vLLM drew the drafts at the target's temperature, from whole rows
+            call["draft_sampling"] = Sampling(temperature=sampling["temperature"])
+        if (draft_vocab := draft_logits.shape[-1]) != vocab:
+            call["draft_logits"] = draft_logits[..., :vocab]  # beyond it a draft is no token of the target
+            if draft_vocab < vocab:
+                call["draft_vocab_ids"] = first_integers(draft_vocab, step.logits.device)
+        return call
+
+    def as_result(self, step: Step, output: SamplerOutput) -> tuple[Tensor, Tensor, Tensor]:
+        """Return an output as `_verify` does, and count the step."""
+        if self.report is not None:
+            self.report.verified(output)
+        return step.logits, output.token_ids, output.num_tokens
+
+    # ---- Calls
+
+    @functools.cached_property
+    def kinds(self) -> dict[Hashable, tuple[str | None, str | None]]:
+        """Kinds of steps whose kernels are compiled; why the kernels do not take those not truncated, and truncated ones."""
+        return {}
+
+    @functools.cached_property
+    def checked(self) -> set[Hashable]:
+        """Kinds of calls whose arguments have been checked."""
+        return set()
+
+    def compile_once(self, step: Step) -> None:
+        """Compile all kernels of a kind at its first step, which vLLM's own warm-up makes."""
+        if step.kind not in self.kinds:
+            as_call = functools.partial(self.as_call, step)
+            self.kinds[step.kind] = self.sampler.compile_kernels(self.verifier, as_call, step)
+
+    def output_of(self, call: dict[str, Any], kind: Hashable) -> SamplerOutput:
+        """Return the output of a call, given the kind of its step."""
+        optional = [name in call for name in ("top_p", "logprobs", "kept_sets")]
+        adjusts = [each is None for each in call.get("adjustments", ())]
+        return verify(self.verifier, call, (kind, *optional, *adjusts), self.checked)
+
+    def verify_processed(self, step: Step, few: Requests) -> SamplerOutput:
+        """Return the output of some requests of a step, from logits that vLLM processes."""
+        part, values = step.part(few), self.sampler.slot_values()
+        part, slots = part._replace(logits=part.processed(self.sampler)), part.idx_mapping
+        if part.draft_logits is not None:  # divided by the temperature in float32, as vLLM has divided the target's
+            temperature = values.temperature[slots, None, None]
+            divisor = torch.where(temperature > 0, temperature, 1.0)
+            part = part._replace(draft_logits=part.draft_logits[slots].to(torch.float32) / divisor)
+        call = self.as_call(part, self.sampler.of_processed())
+        by_request = {"slots": None, "seeds": values.seeds[slots], "temperature": call["temperature"][slots]}
+        return self.verifier.packed(**call | by_request)
+
+
+def joined(output: SamplerOutput, own: SamplerOutput, few: Requests) -> SamplerOutput:
+    """Return the output of all requests of a step, given the output of a few in `own`."""
+    return SamplerOutput._make(
+        None if part is None or other is None else part.index_copy(0, few.indices, other)
+        for part, other in zip(output, own)
+    )

@@ -1,4 +1,4 @@
-"""What is decided about truncated drafts while rows are read, before any cutoff is known, in Triton.
+"""Decisions about truncated drafts while rows are read, before any cutoff is known, in Triton.
 
 From the statistics of its blocks the mass that is kept of a row is known within bounds, and p'(x) / q'(x) too. If a draft
 is surely rejected, later rows need not be read; if it is surely accepted, its own rows need not be truncated.
@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from specdecode.kernels.distribution import add_both
+from specdecode.kernels.first_rejected import post_acceptance
 from specdecode.kernels.logprobs import normalizer_of
 from specdecode.kernels.probabilistic import acceptance_terms, accepts, is_possible
 from specdecode.kernels.request import load_draft_limits, load_limits
 from specdecode.kernels.rows import scaled
 from specdecode.kernels.statistics import load_draft_statistics, load_target_statistics
-from specdecode.kernels.stops import post_acceptance
 from specdecode.kernels.synthetic import is_scheduled
 from specdecode.kernels.values import INFINITY
 

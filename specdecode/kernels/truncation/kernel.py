@@ -13,6 +13,7 @@ import triton.language as tl
 
 from specdecode.kernels.adjustments import rarely
 from specdecode.kernels.distribution import combine_recomputed, recompute_nonfinite
+from specdecode.kernels.first_rejected import is_surely_accepted, load_first_rejected
 from specdecode.kernels.launch import admit_next_launch, await_launch
 from specdecode.kernels.request import (
     count_drafts,
@@ -31,7 +32,6 @@ from specdecode.kernels.rows import (
     whole_target_row_at,
 )
 from specdecode.kernels.statistics import load_statistics, maxima_at, statistics_at
-from specdecode.kernels.stops import is_surely_accepted, load_stop
 from specdecode.kernels.truncation.narrow import (
     ALL,
     ANY_NUMBER,
@@ -132,14 +132,14 @@ def cut(row, every_maximum, maxima_ptr, summary, statistics_ptr, list_ptr, sizes
 
 @triton.jit
 def cut_wide(row, row_max, total, temperature, limits, statistics_ptr, list_ptr, sizes):
-    """Return what `cut` does, whose cutoff is not among few tokens."""
+    """Return the cutoff of a row, for `cut`, by reading all of the row."""
     logit, ties = wide_cutoff(row, row_max, total, temperature, limits, sizes)
     return store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes)
 
 
 @triton.jit
 def locate_row(index, inputs, sizes):
-    """Return which row a program has, by request and offset, and whether it is a draft row: those follow the target rows."""
+    """Return the request and offset of a program's row, and whether it is a draft row: these follow the target rows."""
     num_rows = sizes.num_draft_tokens + 1
     request, offset = index // num_rows, (index % num_rows).to(tl.int32)
     of_draft = False
@@ -171,7 +171,7 @@ def truncate_row(row, index, temperature, limits, workspace, sizes):
 
 @triton.jit
 def limits_at(request, offset, of_draft, inputs, sizes):
-    """Return what truncates a row, and whether the row was read, as far as that is known without its request's stop."""
+    """Return the row's truncation, and whether the row has been read; first rejections are not final yet."""
     num_drafts, _ = count_drafts(inputs.drafts, request, sizes)
     limits, is_read = load_limits(inputs.limits, request, sizes), offset <= num_drafts
     if inputs.draft.ptr is not None:
@@ -182,7 +182,7 @@ def limits_at(request, offset, of_draft, inputs, sizes):
 
 @triton.jit
 def row_to_cut(index, inputs, sizes):
-    """Return where the row with an index is, as `locate_row`; its temperature; and what `limits_at` says of it."""
+    """Return the request and offset of a row, whether it is a draft row, temperature, limits, and whether it was read."""
     request, offset, of_draft = locate_row(index, inputs, sizes)
     temperature = load_temperature(inputs.requests, request)
     limits, is_read = limits_at(request, offset, of_draft, inputs, sizes)
@@ -193,7 +193,7 @@ def row_to_cut(index, inputs, sizes):
 def is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, POSTED: tl.constexpr):
     """Return whether a row that was read is to be truncated: not if it does not matter, or nothing truncates it."""
     if POSTED:
-        is_read &= offset <= load_stop(workspace.state_ptr, request, sizes)
+        is_read &= offset <= load_first_rejected(workspace.state_ptr, request, sizes)
         if workspace.logprobs_ptr is None:  # they are of what truncation leaves
             is_read &= is_surely_accepted(workspace.state_ptr, request, offset, sizes) == 0
     top_k, top_p, min_p = limits
@@ -217,14 +217,14 @@ def row_of_program(OF_DRAFTS: tl.constexpr, sizes):
 
 
 @triton.jit
-def truncate_kernel(inputs, workspace, sizes, tuning):
+def truncate_kernel(inputs, workspace, sizes, config):
     """Truncate one row, if it was read and anything truncates it: of all rows; or of draft rows, if they have a launch."""
-    index = row_of_program(tuning.OF_DRAFTS, sizes)
+    index = row_of_program(config.OF_DRAFTS, sizes)
     request, offset, of_draft, temperature, limits, is_read = row_to_cut(index, inputs, sizes)
     row = whole_target_row_at(request, offset, inputs, sizes)
-    await_launch(tuning.OVERLAPS)
-    admit_next_launch(tuning.OVERLAPS)
-    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, tuning.POSTED)
+    await_launch(config.OVERLAPS)
+    admit_next_launch(config.OVERLAPS)
+    is_truncated = is_to_cut(request, offset, is_read, temperature, limits, workspace, sizes, config.POSTED)
     logit, token = -INFINITY, tl.full([], LAST_TOKEN, tl.int32)
     if inputs.drafts.cutoff_ptr is not None:
         if of_draft & is_truncated:
@@ -234,7 +234,7 @@ def truncate_kernel(inputs, workspace, sizes, tuning):
             if given >= 0:
                 logit, token = load_logit(draft_row, given, True), given
     if is_truncated:
-        if tuning.OF_DRAFTS:
+        if config.OF_DRAFTS:
             draft_row = whole_draft_row_at(request, offset, inputs, sizes)
             logit, token = truncate_row(draft_row, index, temperature, limits, workspace, sizes)
         else:

@@ -27,7 +27,7 @@ from specdecode.kernels.statistics import WARP
 from specdecode.kernels.values import INFINITY
 
 CANDIDATES, FEW = tl.constexpr(512), tl.constexpr(256)
-"""That are listed of a row, at most, and groups; and with top-p alone, where to search the whole row takes less time."""
+"""The most candidates and groups listed of a row; and the most with top-p alone, where searching the whole row is faster."""
 
 LIKELY = tl.constexpr(64)
 """Blocks whose groups are looked at, at most: those with the largest maxima."""
@@ -183,17 +183,17 @@ def load_maxima(pointer, statistics_ptr, blocks, row):
 
 
 @triton.jit
-def tokens_of_groups(groups, LANES: tl.constexpr):
-    """Return the token ids of groups, [groups, GROUP]; `LANES` are the tokens of a block that a warp loads at once."""
-    each, width = tl.arange(0, GROUP)[None, :], LANES // GROUPS
+def tokens_of_groups(groups, BLOCK_N: tl.constexpr):
+    """Return the token ids of groups, [groups, GROUP]; `BLOCK_N` are the tokens of a block that a warp loads at once."""
+    each, width = tl.arange(0, GROUP)[None, :], BLOCK_N // GROUPS
     starts = groups // GROUPS * BLOCK_SIZE + groups % GROUPS * width
-    return starts[:, None] + each // width * LANES + each % width
+    return starts[:, None] + each // width * BLOCK_N + each % width
 
 
 @triton.jit
 def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     """List the tokens of a row that reach a level, given groups and their maxima; return their number, if at most `most`."""
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     groups_ptr = numbers_at(list_ptr)
     reaches = tl.reshape(maxima >= level, [groups.shape[0] // WARP, WARP])
     positions, num_groups = compacted(reaches)
@@ -204,7 +204,7 @@ def list_tokens(level, groups, maxima, most, row, list_ptr, sizes):
     while (first < num_groups) & (found <= most):
         listed = first + tl.arange(0, AT_ONCE)
         read = tl.load(groups_ptr + listed, mask=listed < num_groups, other=sizes.num_blocks * GROUPS).to(tl.int32)
-        token_ids = tokens_of_groups(read, LANES)
+        token_ids = tokens_of_groups(read, BLOCK_N)
         logits = load_logits(row, token_ids, True)
         entries, number = compacted(logits >= level)
         entries += found

@@ -34,7 +34,7 @@ LOWEST_KEY = tl.constexpr(-0x7F800000)
 """Of the smallest finite logit."""
 
 BLOCKS = tl.constexpr(8)
-"""That are read at once: one by each warp is best."""
+"""Blocks that are read at once: one by each warp is best."""
 
 SAMPLE = tl.constexpr(2048)
 """Tokens that suggest where to begin: some of each block, because likely tokens may be in few of them."""
@@ -66,7 +66,7 @@ def ordinal_of(logit, SHIFT: tl.constexpr):
 
 @triton.jit
 def amounts(logits, row_max, scale):
-    """Return what each token adds to an amount: its weight relative to the row's maximum, or 1 where `scale` is 0."""
+    """Return the weights of tokens relative to the row's maximum, or 1 where `scale` is 0."""
     return tl.exp2((logits - row_max) * scale)
 
 
@@ -77,13 +77,13 @@ def amounts_from(thresholds, row, row_max, scale, sizes):
     Each lane of `BLOCKS` blocks adds up its own; so the order of additions is the same for any number of warps.
     """
     first, second, third = thresholds
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, of a warp
-    from_first = tl.zeros([BLOCKS, LANES], tl.float32)
+    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth  # of a block, of a warp
+    from_first = tl.zeros([BLOCKS, BLOCK_N], tl.float32)
     from_second, from_third = from_first, from_first
-    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
+    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
-        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, LANES)
+        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, BLOCK_N)  # in flight
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, BLOCK_N)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             each = amounts(logits, row_max, scale)
@@ -97,7 +97,7 @@ def amounts_from(thresholds, row, row_max, scale, sizes):
 
 @triton.jit
 def sum_lanes(weights):
-    """Return the sum of [BLOCKS, LANES] weights, in the order of `sum_blocks`."""
+    """Return the sum of [BLOCKS, BLOCK_N] weights, in the order of `sum_blocks`."""
     return sum_in_order(sum_blocks((weights,)))
 
 
@@ -108,11 +108,11 @@ def suggest(weighed, by_count, goal, least, sizes):
     Tokens that each weigh less than `least` have less than what is left out of a mass.
     """
     row, row_max, scale, total = weighed
-    LANES: tl.constexpr = SAMPLE // sizes.MAX_BLOCKS
-    logits = load_logits(row, part_of_blocks(tl.arange(0, sizes.MAX_BLOCKS), 0, BLOCK_SIZE, LANES), True)
+    BLOCK_N: tl.constexpr = SAMPLE // sizes.MAX_BLOCKS
+    logits = load_logits(row, part_of_blocks(tl.arange(0, sizes.MAX_BLOCKS), 0, BLOCK_SIZE, BLOCK_N), True)
     logits = tl.reshape(logits, [SAMPLE])
     each = tl.where(logits > -INFINITY, amounts(logits, row_max, tl.where(by_count, 0.0, scale)), 0.0)
-    share = LANES / BLOCK_SIZE
+    share = BLOCK_N / BLOCK_SIZE
     # Of a mass, what is left out is in many tokens, of which a few blocks have their share. What is kept may be in few.
     amount, error = tl.sum(each, 0) - (total - goal) * share, DOUBT * (total - goal) * share
     amount, error = tl.where(by_count, goal * share, amount), tl.where(by_count, 3 * tl.sqrt(goal * share) + 1, error)
@@ -277,13 +277,13 @@ def find_tie(logit, nth, block, row):
 @triton.jit
 def store_kept(statistics_ptr, list_ptr, logit, ties, row, temperature, sizes):
     """Replace the statistics of a row's blocks by those of what is kept; return the last token's logit and id."""
-    LANES: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
+    BLOCK_N: tl.constexpr = WARP_BITS // row.ptr.dtype.element_ty.primitive_bitwidth
     ties_ptr = numbers_at(list_ptr).to(tl.pointer_type(tl.float32), bitcast=True)
-    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, LANES)
+    raw = load_stored_blocks(row, tl.arange(0, BLOCKS), True, False, BLOCK_N)
     for block in range(0, sizes.num_blocks, BLOCKS):
-        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, LANES)  # in flight
-        parts, is_tie = (), tl.zeros([BLOCKS, LANES], tl.float32)
-        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, LANES)
+        following = load_stored_blocks(row, tl.arange(0, BLOCKS) + (block + BLOCKS), True, False, BLOCK_N)  # in flight
+        parts, is_tie = (), tl.zeros([BLOCKS, BLOCK_N], tl.float32)
+        read = logits_of_stored(raw, row, tl.arange(0, BLOCKS) + block, BLOCK_N)
         for part in tl.static_range(len(read)):
             logits = read[part].to(tl.float32)
             parts = parts + (tl.where(logits > logit, logits, -INFINITY),)

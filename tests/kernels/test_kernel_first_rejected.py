@@ -1,4 +1,4 @@
-"""At which row a request stops and what it returns, in whatever order its programs finish."""
+"""The first rejected row of a request and what it returns, in whatever order its programs finish."""
 
 from typing import NamedTuple
 
@@ -9,24 +9,24 @@ import triton.language as tl
 
 from specdecode.kernels import output
 from specdecode.kernels.arguments import Constant, Drafts, Int32, Outputs, Pointer, Sizes
-from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
-from specdecode.kernels.request import count_drafts, draft_at
-from specdecode.kernels.stops import (
+from specdecode.kernels.first_rejected import (
     EMPTY_BITS,
     FIELDS,
-    STOP_BITS,
-    add_stop_bits,
+    REJECTED_BITS,
+    add_row_bits,
     clear_state,
     first_row,
     is_last,
     is_to_finish,
     load_empty,
-    load_stop,
-    peek_stop,
+    load_first_rejected,
+    peek_first_rejected,
     post_empty,
-    post_stop,
+    post_rejection,
 )
-from specdecode.kernels.values import Request, RowContext
+from specdecode.kernels.output import hand_in, store_logprob, store_output, store_token
+from specdecode.kernels.request import count_drafts, draft_at
+from specdecode.kernels.values import RequestIndex, RowContext
 from tests.support.kernels import DEVICE, every, needs_interpreter, orders, run_kernel, sizes_of
 
 VOCAB = 1000
@@ -63,7 +63,7 @@ class Posts(NamedTuple):
 def the_request(index, sizes):
     """Return a request whose drafts and rows are at its own index."""
     index = tl.full([], index, tl.int64)
-    return Request(index, index, index, sizes.num_draft_tokens, sizes.vocab_size)
+    return RequestIndex(index, index, index, sizes.num_draft_tokens, sizes.vocab_size)
 
 
 @triton.jit
@@ -72,12 +72,12 @@ def post_kernel(posts):
     clear_state(posts.state_ptr, request)
     for i in range(posts.count + 1):
         found_ptr = posts.found_ptr + 3 * i
-        tl.store(found_ptr, peek_stop(posts.state_ptr, request, posts.sizes))
-        tl.store(found_ptr + 1, load_stop(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr, peek_first_rejected(posts.state_ptr, request, posts.sizes))
+        tl.store(found_ptr + 1, load_first_rejected(posts.state_ptr, request, posts.sizes))
         tl.store(found_ptr + 2, load_empty(posts.state_ptr, request, posts.sizes))
         if i < posts.count:
             offset = tl.load(posts.offsets_ptr + i)
-            post_stop(posts.state_ptr, request, offset, posts.sizes)
+            post_rejection(posts.state_ptr, request, offset, posts.sizes)
             post_empty(posts.state_ptr, request, offset, posts.sizes)
 
 
@@ -170,10 +170,10 @@ def test_drafts_end_at_the_first_that_is_no_token_and_the_output_at_the_stop(dra
 
 
 class Rows(NamedTuple):
-    """The rows of a request, each with a program of two steps: it tells of its row, and hands in a token if it can stop."""
+    """The rows of a request, each with a program of two steps: it adds its row, and hands in a token if it is rejected."""
 
     steps_ptr: Pointer  # [count, 2] int32: row and step
-    stops_ptr: Pointer  # [rows] int32: whether the request can stop there
+    stops_ptr: Pointer  # [rows] int32: whether each is rejected
     empty_ptr: Pointer  # [rows] int32: whether the row has no finite logit
     state_ptr: Pointer  # [1] int64
     drafts: Drafts
@@ -197,7 +197,7 @@ def take_step(rows, offset, step):
     if (step == 0) == (rows.IS_DRAWN == 0):
         if stops == 0:
             store_logprob(rows.outputs, context, -1.0 - offset, rows.sizes)
-        bits = add_stop_bits(rows.state_ptr, context, stops, is_empty, True)
+        bits = add_row_bits(rows.state_ptr, context, stops, is_empty, True)
     elif rows.IS_DRAWN:
         if stops:
             store_token(rows.outputs, context, 100 + offset, -100.0 - offset, rows.sizes)
@@ -207,7 +207,7 @@ def take_step(rows, offset, step):
     if (step == 1) | ((stops == 0) & (rows.IS_DRAWN == 0)):
         finishes = is_to_finish(rows.state_ptr, context, bits, rows.sizes, rows.IS_DRAWN)
     if finishes:
-        stop = first_row(bits, STOP_BITS)
+        stop = first_row(bits, REJECTED_BITS)
         counted = count_drafts(rows.drafts, request, rows.sizes)
         is_invalid = first_row(bits, EMPTY_BITS) <= stop
         store_output(rows.outputs, rows.drafts, counted, request, stop, is_invalid, rows.sizes)

@@ -1,4 +1,4 @@
-"""What compares verifications in SGLang's engine, without SGLang: the switch in its scheduler, and what a run says."""
+"""The tool that compares verifications in engines, without them: SGLang's switch in its scheduler, and results of runs."""
 
 import json
 import sys
@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tools import sglang_engine
-from tests.tools.check_sglang import ALARM, GREEDY, LONG, ROUNDS, errors_of, greedy, sampled, timed
-from tests.tools.requests_to_engines import p_value
-from tests.tools.sglang_engine import IN_TURN, MODES, OURS, SGLANG, Control, Hold, Switch, register, write_plugin
+from tests.tools import check_engine, sglang_engine
+from tests.tools.check_engine import ALARM, OURS, REQUESTS, Served, checked, greedy, p_value, tokens
+from tests.tools.sglang_engine import (
+    IN_TURN,
+    LONG,
+    MODES,
+    ROUNDS,
+    SGLANG,
+    Control,
+    Hold,
+    Switch,
+    register,
+    write_plugin,
+)
+from tests.tools.sglang_engine import timed as timed_cells
 
 
 def test_sglang_finds_the_plug_in_in_a_folder_on_the_path(tmp_path, monkeypatch):
@@ -127,15 +138,23 @@ def test_a_prefill_waits_for_all_requests_but_not_for_ever(tmp_path, monkeypatch
 class Engine:
     """Stands in for a switched engine: what it returns by mode, and steps of known times."""
 
-    def __init__(self, texts=None):
-        self.texts = texts or {}
+    name, tokens, requests = SGLANG, 6, [4]
+    gaps = sglang_engine.SwitchedEngine.gaps
+
+    def __init__(self, texts=None, repeats=True, samples=2000, wrong=()):
+        self.texts, self.repeats, self.samples, self.wrong = texts or {}, repeats, samples, [*wrong]
         self.served = []
 
     def serve(self, mode, prompts, sampling, tokens, held=False):
         self.served.append((mode, tokens))
         make = self.texts.get(mode, lambda i: [0] * 6)
-        meta = {"completion_tokens": 6, "spec_verify_ct": 3}
-        return [{"output_ids": make(i), "meta_info": meta} for i in range(len(prompts))]
+        return Served([make(i) for i in range(len(prompts))], {"acceptance length": 2.0})
+
+    def samplings(self):
+        return {"T .8": {"temperature": 0.8}}
+
+    def errors(self):
+        return self.wrong
 
     def report(self):
         """Return 60 steps: ours of 1 ms, SGLang's of 1.5, slow ones first in each stretch, the last of fewer requests."""
@@ -154,7 +173,7 @@ class Engine:
 
 def test_the_ratio_is_of_full_batches_after_the_first_steps_of_each_stretch():
     engine = Engine()
-    cell = timed(engine, 4, "T .8")
+    _, cell = next(timed_cells(engine))
     assert [cell[key] for key in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([1.5] * 3)
     assert (cell[OURS]["step_us"], cell[SGLANG]["step_us"]) == (1000.0, 1500.0)
     assert (cell[OURS]["verify_host_us"], cell[SGLANG]["verify_host_us"]) == (7.0, 5.0)
@@ -169,7 +188,7 @@ class Runs:
         self.differing, self.calls = differing, 0
 
     def __call__(self, i):
-        run, self.calls = self.calls // GREEDY, self.calls + 1
+        run, self.calls = self.calls // REQUESTS, self.calls + 1
         return [0, 0, 7 if i < self.differing[run] else 0]
 
 
@@ -186,16 +205,22 @@ class Runs:
         ((4, 40), 4, True, True),
     ],
 )
-def test_greedy_texts_are_wrong_if_they_differ_more_than_sglangs_own(ours, again, drawn, wrong):
-    result = greedy(Engine({OURS: Runs(*ours), SGLANG: Runs(0, again)}), drawn)
-    compared = result["with SGLang's first"]
-    assert [compared[run]["equal"] for run in (OURS, f"{SGLANG} again", f"{OURS} again")] == [
-        GREEDY - ours[0],
-        GREEDY - again,
-        GREEDY - ours[1],
-    ]
-    assert compared[OURS]["first_differences"] == [2] * min(ours[0], 8)
+def test_greedy_texts_are_wrong_if_they_differ_more_than_the_engines_own(ours, again, drawn, wrong):
+    [(_, result)] = greedy(Engine({OURS: Runs(*ours), SGLANG: Runs(0, again)}, repeats=not drawn))
+    counts = [f"{REQUESTS - differing}/{REQUESTS}" for differing in (ours[0], again, ours[1])]
+    assert [result["plain"][run] for run in (OURS, "again", "ours again")] == counts
+    assert result["plain"].get("gaps", []) == [2] * ours[0]
     assert result["wrong"] is wrong
+
+
+def test_texts_are_compared_by_kind():
+    """Texts of no kind are not compared; those that a kind changes are counted."""
+    runs = Engine({OURS: lambda i: [7 if i in (1, 2, 5) else 0], SGLANG: lambda i: [0]}, repeats=False)
+    kinds = ["a", "a", "b", "b", "b", ""]
+    result = check_engine.compared(runs, [[5]] * 6, {}, kinds, plain=[[0, 1], [0], [1], [1], [0], [1]])
+    assert result["a"] == {OURS: "1/2", "again": "2/2", "ours again": "1/2", "changed": 0}
+    assert result["b"] == {OURS: "2/3", "again": "3/3", "ours again": "2/3", "changed": 2}
+    assert result["requests"] == 5
 
 
 def texts_of(rng, probabilities):
@@ -208,7 +233,7 @@ def test_samples_of_one_distribution_raise_no_alarm_and_those_of_another_do():
     wrong = right * np.where(np.arange(100) % 2, 0.7, 1.3)
     right, wrong = right / right.sum(), wrong / wrong.sum()
     for theirs, is_alarm in ((right, False), (wrong, True)):
-        result = sampled(Engine({OURS: texts_of(rng, right), SGLANG: texts_of(rng, theirs)}), "T .8", 2000)
+        [(_, result)] = tokens(Engine({OURS: texts_of(rng, right), SGLANG: texts_of(rng, theirs)}))
         assert len(result["p"]) == 6
         assert [p < ALARM for name, p in result["p"].items() if name.startswith("token ")] == [is_alarm] * 4
 
@@ -220,8 +245,8 @@ def test_tokens_that_depend_on_each_other_are_seen_where_each_alone_is_right():
         return [int(rng.integers(8))] * 6
 
     independent = texts_of(rng, np.full(8, 1 / 8))
-    p_values = sampled(Engine({OURS: same, SGLANG: independent}), "T .8", 1000)["p"]
-    assert {name for name, p in p_values.items() if p < ALARM} == {"tokens 2-3", "tokens 1-4"}
+    [(_, result)] = tokens(Engine({OURS: same, SGLANG: independent}, samples=1000))
+    assert {name for name, p in result["p"].items() if p < ALARM} == {"tokens 2-3", "tokens 1-4"}
 
 
 def test_one_token_that_is_too_frequent_is_seen_among_many_rare_ones():
@@ -233,11 +258,18 @@ def test_one_token_that_is_too_frequent_is_seen_among_many_rare_ones():
     assert p_value([(1,)] * 5, [(2,)] * 5) == 1.0  # too few to tell
 
 
-def test_the_exit_status_tells_of_what_was_not_verified_here_or_not_compared():
-    right = {"greedy": {"wrong": False}, "samples": {"T .8": {"p": {"token 2": 0.3}}}, "fallbacks": {}}
-    right["verified"] = {OURS: 5, SGLANG: 5}
-    assert errors_of(right) == []
-    assert errors_of(right | {"fallbacks": {"watermarks": 2}}) == ["2 steps left to SGLang: watermarks"]
-    assert errors_of(right | {"verified": {SGLANG: 5}}) == ["ours: no step verified"]
-    assert errors_of(right | {"greedy": {"wrong": True}}) == ["greedy texts differ"]
-    assert errors_of(right | {"samples": {"T .8": {"p": {"token 2": 3e-5}}}}) == ["T .8: token 2, p = 3e-05"]
+def test_errors_are_texts_that_differ_small_p_values_and_those_of_the_engine(capsys):
+    parts = {"greedy": {"wrong": False}, "mixed": {"wrong": True}, "T .8": {"p": {"token 1": 0.3, "token 2": 3e-5}}}
+    errors = checked(Engine(wrong=["2 steps left to SGLang: watermarks"]), [lambda engine: parts.items()])
+    assert errors == ["mixed: texts differ", "T .8: token 2, p = 3e-05", "2 steps left to SGLang: watermarks"]
+    assert capsys.readouterr().out.splitlines()[-3:] == errors
+    assert checked(Engine(), [lambda engine: [("greedy", parts["greedy"])]]) == []
+
+
+@pytest.mark.parametrize(
+    ("verified", "missing"), [({OURS: 5, SGLANG: 5}, []), ({SGLANG: 5}, ["ours: no step verified"])]
+)
+def test_steps_that_are_left_to_sglang_or_that_one_did_not_verify_are_errors(verified, missing):
+    report = {"fallbacks": {"watermarks": 2}, "verified": verified}
+    errors = sglang_engine.SwitchedEngine.errors(Namespace(report=lambda: report))
+    assert errors == ["2 steps left to SGLang: watermarks", *missing]

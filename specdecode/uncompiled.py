@@ -1,4 +1,4 @@
-"""What torch.compile does not look into. To import this imports the compiler, which takes seconds."""
+"""The function that torch.compile leaves alone. Importing this module imports the compiler, which takes seconds."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,5 +10,5 @@ WHY = "calls of specdecode break the graph: compile without fullgraph=True"
 
 @torch.compiler.disable(reason=WHY)  # type: ignore[untyped-decorator, no-untyped-call]
 def run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function; neither it nor what it calls is compiled."""
+    """Call a function that torch.compile does not compile."""
     return function(*args, **kwargs)

@@ -1,16 +1,13 @@
-"""Requests to engines that compare verifications: prompts, parameters of vLLM, grammars, a tokenizer; a test of samples."""
+"""Kinds of requests to vLLM: penalties, biases, limits of tokens, grammars; a tokenizer."""
 
 import collections
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.serving import SAMPLING
-
-REQUESTS, TOKENS = 64, 40
-Texts = list[list[int]]
+from tests.tools.check_engine import REQUESTS, Texts
 
 SCHEMA = {
     "type": "object",
@@ -27,20 +24,6 @@ GRAMMARS: list[dict[str, Any]] = [
     {"choice": ["accepted", "accept", "rejected", "recovered 17"]},
     {"json": SCHEMA},
 ]
-
-
-def params_of(**options: Any) -> Any:
-    from vllm import SamplingParams
-
-    bad_words = options.pop("bad_words_token_ids", None)
-    params = SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False} | options)
-    params._bad_words_token_ids = bad_words  # there is no tokenizer to make them from words
-    return params
-
-
-def prompts_of(count: int, lengths: tuple[int, ...] = (24,)) -> Texts:
-    draw = random.Random(5)
-    return [[draw.randrange(2, 1000) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
 def common_tokens(texts: Texts) -> list[int]:
@@ -61,7 +44,7 @@ def penalties_and_biases(text: list[int], common: list[int]) -> dict[str, dict[s
 
 
 def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
-    """Likewise: kinds whose tokens are limited."""
+    """Return kinds of requests whose tokens are limited, see `penalties_and_biases`."""
     return {
         "allowed": {"allowed_token_ids": common[:300]},
         "minimum": {"min_tokens": 8, "stop_token_ids": sorted(set(text[2:8]))},
@@ -72,9 +55,9 @@ def limits(text: list[int], common: list[int]) -> dict[str, dict[str, Any]]:
     }
 
 
-def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
-    """Every eighth request is greedy and plain, every eighth greedy and adjusted; the kinds of these."""
-    common, kinds, params = common_tokens(plain), [], []
+def mixed_samplings(plain: Texts) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return parameters and kinds: every eighth request is greedy and plain, every eighth greedy and adjusted."""
+    common, kinds, samplings = common_tokens(plain), list[str](), list[dict[str, Any]]()
     for i in range(REQUESTS):
         adjusting = list(penalties_and_biases(plain[i], common).items())
         limited = limits(plain[i], common)
@@ -94,12 +77,12 @@ def mixed_params(plain: Texts) -> tuple[list[Any], list[str]]:
         ]
         kind, options = adjusting[i // 8 % len(adjusting)] if i % 8 == 4 else ("plain", {})
         kinds.append(kind if i % 4 == 0 else "")
-        params.append(params_of(**({"temperature": 0.0} | options if i % 4 == 0 else others[i % len(others)])))
-    return params, kinds
+        samplings.append({"temperature": 0.0} | options if i % 4 == 0 else others[i % len(others)])
+    return samplings, kinds
 
 
 def is_valid(text: str, grammar: dict[str, Any]) -> bool:
-    """Return whether a text is one of a grammar's."""
+    """Return whether a grammar has a text."""
     if "regex" in grammar:
         return re.fullmatch(grammar["regex"], text) is not None
     if "choice" in grammar:
@@ -124,28 +107,3 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-
-
-def p_value(first: list[Any], second: list[Any], least: int = 12, shared: int = 64) -> float:
-    """Return the p-value of a chi-square test that two samples have one distribution.
-
-    Args:
-        first: tokens, or tuples of them.
-        second: likewise.
-        least: how often one must be in both together to have a cell of its own.
-        shared: number of cells of all others, which are dealt out by their hash. Random models have many rare tokens.
-    """
-    from scipy import stats
-
-    samples = [collections.Counter(first), collections.Counter(second)]
-    often = {value for value, count in (samples[0] + samples[1]).items() if count >= least}
-    cells = [collections.Counter[Any](), collections.Counter[Any]()]
-    for sample, cell in zip(samples, cells):
-        for value, count in sample.items():
-            cell[value if value in often else -1 - hash(value) % shared] += count
-    columns = [[cell[key] for cell in cells] for key in {**cells[0], **cells[1]}]
-    small = [column for column in columns if sum(column) < least]
-    columns = [column for column in columns if sum(column) >= least]
-    if sum(map(sum, small)) >= least:
-        columns.append([sum(counts) for counts in zip(*small)])
-    return float(stats.chi2_contingency(list(zip(*columns)), correction=False)[1]) if len(columns) > 1 else 1.0

@@ -1,0 +1,154 @@
+"""The first rejected row of a request, in Triton; its output follows from that.
+
+That is its first row whose draft is not accepted, or the row after its last draft: its last token is drawn from this row.
+Programs find out in any order, and share it in one of two ways.
+
+*First rejections*, where one launch decides and a later one emits: a program posts its offset by an atomic maximum of
+`num_draft_tokens - offset` on memory that starts as zeros, so the first one remains. The first target row without a finite
+logit is posted in the same way; the result is `invalid` if it is not behind the first rejected row.
+
+*Row bits*, where one launch decides and emits: a program adds 1, its row's rejected bit and its row's empty bit to one
+64-bit number. A token that the decision has drawn is written before, and the last program to add its bits writes the rest.
+If the token is drawn afterwards, the bits of all rows are usually complete by then, and the program of the first rejected
+row writes everything: no program waits for the writes of another to be seen. If they are not complete, it writes its token
+early, sets the EARLY bit and exits, and the programs that complete the bits write the rest. (Always early: 2 to 8 % slower
+for 1 to 32 requests of `probabilistic`.) Log-probabilities of accepted drafts are written before their rows' bits are added,
+and published with them, because those behind the first rejected row are then replaced by NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from specdecode.kernels.rows import row_index
+
+FIRST_REJECTED, EMPTY, FIELDS = (tl.constexpr(field) for field in range(3))
+SURELY_ACCEPTED = tl.constexpr(-1)
+"""A request's state: its first rejected row, its first empty row. Behind the states of all requests comes one counter per
+row: programs finished, or SURELY_ACCEPTED; and each request's row bits, if rows are truncated after first rejections were
+posted. In block verification one number is kept instead, see `residual.NUM_LISTED`."""
+
+MOST_ROWS = 28
+COUNT_BITS, ROWS = tl.constexpr((1 << 6) - 1), tl.constexpr((1 << MOST_ROWS) - 1)
+REJECTED_BITS, EMPTY_BITS, EARLY = tl.constexpr(6), tl.constexpr(6 + MOST_ROWS), tl.constexpr(1 << (6 + 2 * MOST_ROWS))
+"""Row bits: one int64 for each request, in place of its first rejected and its first empty row; behind all else if these
+were posted. 6 bits count rows; then come 28 rejected bits, 28 empty bits and EARLY."""
+
+
+@triton.jit
+def clear_state(state_ptr, request):
+    """Set a request's state to zeros."""
+    tl.store(state_ptr + request.index * FIELDS + tl.arange(0, FIELDS), tl.zeros([FIELDS], tl.int32))
+
+
+@triton.jit
+def post_rejection(state_ptr, request, offset, sizes):
+    """Post that the row at an offset is rejected."""
+    tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, sizes.num_draft_tokens - offset, sem="relaxed")
+
+
+@triton.jit
+def post_empty(state_ptr, request, offset, sizes):
+    """Post that the target row at an offset has no finite logit."""
+    tl.atomic_max(state_ptr + request.index * FIELDS + EMPTY, sizes.num_draft_tokens + 1 - offset, sem="relaxed")
+
+
+@triton.jit
+def peek_first_rejected(state_ptr, request, sizes):
+    """Return the first rejected row posted so far, while others may be posting: never less than the final one."""
+    # An atomic is executed by one thread for all: plain loads could give the program's warps different answers.
+    return sizes.num_draft_tokens - tl.atomic_max(state_ptr + request.index * FIELDS + FIRST_REJECTED, 0, sem="relaxed")
+
+
+@triton.jit
+def load_first_rejected(state_ptr, request, sizes):
+    """Return the offset of a request's first rejected row, when all are posted."""
+    return sizes.num_draft_tokens - tl.load(state_ptr + request.index * FIELDS + FIRST_REJECTED)
+
+
+@triton.jit
+def load_empty(state_ptr, request, sizes):
+    """Return the offset of a request's first target row without a finite logit, when all are posted."""
+    return sizes.num_draft_tokens + 1 - tl.load(state_ptr + request.index * FIELDS + EMPTY)
+
+
+@triton.jit
+def is_last(count_ptr, programs):
+    """Count this program in; return whether it is the last one, which sees what all others have written."""
+    tl.debug_barrier()  # all threads have written, before one of them counts the program in
+    return tl.atomic_add(count_ptr, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
+def row_finished_ptr(state_ptr, request, offset, sizes):
+    """Return a pointer to the number of programs that have finished with a target row."""
+    return state_ptr + sizes.batch * FIELDS + row_index(request, offset, False, sizes)
+
+
+@triton.jit
+def post_acceptance(state_ptr, context, sizes):
+    """Post that a draft is accepted whatever truncation leaves of its rows, when all programs have finished with these."""
+    tl.store(row_finished_ptr(state_ptr, context.request, context.offset, sizes), SURELY_ACCEPTED)
+
+
+@triton.jit
+def is_surely_accepted(state_ptr, request, offset, sizes):
+    """Return whether a row's draft was posted as surely accepted."""
+    return tl.load(row_finished_ptr(state_ptr, request, offset, sizes)) == SURELY_ACCEPTED
+
+
+@triton.jit
+def state_of_bits(state_ptr, sizes, POSTED: tl.constexpr):
+    """Return a pointer to the requests' row bits: behind all else, at an even index, if first rejections were posted."""
+    if POSTED:
+        length = sizes.batch.to(tl.int64) * (FIELDS + sizes.num_draft_tokens + 1)
+        state_ptr += length + length % 2
+    return state_ptr
+
+
+@triton.jit
+def bits_at(state_ptr, request):
+    """Return a pointer to a request's row bits."""
+    return (state_ptr + request.index * FIELDS).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def add_row_bits(state_ptr, context, rejected, is_empty, PUBLISHES: tl.constexpr):
+    """Add the bits of one row: whether it is rejected, and whether it has no finite logit; return the bits of all rows.
+
+    The token or log-probability that is written of the row already is published with them.
+    """
+    rejected_bit, empty_bit = rejected.to(tl.int64) << REJECTED_BITS, is_empty.to(tl.int64) << EMPTY_BITS
+    bits = 1 + ((rejected_bit + empty_bit) << context.offset)
+    if PUBLISHES:
+        tl.debug_barrier()  # all threads have written, before one of them publishes that
+    return bits + tl.atomic_add(bits_at(state_ptr, context.request), bits, sem="acq_rel" if PUBLISHES else "relaxed")
+
+
+@triton.jit
+def are_complete(bits, sizes):
+    """Return whether the bits of all rows have been added."""
+    return (bits & COUNT_BITS) == sizes.num_draft_tokens + 1
+
+
+@triton.jit
+def first_row(bits, FIRST_BIT: tl.constexpr):
+    """Return the first row whose bit is set, 32 if there is none."""
+    rows = ((bits >> FIRST_BIT) & ROWS).to(tl.int32)
+    offsets = tl.arange(0, 32)
+    return tl.min(tl.where(((rows >> offsets) & 1) == 1, offsets, 32), 0)
+
+
+@triton.jit
+def is_to_finish(state_ptr, context, bits, sizes, IS_DRAWN: tl.constexpr):
+    """Return whether a program writes the output, given the row bits that it saw last.
+
+    The program of the first rejected row does. If a token was written early, every program that saw all bits does: they
+    write the same, over tokens that turned out to be of no use.
+    """
+    finishes = are_complete(bits, sizes)
+    if not IS_DRAWN:
+        if finishes:
+            finishes = first_row(bits, REJECTED_BITS) == context.offset
+            if bits >= EARLY:
+                finishes = tl.atomic_or(bits_at(state_ptr, context.request), 0, sem="acquire") > 0
+    return finishes

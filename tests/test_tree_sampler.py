@@ -1,0 +1,326 @@
+"""`sampler.tree` returns the result of the reference's walk, on both backends, with every option of a call."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from reference import oracle
+from reference.sampling import Sampling, processed_logprobs
+from specdecode import Adjustments, RejectionSampler, sample
+from tests.conftest import HAS_TRITON, ON_GPU, combine
+from tests.support.adjusted import adjustments_for, of_request
+from tests.support.differential import FLOAT32_BAND, Case, band_of
+from tests.support.packing import in_slots
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+BACKENDS = ["eager", *["triton, by rounds", "triton, all at once"] * HAS_TRITON]
+TRUNCATIONS: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 40, "top_p": 0.8}, {"min_p": 0.2}]
+REQUESTS, NODES, DEPTH = 6, 9, 3
+
+
+class Trees(NamedTuple):
+    target_logits: Tensor
+    token_ids: Tensor
+    parents: Tensor
+    temperature: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+def trees(vocab: int, dtype: torch.dtype, seed: int, requests: int = REQUESTS, nodes: int = NODES) -> Trees:
+    """Trees in any order, deeper than `DEPTH`, with likely drafts, equal siblings, padding, cycles and ids out of range."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    target = 6 * torch.randn(requests, nodes, vocab, generator=generator)
+    likely = target.topk(min(4, vocab), dim=-1).indices
+    token_ids, parents = draw(0, vocab, requests, nodes), draw(-1, nodes + 1, requests, nodes)
+    parents[:, 1:5] = torch.tensor([0, 0, 1, 1])  # some depth in every tree
+    for request in range(requests):
+        for node in range(1, nodes):
+            before = int(parents[request, node])
+            if 0 <= before < nodes:
+                token_ids[request, node] = likely[request, before, int(draw(0, likely.shape[-1], 1))]
+        token_ids[request, int(draw(1, nodes, 1))] = [-1, vocab, 2**31][request % 3]
+        order = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(nodes - 1, generator=generator)])
+        new = torch.full((nodes + 2,), -1)
+        new[order] = torch.arange(nodes)
+        parents[request] = torch.where(parents[request] >= nodes, nodes, new[parents[request]])[order]
+        token_ids[request], target[request] = token_ids[request, order], target[request, order]
+    temperature = 0.3 + 1.2 * torch.rand(requests, generator=generator)
+    temperature[::3] = 0
+    return Trees(target.to(dtype), token_ids, parents, temperature, draw(0, 2**40, requests), draw(0, 99, requests))
+
+
+def adjustments_of(given: Trees, kind: str) -> Adjustments | None:
+    if kind == "none":
+        return None
+    drafts = given.token_ids[:, 1:]
+    rows = Case(
+        given.target_logits, drafts, given.target_logits[:, 1:], given.temperature, given.seeds, given.positions
+    )
+    return adjustments_for(rows, kind)
+
+
+def outcomes(given: Trees, adjustments: Adjustments | None, truncation: dict[str, Any]) -> list[oracle.TreeOutcome]:
+    vocab = given.target_logits.shape[-1]
+    return [
+        oracle.verify_tree(
+            given.target_logits[i].float().numpy(),
+            given.token_ids[i].tolist(),
+            given.parents[i].tolist(),
+            max_depth=DEPTH,
+            temperature=float(given.temperature[i]),
+            seed=int(given.seeds[i]),
+            position=int(given.positions[i]),
+            adjustments=None if adjustments is None else of_request(adjustments, i, vocab),
+            **truncation,
+        )
+        for i in range(len(given.token_ids))
+    ]
+
+
+def sampler_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> RejectionSampler:
+    name, _, way = backend.partition(", ")
+    if way:
+        monkeypatch.setattr("specdecode.kernels.tree.LOGITS_A_ROUND", 0 if way == "by rounds" else 10**9)
+    return RejectionSampler("strict", backend=name)
+
+
+def call(given: Trees, adjustments: Adjustments | None, **options: Any) -> dict[str, Any]:
+    arguments = given._asdict() | {"max_depth": DEPTH, "adjustments": adjustments} | options
+    return {
+        name: value.to(DEVICE)
+        if isinstance(value, Tensor)
+        else Adjustments(*[each.to(DEVICE) if isinstance(each, Tensor) else each for each in value])
+        if isinstance(value, Adjustments)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def packed(given: Trees, adjustments: Adjustments | None, **options: Any) -> dict[str, Any]:
+    """The same trees with rows one after another, between rows of nobody, and everything else in shuffled slots."""
+    requests, nodes = given.token_ids.shape
+    row_starts = 2 + nodes * torch.arange(requests + 1)
+    slots, num_slots = torch.arange(requests).flip(0) + 1, requests + 2
+    between = torch.full((2, given.target_logits.shape[-1]), float("nan"), dtype=given.target_logits.dtype)
+    rows = {"target_logits": torch.cat([between, given.target_logits.flatten(0, 1), between]), "row_starts": row_starts}
+    if adjustments is not None:
+        mask = adjustments.allowed_mask
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask.flatten(0, 1), (0, 0, 2, 2))
+        adjustments = Adjustments(*[in_slots(each, slots, num_slots) for each in adjustments[:-1]], mask)
+    by_slot = {"temperature": given.temperature, "seeds": given.seeds} | options
+    by_slot = {name: in_slots(value, slots, num_slots) for name, value in by_slot.items()}
+    return call(given, adjustments, **rows, slots=slots, **by_slot)
+
+
+def assert_outcomes(output: Any, expected: list[oracle.TreeOutcome], band: float) -> None:
+    excused = 0
+    for i, outcome in enumerate(expected):
+        ids = outcome.token_ids + [-1] * (DEPTH + 1 - len(outcome.token_ids))
+        nodes = outcome.nodes + [-1] * (DEPTH - len(outcome.nodes))
+        got = output.token_ids[i].tolist(), output.nodes[i].tolist()
+        assert output.num_draft_tokens[i] == outcome.num_draft_tokens
+        if got != (ids, nodes):
+            assert outcome.margin <= band, f"request {i}: {got} != {(ids, nodes)}, by {outcome.margin:.2e} nats"
+            excused += 1
+            continue
+        assert (output.num_accepted[i], output.num_tokens[i]) == (len(outcome.nodes), len(outcome.token_ids))
+        assert output.invalid[i] == outcome.invalid
+    assert excused <= 1
+
+
+CASES = combine(
+    BACKENDS,
+    [torch.float32, torch.bfloat16, torch.float16],
+    [7, 2500] if not ON_GPU else [7, 2500, 33_000],
+    TRUNCATIONS,
+    ["none", "all", "penalties", "mask"],
+    ["padded", "packed"],
+)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "vocab", "truncation", "kind", "layout"), CASES, ids=str)
+def test_trees_are_verified_as_by_the_reference(monkeypatch, backend, dtype, vocab, truncation, kind, layout):
+    accepted = 0
+    for seed in range(2):
+        given = trees(vocab, dtype, seed)
+        adjustments = adjustments_of(given, kind)
+        expected = outcomes(given, adjustments, truncation)
+        arguments = (call if layout == "padded" else packed)(given, adjustments)
+        output = sampler_of(backend, monkeypatch).tree(**arguments, **truncation)
+        assert_outcomes(output, expected, band_of(dtype, backend.partition(",")[0]))
+        accepted += sum(len(outcome.nodes) for outcome in expected)
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_text_is_that_of_plain_sampling(monkeypatch, backend):
+    given = trees(50, torch.float32, seed=3, requests=40)
+    output = sampler_of(backend, monkeypatch).tree(**call(given, None))
+    row, alive = torch.zeros(40, dtype=torch.int64), torch.ones(40, dtype=torch.bool)
+    for depth in range(DEPTH + 1):
+        rows = given.target_logits[torch.arange(40), row].to(DEVICE)
+        options = given.temperature.to(DEVICE), given.seeds.to(DEVICE), (given.positions + depth).to(DEVICE)
+        plain = sample(rows, *options).cpu()
+        assert torch.equal(output.token_ids[:, depth].cpu(), torch.where(alive, plain, -1))
+        if depth < DEPTH:
+            row = output.nodes[:, depth].cpu().long().clamp(min=0)
+            alive &= output.nodes[:, depth].cpu() >= 0
+    assert output.num_accepted.sum() > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_logprobs_and_lists_are_those_of_the_rows_on_the_path(monkeypatch, backend, layout):
+    given, truncation = trees(2500, torch.float32, seed=5), {"top_k": 40, "top_p": 0.9}
+    options = {"logprobs": "processed", "top_logprobs": 3, "kept_sets": True}
+    arguments = (call if layout == "padded" else packed)(given, None)
+    sampler = sampler_of(backend, monkeypatch)
+    output = sampler.tree(**arguments, **truncation, **options)
+    plain = sampler.tree(**arguments, **truncation)
+    assert torch.equal(output.token_ids, plain.token_ids)
+    assert plain.logprobs is None
+    for i, nodes in enumerate(output.nodes.tolist()):
+        accepted = [node for node in nodes if node >= 0]
+        rows = given.target_logits[i, [0, *accepted]].double().numpy()
+        ids = output.token_ids[i, : len(accepted) + 1].tolist()
+        sampling = Sampling(float(given.temperature[i]), **truncation)
+        expected = processed_logprobs(rows, ids, sampling)
+        np.testing.assert_allclose(output.logprobs[i, : len(ids)].cpu(), expected, atol=2e-5)
+        assert output.logprobs[i, len(ids) :].isnan().all()
+        assert (output.top_token_ids[i, len(ids) :] == -1).all()
+        assert (output.num_kept[i, : len(ids)] > 0).all()
+        assert (output.num_kept[i, len(ids) :] == 0).all()
+        assert (output.kept_cutoff[i, len(ids) :] == -1).all()
+        if given.temperature[i] > 0:
+            np.testing.assert_array_equal(output.top_token_ids[i, 0, 0].cpu(), rows[0].argmax())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_requests_without_rows_and_trees_of_one_node(monkeypatch, backend):
+    rows = torch.zeros(3, 8, device=DEVICE)
+    rows[:, 3] = 30.0
+    arguments = {"row_starts": torch.tensor([0, 1, 1, 3], device=DEVICE), "max_depth": 2, "seeds": 0}
+    token_ids = torch.tensor([[0, 3], [0, 3], [0, 3]], device=DEVICE)
+    output = sampler_of(backend, monkeypatch).tree(rows, token_ids, torch.tensor([-1, 0], device=DEVICE), **arguments)
+    assert output.token_ids.tolist() == [[3, -1, -1], [0, -1, -1], [3, 3, -1]]
+    assert output.nodes.tolist() == [[-1, -1], [-1, -1], [1, -1]]
+    assert output.num_draft_tokens.tolist() == [0, 0, 1]
+    assert output.invalid.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_off_the_path_are_not_read_and_a_row_without_a_finite_logit_is_marked(monkeypatch, backend):
+    given = trees(40, torch.float32, seed=6)
+    sampler = sampler_of(backend, monkeypatch)
+    expected = sampler.tree(**call(given, None))
+    rows = given.target_logits.clone()
+    for i, nodes in enumerate(expected.nodes.tolist()):
+        off = sorted(set(range(NODES)) - {0, *nodes})
+        rows[i, off] = float("nan")
+    output = sampler.tree(**call(given._replace(target_logits=rows), None))
+    for got, other in zip(output[:5], expected[:5]):
+        assert torch.equal(got, other)
+    rows[:, 0] = float("nan")
+    output = sampler.tree(**call(given._replace(target_logits=rows), None))
+    assert output.invalid.all()
+    assert (output.token_ids[:, 0] == 0).all()
+
+
+BAD = {
+    "token_ids: expected shape": {"token_ids": torch.zeros(2, 0, dtype=torch.int64)},
+    "token_ids: expected dtype": {"token_ids": torch.zeros(2, 3)},
+    "target_logits: expected shape": {"target_logits": torch.zeros(2, 4, 5)},
+    "parents: expected shape": {"parents": torch.zeros(2, 4, dtype=torch.int64)},
+    "parents: expected dtype": {"parents": torch.zeros(2, 3)},
+    "max_depth: expected an int >= 0": {"max_depth": -1},
+    "positions: expected shape": {"positions": torch.zeros(3, dtype=torch.int64)},
+    "top_p: expected a number": {"top_p": 1.5},
+    "draft_logsumexp: trees": {"draft_logsumexp": torch.zeros(2, 2)},
+    "slots: given without row_starts": {"slots": torch.zeros(2, dtype=torch.int64)},
+    "row_starts: expected shape": {"row_starts": torch.tensor([0, 3]), "target_logits": torch.zeros(3, 5)},
+    "adjustments.allowed_mask: expected shape": {"adjustments": Adjustments(allowed_mask=torch.zeros(2, 1).int())},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(message):
+    arguments = {"target_logits": torch.zeros(2, 3, 5), "token_ids": torch.zeros(2, 3, dtype=torch.int64)}
+    arguments |= {"parents": torch.tensor([-1, 0, 0]), "max_depth": 2}
+    RejectionSampler("strict").tree(**arguments)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        RejectionSampler("strict").tree(**arguments | BAD[message])
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "block"])
+def test_methods_that_need_drawn_siblings_say_so(method):
+    with pytest.raises(ValueError, match=r"use RejectionSampler\('strict'\)\.tree"):
+        RejectionSampler(method).tree(
+            torch.zeros(1, 1, 2), torch.zeros(1, 1).long(), torch.zeros(1).long(), max_depth=0
+        )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_a_captured_call_replays_with_new_trees():
+    first, second = (call(trees(2500, torch.bfloat16, seed), None) for seed in (1, 2))
+    sampler = RejectionSampler("strict", backend="triton")
+    expected = sampler.tree(**second)
+    sampler.tree(**first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = sampler.tree(**first)
+    for name in Trees._fields:
+        first[name].copy_(second[name])
+    graph.replay()
+    for got, other in zip(output[:5], expected[:5]):
+        assert torch.equal(got, other)
+
+
+@pytest.mark.parametrize("backend", ["eager", *["triton"] * HAS_TRITON])
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(7, torch.float32), (9300, torch.bfloat16), (5000, torch.float16)], ids=str
+)
+def test_siblings_are_those_of_the_reference(backend, truncation, vocab, dtype):
+    requests, excused = 24, 0
+    sampler, generator = RejectionSampler("strict", backend=backend), torch.Generator().manual_seed(vocab)
+    rows = (3 * torch.randn(requests, vocab, generator=generator)).to(dtype)
+    rows[1], rows[2, 3], rows[3, 2:], rows[4, ::2] = float("nan"), float("inf"), float("-inf"), float("nan")
+    temperature = 0.3 + torch.rand(requests, generator=generator)
+    temperature[::5] = 0
+    seeds, positions = (torch.randint(0, 2**40, (requests,), generator=generator) for _ in range(2))
+    arguments = [each.to(DEVICE) for each in (rows, temperature, seeds, positions)]
+    plain = sampler.draft(*arguments, **truncation)
+    for width in (1, 3, 8):
+        draft = sampler.draft(*arguments, **truncation, width=width)
+        assert draft.token_ids.shape == (requests, width)
+        assert torch.equal(draft.token_ids[:, 0], plain.token_ids)
+        for got, other in zip(draft[1:], plain[1:]):
+            assert got is other is None or torch.equal(got, other)
+        for i, got in enumerate(draft.token_ids.tolist()):
+            numbers = {"temperature": float(temperature[i]), "seed": int(seeds[i]), "position": int(positions[i])}
+            expected = oracle.draft_siblings(rows[i].float().numpy(), width, **numbers, **truncation)
+            if got != expected.token_ids:
+                assert expected.margin <= FLOAT32_BAND, f"request {i}: {got} != {expected}"
+                excused += 1
+    assert excused <= 2
+
+
+def test_wrong_widths_are_named():
+    for sampler, width in (
+        (RejectionSampler("strict"), 0),
+        (RejectionSampler("strict"), 9),
+        (RejectionSampler("block"), 2),
+    ):
+        with pytest.raises(ValueError, match=r"^width: "):
+            sampler.draft(torch.zeros(1, 20), width=width)
