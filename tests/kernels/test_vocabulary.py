@@ -15,7 +15,8 @@ from specdecode.eager.vocabulary import target_to_draft
 from specdecode.kernels.launch import Plan
 from specdecode.kernels.vocabulary import IDS, NO_ID, SPAN
 from tests.conftest import ON_GPU
-from tests.contract.cases import computing, on
+from tests.contract.cases import ORDINARY, computing, on
+from tests.contract.cases import run as run_call
 from tests.support.addresses import reads_and_writes_inside
 from tests.support.differential import Case, case, like_a_device
 from tests.support.kernels import DEVICE, parts_of, run
@@ -83,6 +84,17 @@ def test_ids_that_are_no_tokens_or_were_there_before_count_as_eager_has_it(metho
     for name, one, other in zip(got._fields, got[:4], want):
         assert one.tolist() == other.tolist(), name
     assert got.num_accepted.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "way"), [("probabilistic", "triton large"), ("block", "triton few"), ("synthetic", "triton few")]
+)
+def test_a_draft_row_has_nothing_in_the_blocks_beyond_its_own_vocabulary(method, way):
+    """Most programs read none of so few tokens: they must say so, or what was in memory would count."""
+    batch, ids = narrow(case(3, 1 + (method == "block"), 4200, torch.bfloat16, greedy=0, seed=4), 37)
+    call = on(DEVICE, call_of(batch, ids))
+    output = run_call(ORDINARY._replace(method=method, backend=way), call)
+    assert_equals_oracle(method, call, output, "triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
