@@ -20,7 +20,7 @@ from specdecode.arguments import (
     select,
 )
 from specdecode.backends import Backend, breaks_graph
-from specdecode.batch import Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
+from specdecode.batch import TARGET_ONLY, Logprobs, SamplerOutput, Sampling, TreeOutput, VerificationBatch
 from specdecode.drafting import DraftOutput, draw
 from specdecode.noise import SELECT, draft_domains
 from specdecode.sharding import VocabShard, check_shard
@@ -502,7 +502,7 @@ class RejectionSampler:
 
     def _with_rows_read(self, batch: VerificationBatch) -> VerificationBatch:
         """Return a batch with the rows that the method reads."""
-        return batch.without_draft_rows if self.method == "strict" else batch
+        return batch.without_draft_rows if self.method in TARGET_ONLY else batch
 
     @property
     def _vocab_size(self) -> int | None:
