@@ -289,6 +289,24 @@ def test_wrong_arguments_are_named(message):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend):
+    requests, vocab, generator = 60, 5, torch.Generator().manual_seed(0)
+    rows = torch.randn(requests, DEPTH + 1, vocab, generator=generator).to(DEVICE)
+    rows[..., :2] += 2
+    drafts = torch.randint(0, 2, (requests, DEPTH), generator=generator).to(DEVICE)  # many of them equal
+    options = {"temperature": torch.rand(requests, generator=generator).round(decimals=1).to(DEVICE), "seeds": 5}
+    penalties = Adjustments(repetition_penalty=0.4, frequency_penalty=-1.5, presence_penalty=0.7)
+    sampler = sampler_of(backend, monkeypatch)
+    chain = sampler(rows, drafts, **options, adjustments=penalties)
+    token_ids, parents = torch.nn.functional.pad(drafts, (1, 0)), torch.arange(-1, DEPTH, device=DEVICE)
+    tree = sampler.tree(rows, token_ids, parents, max_depth=DEPTH, **options, adjustments=penalties)
+    assert torch.equal(tree.token_ids, chain.token_ids)
+    assert torch.equal(tree.num_accepted, chain.num_accepted)
+    assert (chain.num_accepted >= 2).sum() > 10
+    assert not torch.equal(chain.token_ids, sampler(rows, drafts, **options).token_ids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_other_sizes_and_layouts(monkeypatch, backend):
     """One node, no request, no depth, many nodes in a chain, int32 ids, rows apart, a number or None for the seeds."""
     sampler = sampler_of(backend, monkeypatch)
