@@ -290,7 +290,7 @@ def test_wrong_arguments_are_named(message):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chain_is_verified_as_a_chain_its_drafts_counted(monkeypatch, backend):
-    requests, vocab, generator = 60, 5, torch.Generator().manual_seed(0)
+    requests, vocab, generator = 120, 5, torch.Generator().manual_seed(0)
     rows = torch.randn(requests, DEPTH + 1, vocab, generator=generator).to(DEVICE)
     rows[..., :2] += 2
     drafts = torch.randint(0, 2, (requests, DEPTH), generator=generator).to(DEVICE)  # many of them equal
