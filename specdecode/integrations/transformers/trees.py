@@ -146,9 +146,10 @@ class TreeDrafter(ModelDrafter):
             rows = self.processors.process_row(rows, texts.tokens, texts, depth, drafts)
             if self.processors:
                 drafts &= (rows > -torch.inf).any(dim=1)  # processors may have left nothing
-            noise = {"seeds": texts.seeds, "positions": texts.lengths}
-            children = self.sampler.draft(rows, **texts.sampling._asdict(), **noise, width=width).token_ids
-            children = children.masked_fill(~drafts[:, None], -1)
+            drawn = self.sampler.draft(
+                rows, **texts.sampling._asdict(), seeds=texts.seeds, positions=texts.lengths, width=width
+            )
+            children = drawn.token_ids.masked_fill(~drafts[:, None], -1)
             node_ids = torch.cat([node_ids, children.view(len(node_ids), -1)], dim=1)
         return Drafts(node_ids[:, 1:])
 
