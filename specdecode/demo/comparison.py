@@ -46,7 +46,7 @@ SHOWN_TOKENS = 64
 EXPLANATION = """\
 drafts accepted: the mean; strict, probabilistic and block judge the same drafts
 prompt lookup: strict, with drafts copied from the text so far, where it has any
-tree: strict, with 4 drafts for the next place and 2 after each of them
+tree: strict, 4 candidates for the next token, 2 after each; its calls are larger
 calls of the target: each gives 1 token without drafts, 1 + accepted with them
 """
 
@@ -192,9 +192,7 @@ def compare_methods(options: Namespace, console: Console) -> None:
     show_beginning(Continuation(models.tokenizer, prompts[0].tolist()), texts[0], steps, console)
 
     others = {"prompt lookup": by_lookup, "tree": by_tree}
-    accepted = comparison.accepted() | {
-        name: accepted_in(steps, num_drafts, num_new) for name, steps in others.items()
-    }
+    accepted = comparison.accepted() | {name: accepted_in(steps, num_drafts, num_new) for name, steps in others.items()}
     table = savings_table({name: number.double().mean().item() for name, number in accepted.items()}, num_drafts)
     table.title = f"{len(batch)} texts of {num_new} tokens"
     console.print(table)

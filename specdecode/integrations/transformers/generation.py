@@ -121,9 +121,9 @@ def generate(
             the config, [] = none.
         tokenizer: the target's, needed only where there are stop strings.
         token_type_ids: ignored, so that `**tokenizer(...)` can be passed; refused if a model reads them.
-        tree: widths by level: (4, 2, 1) drafts four tokens for the next place, two after each and one after each of these.
-            In place of `num_draft_tokens`; with method `"strict"` and a draft model. See the documentation for the models
-            that can read trees.
+        tree: widths by level, each at most 8, in place of `num_draft_tokens`: (4, 2, 1) drafts four candidates for the next
+            token, two after each of them, and one after each of these. The method must be `"strict"`, the drafter a draft
+            model, and both models must take 4-D attention masks.
 
     Returns:
         The sequences, the kind of each new token, and acceptance statistics.
@@ -131,9 +131,9 @@ def generate(
     Raises:
         TypeError: an argument of the wrong type or dtype, or a model that is not a causal language model.
         ValueError: an argument is out of range or does not fit the others, the config asks for something that is not
-            supported, a model is in training mode, has a cache of other states than keys and values, takes no position_ids,
-            has too few positions, or logits of another width than its embeddings, or all logits of the target in a row are
-            NaN or -inf.
+            supported, the method, the drafter or a model cannot handle a tree, a model is in training mode, has a cache of
+            other states than keys and values, takes no position_ids, has too few positions, or logits of another width than
+            its embeddings, or all logits of the target in a row are NaN or -inf.
 
     Example:
         >>> import torch
